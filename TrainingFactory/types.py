@@ -190,7 +190,9 @@ class Trajectory:
     # An episode forked from member `parent` after `fork_turn` turns, which both episodes contain.
     parent: int | None = field(default=None, repr=False)
     fork_turn: int = field(default=0, repr=False)
-    role: str | None = field(default=None, repr=False)  # in self-play; episodes are compared within their role
+    role: str | None = field(
+        default=None, repr=False
+    )  # in self-play; episodes are compared within their role
 
     @property
     def is_folded(self) -> bool:

@@ -38,6 +38,10 @@ KINDS = {
     "lora": {},
     "lora_checkpointed": {"gradient_checkpointing": True},
 }
+DIMENSIONS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 COLUMNS = ("size", "kind", "estimated_gib", "peak_gib", "sample_s", "update_s")
 
 
@@ -50,14 +54,14 @@ def config_of(kind: str, device: str) -> TrainingConfig:
     )
 
 
-def random_model(size: str, device: str) -> Any:
+def random_model(size: str, device: str, positions: int = 4096) -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16 if device != "cpu" else torch.float32)
-    fields: dict[str, Any] = find_shape("", size)._asdict()
-    fields |= {"max_position_embeddings": 4096, "pad_token_id": 0}
-    del fields["name"]
+    shape = find_shape("", size)
+    fields: dict[str, Any] = {name: getattr(shape, name) for name in DIMENSIONS}
+    fields |= {"max_position_embeddings": positions, "pad_token_id": 0}
     with torch.device(device):
         model = Qwen3ForCausalLM(Qwen3Config(**fields, eos_token_id=None))
     torch.set_default_dtype(torch.float32)

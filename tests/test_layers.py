@@ -35,7 +35,7 @@ LAYERS = [
     ["runs"],
     ["cluster"],
     ["rollout", "sampling", "learning"],
-    ["envs", "rewards", "algorithms"],
+    ["envs", "rewards", "algorithms", "retrieval"],
     ["tools", "models", "data"],
     ["config"],
     ["common"],
@@ -48,7 +48,7 @@ LEVEL = {name: level for level, row in enumerate(LAYERS) for name in row}
 EDGE = ["assembly", "resolve", "trainers"]
 SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
-    "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
+    "retrieval", "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
     "envs/builtin", "envs/android", "envs/process", "envs/adapters", "envs/users",
     "envs/containers", "tools/mcp", "tools/cache", "tools/builtin",
     "tools/sandbox", "tools/endpoints",

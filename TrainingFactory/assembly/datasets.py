@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
+from TrainingFactory.common.images import ImageStore
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder, is_run
 from TrainingFactory.training.dataset import argument_problem
+from TrainingFactory.types import Image
 
 
 @dataclass(slots=True)
@@ -66,7 +68,10 @@ def fit_forms(source: str, split: str, count: int) -> DatasetFit:
     return result
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write a JSON Lines file."""
+def write_rows(path: Path, rows: Sequence[dict[str, Any]], images: Mapping[str, Image] | None = None) -> None:
+    """Write a JSON Lines file, and the images of its rows beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    store = ImageStore.beside(path)
+    for name in {name for row in rows for name in row.get("images", ())} & (images or {}).keys():
+        store.add((images or {})[name])
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -59,13 +59,13 @@ class TextFormat:
         raise _no_tokens()
 
 
-class _ClosedSession:
+class ClosedSession:
     """Stands for the sampling session of an episode, which an endpoint does not have."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         raise _no_tokens()
 
-    def fork(self) -> _ClosedSession:
+    def fork(self) -> ClosedSession:
         return self
 
     def close(self) -> None: ...
@@ -118,8 +118,8 @@ class EndpointSampler:
         failures = self.client.usage.failures.items()
         return counts | {f"{PREFIX}/failed_{kind}": float(count) for kind, count in failures}
 
-    def session(self) -> _ClosedSession:
-        return _ClosedSession()
+    def session(self) -> ClosedSession:
+        return ClosedSession()
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         raise _no_tokens()

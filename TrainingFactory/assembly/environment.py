@@ -16,7 +16,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.base import ForeignEnvironment
-from TrainingFactory.envs.self_play import SelfPlayEnvironment
+from TrainingFactory.envs.self_play import SelfPlayEnvironment, is_self_play
 from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunction, Tool, ToolSource
 from TrainingFactory.resolve.factories import Notify, listing_searched_places
 from TrainingFactory.resolve.siblings import ENVIRONMENTS
@@ -156,7 +156,9 @@ def _reject_uncalled_methods(environment: Any) -> None:
         )
 
 
-def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
+def environment_from_file(
+    name: str,
+) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
     path, attribute, values = load_objects("environment", name)
     kinds = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
@@ -168,6 +170,23 @@ def environment_from_file(name: str) -> type[ToolEnvironment] | type[ForeignEnvi
         names = ", ".join(f"{path}:{value.__name__}" for value in classes)
         raise ValueError(f"{path} defines several environments; name one of them: {names}")
     return classes[0]
+
+
+def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunction | None) -> None:
+    """Raise for options that do not apply to a game of two roles."""
+    if not is_self_play(environment):
+        return
+    name = environment.__name__
+    if not build_rewards.uses_only_environment_reward(reward):
+        raise ValueError(f"{name} scores its roles itself: set reward.type=environment, and pass no reward")
+    options = {
+        "training.branching": config.training.branching,
+        "environment.user": config.environment.user,
+        "environment.system_prompt": config.environment.system_prompt,
+        "tools": config.tools,
+    }
+    if unusable := ", ".join(key for key, value in options.items() if value):
+        raise ValueError(f"{unusable} does not apply to self-play ({name}): remove it")
 
 
 async def check_tools(

@@ -34,7 +34,7 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     elif lora.enabled:
         loaded_model.model = add_lora(
             loaded_model.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
-            dora=lora.dora, rslora=lora.rslora, seed=config.training.seed,
+            dora=lora.dora, rslora=lora.rslora, experts=lora.experts, seed=config.training.seed,
             excluded=[] if loaded_model.vision is None else tower_modules(loaded_model.model),
         )  # fmt: skip
     if config.model.train_tower:
@@ -113,7 +113,9 @@ def make_learner(
         critic=make_critic(loaded_model.model) if "critic" in needs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
+        activation_offload=options.activation_offload,
         processes=make_processes(config) if sharded else None,
+        router_aux_loss=options.router_aux_loss,
         vision=loaded_model.vision,
     )
 

@@ -85,9 +85,7 @@ def find_judge_model(model_name: str, config: TrainingConfig) -> str:
     except ValueError as error:
         raise OptionError(InvalidOption("model", str(error))) from error
     if model.adapter is not None:
-        text = (
-            f"is an adapter; name a whole model: tfactory export {model_name} --out FOLDER --merge"
-        )
+        text = f"is an adapter; name a whole model: tfactory export {model_name} --out FOLDER --merge"
         raise OptionError(InvalidOption("model", text))
     return (
         resolve_model_name(model.name) if model.folder is None else str(model.folder.expanduser().resolve())
@@ -163,7 +161,9 @@ class LocalJudge:
         except SamplersLost as error:
             if self._judge is judge:  # the next attempt starts new engines
                 await self.close()
-            raise ModelError(f"the {self.role} {self.options.model} is down: {error}", temporary=True) from error
+            raise ModelError(
+                f"the {self.role} {self.options.model} is down: {error}", temporary=True
+            ) from error
 
     async def close(self) -> None:
         fleet, self._fleet, self._judge = self._fleet, None, None

@@ -90,21 +90,50 @@ def learner_bytes(
         parts["reference model"] = counts.stored / learners
     if "critic" in needs:
         parts["critic"] = learned
-    left = activation_bytes(shape, tokens, config.training.gradient_checkpointing, counts.size)
+    training = config.training
+    left = activation_bytes(
+        shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
+    )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
         parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
     return parts | {"activations": float(left)}
 
 
-def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int) -> int:
-    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. A layer keeps its
+def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, offload: bool = False) -> int:
+    """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. With `offload`, the
+    inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
-    wide = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    wide = mlp_width(shape)
     queries, keys = attention_widths(shape)
     layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
     per_layer = shape.hidden_size if checkpointing else layer
-    return tokens * size * (shape.num_hidden_layers * per_layer + layer * checkpointing)
+    layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
+    return tokens * size * (layers * per_layer + layer * checkpointing)
+
+
+def active_experts(shape: Any) -> int:
+    """Return the number of experts that compute a token; 0 for a dense model."""
+    names = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if not any(getattr(shape, name, None) for name in counts):  # foreign object
+        return 0
+    return next((number for name in names if (number := getattr(shape, name, None))), 0)
+
+
+def mlp_width(shape: Any) -> int:
+    """Return the width of the MLP that a token passes, or of all its experts together."""
+    dense: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    if not (routed := active_experts(shape)):
+        return dense
+    each = getattr(shape, "moe_intermediate_size", None) or dense
+    names = (
+        "moe_shared_expert_intermediate_size",
+        "shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    )
+    shared = next((number for name in names if (number := getattr(shape, name, None))), 0)
+    return routed * each + (shared or each * (getattr(shape, "n_shared_experts", None) or 0))
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:

@@ -74,9 +74,7 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         user = _with(
             user,
             model=move(user.model) if user.model.endswith(FILE_ENDINGS) else user.model,
-            template=move(instructions)
-            if instructions and is_template_file(instructions)
-            else instructions,
+            template=move(instructions) if instructions and is_template_file(instructions) else instructions,
         )
     if branching is not None:
         branching = _with(branching, function=branching.function and map_name(branching.function))

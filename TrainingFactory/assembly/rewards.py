@@ -17,7 +17,6 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, option_problems, problems_of
 from TrainingFactory.config.schema import RewardPart, RewardSection, SingleRewardSection
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.self_play import SelfPlayEnvironment
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
 from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares, environment_reward
 from TrainingFactory.rewards.combined import ENVIRONMENT, Combined
@@ -115,13 +114,9 @@ def check_tasks(
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
-    """Raise if the environment lacks a tool that the reward calls, writes judge prompts and the reward has no judge, or
-    is a game of two roles, which only its own reward can score."""
+    """Raise if the environment lacks a tool that the reward calls, or writes judge prompts and the reward has no
+    judge."""
     parts = _inside(reward)
-    if isinstance(environment, SelfPlayEnvironment) and not uses_only_environment_reward(reward):
-        raise ValueError(
-            f"{type(environment).__name__} scores its roles itself: set reward.type=environment and pass no reward"
-        )
     if isinstance(environment, JudgePromptEnvironment) and not any(
         isinstance(part, ModelJudge) for part in parts
     ):

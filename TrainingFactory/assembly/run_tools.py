@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.agent_api.agent_program import AgentProgram
+from TrainingFactory.assembly.local_judge import LocalJudge
 from TrainingFactory.assembly.tools import ToolOrSource, make_tool_cache, make_tools
 from TrainingFactory.assembly.users import make_user
 from TrainingFactory.config import TrainingConfig
@@ -87,9 +88,17 @@ class RunTools:
         await episode.close()
         environment = with_tools(environment, tools, self._config.environment.system_prompt)
         if self._user is not None:
+            model = self._user.client.model
+            if isinstance(model, LocalJudge) and self._recording is None:
+                await model.open()  # its start takes longer than an episode's timeout
             environment = with_simulated_user(environment, self._user)
         self._environment_metrics = getattr(environment, "run_metrics", dict)
         return environment
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Raise for a task without a column that the simulated user needs."""
+        for task in tasks if self._user is not None else ():
+            self._user.brief.instructions(task)
 
     def record_to(self, folder: Path) -> None:
         """Record all calls from now on; call it after `equip`."""

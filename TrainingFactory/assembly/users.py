@@ -38,12 +38,12 @@ def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser 
     if section is None:
         return None
     if config.environment.command is not None:
-        text = "does not apply to environment.command: your program talks to its own users. Remove one of them"
+        text = (
+            "does not apply to environment.command: your program talks to its own users. Remove one of them"
+        )
         raise config.wrong([Problem(KEY, text)])
     if config.training.branching is not None:
-        text = (
-            "cannot be combined with training.branching: a forked episode would need a copy of its user. Remove one"
-        )
+        text = "cannot be combined with training.branching: a forked episode would need a copy of its user. Remove one"
         raise config.wrong([Problem(KEY, text)])
     brief = _make_brief(config, section)
     try:
@@ -88,7 +88,9 @@ def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) 
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
     judge: JudgeOptions = make_from(JudgeOptions, options, "the model of environment.user")
     if judge.replicas > 1 and config.compute.backend != "ray":
-        raise ValueError(f"replicas={judge.replicas} needs compute.backend=ray: without Ray it has one process")
+        raise ValueError(
+            f"replicas={judge.replicas} needs compute.backend=ray: without Ray it has one process"
+        )
     params = make_from(RequestOptions, sampling, "options of the model of environment.user")
     limits = {"concurrency": REQUESTS_PER_ENGINE * judge.replicas} | limits
     settings = make_from(EndpointSettings, {"model": section.model} | limits, "the model of environment.user")

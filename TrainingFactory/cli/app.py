@@ -36,6 +36,7 @@ from TrainingFactory.cli.rollout import rollout
 from TrainingFactory.cli.runs import runs
 from TrainingFactory.cli.serve import serve
 from TrainingFactory.cli.show import INTERRUPTED, fail, note
+from TrainingFactory.cli.swift import swift
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
@@ -64,7 +65,7 @@ app.command(evaluate, name="eval")
 app.command(compare)
 for command in (
     demo, train, doctor, plan, recipe, runs, registry, export, rollout, data, serve, ui, proxy, cluster, new, tools,
-    judge, envs, models, import_, factories, hello,
+    judge, envs, models, import_, swift, factories, hello,
 ):  # fmt: skip
     app.command(command)
 

@@ -73,7 +73,8 @@ def convert(
         return 1
     if conversion.note:
         show.note(f"note: {conversion.note}")
-    write_rows(out, [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows)
+    rows_of_layout = [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
+    write_rows(out, rows_of_layout, conversion.images)
     use = f"train on them with data.dataset={out}"
     if layout in get_args(Provider):
         use = f"upload the file to {layout} yourself"

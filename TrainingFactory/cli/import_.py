@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -31,27 +32,67 @@ def rl_factory(
         output: YAML file to write. Default: print the config. Comments at its end list what was not translated.
         force: Overwrite an existing file.
     """
+    from TrainingFactory.integrations.rl_factory.launch_script import read_script
+    from TrainingFactory.integrations.rl_factory.translate import Translation
+
+    _check_output(output, force)
+    translation = Translation(read_script(script, _as_mapping(variables)))
+    _write(script, translation.text(), len(translation.notes), output)
+
+
+@import_.command
+def swift(
+    source: Path,
+    *variables: Annotated[str, Parameter(help="Shell variables set outside the script, as NAME=VALUE.")],
+    output: Annotated[Path | None, Parameter(name=["--output", "-o"])] = None,
+    force: bool = False,
+) -> None:
+    """Translate a training of ms-swift to a config. Scripts are parsed, never executed.
+
+    ```
+    tfactory import swift run.sh -o config.yaml
+    tfactory import swift args.yaml
+    tfactory import swift output/v0-20260801-120000
+    ```
+
+    Args:
+        source: Shell script with `swift rlhf ...` or `swift sft ...`, a YAML or JSON file of arguments, or an output
+            folder of ms-swift.
+        output: YAML file to write. Default: print the config. Comments at its end list what was not translated.
+        force: Overwrite an existing file.
+    """
+    from TrainingFactory.integrations.swift.importing import SwiftTranslation, read_arguments
+
+    _check_output(output, force)
+    translation = SwiftTranslation(source, *read_arguments(source, _as_mapping(variables)))
+    _write(source, translation.text(), len(translation.notes), output)
+
+
+def _check_output(output: Path | None, force: bool) -> None:
+    if output is not None and output.exists() and not force:
+        raise ValueError(f"{output} exists already. Choose another file, or overwrite it with --force.")
+
+
+def _as_mapping(variables: Sequence[str]) -> dict[str, str]:
+    if invalid := [text for text in variables if "=" not in text]:
+        raise ValueError(f"{invalid[0]!r} is not a variable. Write NAME=VALUE.")
+    return dict(text.split("=", 1) for text in variables)
+
+
+def _write(source: Path, text: str, notes: int, output: Path | None) -> None:
+    """Check a translated config, and print it or write it to a file."""
     import yaml
 
     from TrainingFactory.config import TrainingConfig
     from TrainingFactory.config.loading import ConfigLoader
     from TrainingFactory.data.disk import write_atomically
-    from TrainingFactory.integrations.rl_factory.launch_script import read_script
-    from TrainingFactory.integrations.rl_factory.translate import Translation
 
-    if output is not None and output.exists() and not force:
-        raise ValueError(f"{output} exists already. Choose another file, or overwrite it with --force.")
-    if invalid := [text for text in variables if "=" not in text]:
-        raise ValueError(f"{invalid[0]!r} is not a variable. Write NAME=VALUE.")
-    values = dict(text.split("=", 1) for text in variables)
-    translation = Translation(read_script(script, values))
-    text = translation.text()
     try:
         TrainingConfig(**yaml.load(text, ConfigLoader))
-    except ValueError as error:  # a value of the script is not valid in a config
-        raise ValueError(f"{script}: {error}") from None
+    except ValueError as error:  # a value of the source is not valid in a config
+        raise ValueError(f"{source}: {error}") from None
     if output is None:
         print(text, end="")
         return
     write_atomically(output, text)
-    note(f"wrote {output}; {len(translation.notes)} comments at its end list what was not translated")
+    note(f"wrote {output}; {notes} comments at its end list what was not translated")

@@ -23,6 +23,10 @@ _CATALOG: dict[str, dict[str, str]] = {
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
         "bfcl/": "TrainingFactory.integrations.bfcl:environment",
         "gymnasium:": "TrainingFactory.envs.process.environment:environment",
+        "openenv:": "TrainingFactory.envs.process.environment:environment",
+        "textarena:": "TrainingFactory.envs.process.environment:environment",
+        "trl:": "TrainingFactory.envs.process.environment:environment",
+        "verifiers:": "TrainingFactory.envs.process.environment:environment",
         "process:": "TrainingFactory.envs.process.environment:environment",
         "conversation": "TrainingFactory.envs:ToolEnvironment",  # the task's prompt and the model's answer
         "env_search": "search",
@@ -33,6 +37,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "python": "TrainingFactory.tools.custom_tools:PythonTool",
         "sql": "TrainingFactory.tools.custom_tools:SqlTool",
         "search": "TrainingFactory.tools.custom_tools:SearchTool",
+        "retrieval": "TrainingFactory.retrieval:RetrievalTool",
         "model": "TrainingFactory.tools.custom_tools:ModelTool",
         "agent": "TrainingFactory.tools.custom_tools:AgentTool",
         "wordnet": "TrainingFactory.apps.recipes.wordnet:WordNet",

@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from TrainingFactory.types import Image
 
@@ -134,7 +134,7 @@ def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[i
     return result
 
 
-def whole_image_end(ids: Sequence[int], start: int, end: int) -> int:
+def whole_image_end(ids: Any, start: int, end: int) -> int:
     """Return the end of a part of a row that begins at `start`, at most `end` if that cuts no image: else before the
     image, or after it if the part begins with it."""
     last = int(ids[end - 1])

@@ -24,7 +24,8 @@ COMPANIONS = {
         "examples/search_r1/corpus.jsonl",
     ),
     "examples/search_server.py": ("examples/search_r1/corpus.jsonl",),
-    "examples/search_r1": ("examples/search_server.py",),
+    "examples/retrieval_server.py": ("examples/search_r1/corpus.jsonl",),
+    "examples/search_r1": ("examples/search_server.py", "examples/retrieval_server.py"),
     "notebooks/own_tools_and_reward.ipynb": ("examples/own_agent/model",),
     "notebooks/episodes_and_credit.ipynb": ("examples/own_agent/model",),
 }

@@ -97,6 +97,12 @@ class TrainingSection(Section):
     """Maximum tokens per forward pass. A lower value needs less memory and gives the same gradient."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass instead of storing them: slower, less memory."""
+    activation_offload: bool = False
+    """Keep the layer inputs that gradient_checkpointing stores in CPU memory instead of on the GPU. For rows of 32,000
+    tokens and more; needs gradient_checkpointing."""
+    router_aux_loss: NotNegative | None = None
+    """Mixtures of experts: coefficient of the loss that balances the experts, as the model's family defines it. null:
+    the model's own (router_aux_loss_coef in its config.json). 0: off, which saves a forward pass per update."""
     update_epochs: Count = 1
     """Passes over the episodes or rows of one step."""
     minibatches: Count = 1
@@ -179,8 +185,8 @@ class EnvironmentSection(Section):
     """System prompt. null: the environment's own."""
     options: dict[str, Any] = Field(default_factory=dict)
     """For a command: {cwd: FOLDER, env: [NAMES of the variables it may see], processes: 16}. For an environment in
-    another process: {args: {is_slippery: false}, isolation: episode}. For an environment written for RL-Factory: its
-    config, such as {use_process_reward: true}."""
+    another process: {args: {is_slippery: false}, isolation: episode}. For containers: {tasks: FOLDER}. For an
+    environment written for RL-Factory: its config, such as {use_process_reward: true}."""
     async_execution: bool = True
     """Run the tools of one episode while other episodes are sampled."""
     num_workers: Count | None = None
@@ -368,6 +374,9 @@ class LoraSection(Section):
     """Dropout probability inside the adapter."""
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: all-linear, or a list of layer-name suffixes."""
+    experts: bool | None = None
+    """Mixtures of experts: adapt the fused weights of the experts too. null: only in the families where PEFT counts them
+    as linear layers, such as Qwen3-MoE, Mixtral and GLM-4.5. Not with dropout or dora."""
     dora: bool = False
     """Train magnitude and direction of each weight row separately (DoRA): slower, better at low ranks."""
     rslora: bool = False

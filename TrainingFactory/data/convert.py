@@ -7,7 +7,8 @@
     rm    the same
 
 `swift_row` converts a row to ms-swift's format: messages with the roles tool_call and tool_response, the rejected side
-of a pair as rejected_messages, tools as a JSON string.
+of a pair as rejected_messages, tools as a JSON string. Images are files beside the rows: messages have a placeholder,
+and the column "images" their paths.
 
 Rows hold text, so turns that text cannot represent are dropped: a truncated turn has no end (sft and prm keep the turns
 before it), and an unparsable call has no name.
@@ -19,16 +20,19 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
+from pathlib import Path
 from typing import Any, Literal
 
+from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore, split_text
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.data.datasets import DatasetRow
 from TrainingFactory.data.examples import PAIRS, Form, reason_unusable, recorded_episode
 from TrainingFactory.data.ranking import best_and_worst, one_sided_warning, total
-from TrainingFactory.types import Status, Trajectory
+from TrainingFactory.data.row_images import TAG
+from TrainingFactory.types import Image, Message, Status, Trajectory
 
 Layout = Literal["trl", "swift"]
 
@@ -70,6 +74,7 @@ class ConversionResult:
     read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     note: str | None = None
+    images: dict[str, Image] = field(default_factory=dict)  # of the rows, by the path beside the rows' file
 
 
 @dataclass(slots=True)
@@ -80,6 +85,7 @@ class _Episode:
     row: dict[str, Any]  # with "prompt" and "completion"
     reward: float
     steps: list[float]
+    images: dict[str, Image]  # by their paths in the row
 
 
 def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None) -> ConversionResult:
@@ -115,6 +121,7 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
         result.note = text if result.note is None else f"{result.note}; {text}"
     if filters.dedupe:
         converted = _deduplicated(converted, result.dropped)
+    result.images = {path: image for episode in episodes for path, image in episode.images.items()}
     result.rows = converted if filters.max_per_task is None else _limited(converted, filters, result.dropped)
     return result
 
@@ -143,13 +150,37 @@ def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
         "id": f"{episode.group}/{episode.member}",
         "task": episode.task.id,
         "reward": reward,
-        "prompt": [message_to_dict(message) for message in episode.prompt],
-        "completion": [message_to_dict(message) for message in messages],
+        "prompt": [_message_row(message) for message in episode.prompt],
+        "completion": [_message_row(message) for message in messages],
     }
+    prompt_images, images = _images_of(episode.prompt), _images_of(messages)
+    if prompt_images or images:
+        converted["images"] = [image_path(image) for image in (*prompt_images, *images)]
     if episode.tools:
         converted["tools"] = [spec_to_dict(spec) for spec in episode.tools]
     steps = episode.reward.steps[: len(turns)] if episode.reward else []
-    return _Episode(episode.group, converted, reward or 0.0, steps)
+    stored = {image_path(image): image for image in (*prompt_images, *images)}
+    return _Episode(episode.group, converted, reward or 0.0, steps, stored)
+
+
+def image_path(image: Image) -> str:
+    """Return the path of an image in rows, which begins at the folder of their file."""
+    return ImageStore(Path(IMAGES_FOLDER)).path(image.digest).as_posix()
+
+
+def _images_of(messages: Iterable[Message]) -> list[Image]:
+    return [image for message in messages for _, image in message.images]
+
+
+def _message_row(message: Message) -> dict[str, Any]:
+    """Return a message with TRL's placeholders for its images, which are in the column "images"."""
+    row = message_to_dict(replace(message, images=[]))
+    if message.images:
+        row["content"] = [
+            {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
+            for piece in split_text(message.content, message.images)
+        ]
+    return row
 
 
 def _filtered_by(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
@@ -190,6 +221,9 @@ def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) ->
             dropped["pair: --min-margin"] += 1
         else:
             best, worst = pair[0].row, pair[1].row
+            if best.get("images") != worst.get("images"):  # a row has one column of images for both sides
+                dropped["pair: the episodes saw different images"] += 1
+                continue
             row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
             pair_columns = {"chosen": best["completion"], "rejected": worst["completion"]}
             rows.append(row | pair_columns | {"id": name, "margin": margin})
@@ -222,22 +256,34 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
     if "labels" in row:
         raise ValueError("ms-swift has no format for turn labels; use --to prm without --format swift")
     # The prompt is excluded from the loss.
-    prompt = _swift_messages(row.get("prompt", []), {"loss": False})
+    prompt = swift_messages(row.get("prompt", []), {"loss": False})
     answer = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
-    converted: dict[str, Any] = {"messages": prompt + _swift_messages(answer)}
+    converted: dict[str, Any] = {"messages": prompt + swift_messages(answer)}
     if "rejected" in row:
-        converted["rejected_messages"] = prompt + _swift_messages(row["rejected"])
+        converted["rejected_messages"] = prompt + swift_messages(row["rejected"])
+    if "images" in row:
+        converted["images"] = row["images"]
     if "tools" in row:
         converted["tools"] = json.dumps(row["tools"], ensure_ascii=False)
     return {key: row[key] for key in ("id", "label", "margin") if key in row} | converted
 
 
-def _swift_messages(
+def _tagged(content: Any) -> str:
+    """Return a content with the tag <image> for each image. Raise ValueError if the text itself has the tag."""
+    if isinstance(content, str):
+        return content
+    if any(TAG in part.get("text", "") for part in content):
+        raise ValueError(f"a message with an image has the text {TAG}, which ms-swift takes for an image")
+    return "".join(part.get("text", TAG) for part in content)
+
+
+def swift_messages(
     rows: Iterable[dict[str, Any]], loss_fields: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
+    """Return messages in ms-swift's roles. `loss_fields` are added to those of the assistant."""
     messages: list[dict[str, Any]] = []
     for row in rows:
-        role, text = row["role"], row["content"]
+        role, text = row["role"], _tagged(row["content"])
         if role != "assistant":
             messages.append({"role": "tool_response" if role == "tool" else role, "content": text})
             continue

@@ -34,6 +34,7 @@ class TreeNode:
     depth: int  # position of its first token in a row
     parent: int  # index of the parent node, -1 for a root
     level: int  # number of ancestors
+    rows: int = 1  # rows that contain it
 
 
 @dataclass(slots=True)
@@ -168,7 +169,7 @@ class _Tree:
     def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
         if end == depth:  # the row ends with its parent node
             return parent
-        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level))
+        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level, last - first))
         self.tokens.append(self.ids[first][depth:end])
         self.size += end - depth
         for row in range(first, last):

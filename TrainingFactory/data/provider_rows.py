@@ -61,6 +61,8 @@ def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]
 
 
 def _checked(row: Row, fmt: ProviderFormat) -> Row:
+    if row.get("images"):
+        raise UnfitRow("the row has images, which this format does not carry")
     for tool in row.get("tools", ()):
         if not TOOL_NAME.fullmatch(tool["function"]["name"]):
             raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")

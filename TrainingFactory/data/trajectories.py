@@ -101,18 +101,28 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
                 raise ValueError(f"{path}, line {number} is not a trajectory: {error!r}") from error
 
 
+def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
+    prompt = (
+        task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
+    )
+    return {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata}
+
+
+def task_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Task:
+    prompt = row["prompt"]
+    prompt = prompt if isinstance(prompt, str) else [_message_from_dict(message, store) for message in prompt]
+    return Task(row["id"], prompt, row.get("answer"), row["metadata"])
+
+
 def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) -> dict[str, Any]:
     """Return a trajectory as JSON. Its images are put into the store; without a store, their data is in the JSON."""
     turns, previous_ids = [], []
     for turn in trajectory.turns:
         turns.append(_turn_to_dict(turn, previous_ids, store))
         previous_ids = turn.prompt_ids + turn.completion.token_ids
-    task, reward = trajectory.task, trajectory.reward
-    prompt = (
-        task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
-    )
+    reward = trajectory.reward
     return {
-        "task": {"id": task.id, "prompt": prompt, "answer": task.answer, "metadata": task.metadata},
+        "task": task_to_dict(trajectory.task, store),
         "group": trajectory.group,
         "member": trajectory.member,
         "status": trajectory.status,
@@ -136,10 +146,8 @@ def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -
         turn = _turn_from_dict(item, previous_ids, store, images)
         turns.append(turn)
         previous_ids = turn.prompt_ids + turn.completion.token_ids
-    task, prompt = row["task"], row["task"]["prompt"]
-    prompt = prompt if isinstance(prompt, str) else [_message_from_dict(message, store) for message in prompt]
     return Trajectory(
-        task=Task(task["id"], prompt, task.get("answer"), task["metadata"]),
+        task=task_from_dict(row["task"], store),
         group=row["group"],
         member=row["member"],
         prompt=messages,

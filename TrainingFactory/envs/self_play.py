@@ -156,7 +156,7 @@ class RoleSeat(ToolEnvironment):
     async def reset(self) -> list[Message]:
         text = await self._match.wait_for_turn(self.role)
         if text is None:
-            raise ToolFailure(f"the game was over before the first turn of {self.role}")
+            raise ValueError(f"the game was over before the first turn of {self.role}")
         messages = list(self._match.game.opening(self.role))
         if not text:
             return messages

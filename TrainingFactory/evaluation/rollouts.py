@@ -18,7 +18,7 @@ from TrainingFactory.assembly.endpoint_rollouts import (
     EndpointStopped,
     endpoint_metrics,
 )
-from TrainingFactory.assembly.environment import check_tools, make_environment
+from TrainingFactory.assembly.environment import check_self_play, check_tools, make_environment
 from TrainingFactory.assembly.fleet import await_engines, join_cluster
 from TrainingFactory.assembly.rewards import check_group_size, check_reward, judge_metrics, make_reward
 from TrainingFactory.assembly.run_tools import RunTools, recording_beside
@@ -77,6 +77,8 @@ class Rollouts:
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
         self.config = config = with_vision(config, self.environment, self.tasks)
         build_rewards.check_tasks(reward_section, self.tasks)
+        check_self_play(config, self.environment, reward_section)
+        self.tools.check_tasks(self.tasks)
         check_tasks(self.tasks)  # now, not after the episodes
         # A partition of the tasks. Rounds run one after the other until `enough` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]

@@ -1,1 +1,1 @@
-"""Integrations with other projects: reasoning-gym, BFCL, HelloAgents and RL-Factory."""
+"""Integrations with other projects: reasoning-gym, BFCL, HelloAgents, RL-Factory and ms-swift."""

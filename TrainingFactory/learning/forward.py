@@ -15,6 +15,8 @@ from TrainingFactory.data.packing import Pack, pack
 from TrainingFactory.learning.tree.attention import ATTENTION, TreePlan, tree_attention
 from TrainingFactory.learning.tree.flex import pad_to_blocks
 from TrainingFactory.learning.tree.layers import fused
+from TrainingFactory.learning.tree.recurrent import segmented, set_segments
+from TrainingFactory.models.recurrent import unsupported_types
 from TrainingFactory.types import Sample
 
 if TYPE_CHECKING:
@@ -47,7 +49,10 @@ def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
     config._attn_implementation = ATTENTION if enabled else row_attention
     use_fused = enabled and model.device.type == "cuda"
     try:
-        with fused(model, tree_attention) if use_fused else contextlib.nullcontext():
+        with (
+            fused(model, tree_attention) if use_fused else contextlib.nullcontext(),
+            segmented(model) if enabled else contextlib.nullcontext(),
+        ):
             yield
     finally:
         config._attn_implementation = previous
@@ -56,6 +61,7 @@ def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
 def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
     """Return the hidden states [N, D], each token of the tree computed once. Call inside `tree_mode`."""
     size = len(pack.token_ids)
+    set_segments(model, pack.nodes)
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions, images = pack.token_ids, pack.positions, {}
     if vision is not None:
@@ -136,8 +142,7 @@ def check_head(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def sharing_problem(model: PreTrainedModel) -> str | None:
     """Return why a forward over a prefix tree differs from one over rows (by layer types and a probe), or None."""
-    config: Any = model.config.get_text_config()  # third-party; may have no layer types
-    if unsupported := sorted({*map(str, getattr(config, "layer_types", None) or ())} - SHARED_LAYER_TYPES):
+    if unsupported := unsupported_types(model, SHARED_LAYER_TYPES):
         return f"it has {' and '.join(unsupported)} layers"
     model.eval()
     with short_windows(model):

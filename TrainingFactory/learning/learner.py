@@ -30,6 +30,7 @@ from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import token_logprobs
 from TrainingFactory.learning.optim import CRITIC_PREFIXES, MixedPrecision, OptimizerOptions, make_optimizers
 from TrainingFactory.learning.processes import Processes
+from TrainingFactory.learning.routers import Routing, find_routers, load_metrics, token_counts
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
@@ -47,8 +48,9 @@ class Learner:
 
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
-    `vision` is that of a model that sees images. `sharing` (compute common prefixes once) and `below` (split larger
-    trees; 0: never) are for `make_batch`."""
+    `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of
+    the auxiliary loss of a mixture of experts; None: the model's own. `vision` is that of a model that sees images.
+    `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
 
     def __init__(
         self,
@@ -60,12 +62,15 @@ class Learner:
         critic: Any = None,
         temperature: float = 1.0,
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
         processes: Processes | None = None,
+        router_aux_loss: float | None = 0.0,
         vision: Vision | None = None,
     ) -> None:
         self.model, self.causal, self.options = model, causal_model(model), options
+        self.routers = find_routers(self.causal, router_aux_loss)
         self.reference, self.head, self.critic = reference, head, critic
-        self.temperature, self.vision = temperature, vision
+        self.temperature, self.activation_offload, self.vision = temperature, activation_offload, vision
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
         self.below = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
@@ -139,23 +144,66 @@ class Learner:
             self._set_training(True)
             self._weights.clear_grads()  # left over from a step that raised
             sums: dict[str, float] = defaultdict(float)
+            balance, loads = self._balance_counts(batch), np.zeros(0)
             for pack in self.processes.deal(batch.packs):
                 # Around forward and backward: with gradient checkpointing the backward runs the layers again.
                 with contextlib.ExitStack() as stack:
                     for model in self._trained_models():
                         stack.enter_context(tree_mode(causal_model(model), self.sharing))
+                    routing = stack.enter_context(self.routers.recording()) if self.routers else None
                     loss_value, pack_metrics = self._loss(pack, batch, loss, needs)
+                    if routing is not None:
+                        aux_loss, pack_loads = self._aux_loss(pack, batch, routing, balance, pack_metrics)
+                        loss_value, loads = loss_value + aux_loss, pack_loads + (loads if loads.size else 0.0)
                     loss_value.backward()
                 self._weights.gather_grads()
                 for name, value in pack_metrics.items():
                     sums[name] += value
             metrics |= self.processes.total(sums)
+            if self.routers:
+                metrics |= load_metrics(self.processes.sum_array(loads))
             # The optimizer skips weights without a gradient; weight decay and momentum do not apply to them either.
             metrics["grad_norm"] = norm = self._step()
             metrics["skipped"] = float(not math.isfinite(norm))
         metrics["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
         self.steps += 1
         return metrics
+
+    @torch.no_grad()
+    def _balance_counts(self, batch: Batch) -> np.ndarray | None:
+        """Return the `balance_counts` of the whole update, by one more forward pass without dropout over each pack.
+        None: the model has no auxiliary loss, or the update's only forward pass will count."""
+        if self.routers is None or not self.routers.coefficient or batch.values_only:
+            return None
+        if len(batch.packs) == 1 and self.processes.count == 1:
+            return None
+        counts = 0.0
+        self._set_training(False)
+        for pack in self.processes.deal(batch.packs):
+            with self.routers.recording() as routing:
+                self.processes.run(self.model, partial(self.states, pack))
+            counts = counts + self.routers.balance_counts(routing, token_counts(pack, self.sharing))
+        self._set_training(True)
+        return self.processes.sum_array(np.asarray(counts))
+
+    def _aux_loss(
+        self,
+        pack: Pack,
+        batch: Batch,
+        routing: Routing,
+        balance: np.ndarray | None,
+        metrics: dict[str, float],
+    ) -> tuple[torch.Tensor | float, np.ndarray]:
+        """Return the pack's share of the auxiliary loss, and the load of each expert. Add the share to the metrics."""
+        assert self.routers is not None
+        weights = token_counts(pack, self.sharing)
+        loads = self.routers.loads(routing, weights)
+        if not self.routers.coefficient or batch.values_only:
+            return 0.0, loads
+        balance = self.routers.balance_counts(routing, weights) if balance is None else balance
+        value = self.routers.aux_loss(routing, weights, balance)
+        metrics["router_aux_loss"] = float(value.detach())
+        return self.routers.coefficient * value, loads
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
@@ -184,8 +232,14 @@ class Learner:
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
         """Return the hidden states [N, D] of the pack's tokens."""
         causal = model or self.causal
-        with tree_mode(causal, self.sharing):
+        with tree_mode(causal, self.sharing), self._offloading():
             return (tree_states if self.sharing else row_states)(causal, pack, self.vision)
+
+    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+        """Copy what autograd saves inside the block to CPU memory: with checkpointing, the inputs of the layers."""
+        if not (self.activation_offload and torch.is_grad_enabled()):
+            return contextlib.nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=self.causal.device.type == "cuda")
 
     def logprobs(
         self, pack: Pack, model: PreTrainedModel | None = None, states: torch.Tensor | None = None

@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
+from TrainingFactory.learning.routers import expert_modules
 from TrainingFactory.models.loading import set_adapter_dtype
+
+# Model types whose fused Mamba kernels read this layer's weight without calling the layer; PEFT rejects it there.
+MAMBA_TYPES, MAMBA_OUTPUT = {"falcon_h1", "nemotron_h"}, "out_proj"
 
 
 def add_lora(
@@ -20,18 +25,100 @@ def add_lora(
     *,
     dora: bool = False,
     rslora: bool = False,
+    experts: bool | None = None,
     seed: int = 0,
     excluded: Sequence[str] = (),
 ) -> PeftModel:
     """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
-    linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers."""
+    linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers. `experts`: adapt the
+    fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
+    if targets == "all-linear":
+        names = linear_layers(model)
+        if experts is False:
+            targets = _without_experts(names, model)
+        elif len(names) < len(_linear_names(model)):
+            targets = names
+    maps_to_experts = _maps_to_experts(model, targets)
+    parameters = expert_weights(model) if experts and not maps_to_experts else []
+    if experts and not (parameters or maps_to_experts):
+        raise ValueError(
+            "lora.experts is true, but the model has no experts that an adapter can change. Remove it"
+        )
+    if (dropout or dora) and (parameters or maps_to_experts):
+        option = f"lora.dropout={dropout:g}" if dropout else "lora.dora=true"
+        raise ValueError(
+            f"{option} does not work with adapters of experts. Remove it, or set lora.experts=false"
+        )
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
         use_dora=dora, use_rslora=rslora, exclude_modules=list(excluded) or None,
+        target_parameters=parameters or None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         adapted = get_peft_model(model, config)
     assert isinstance(adapted, PeftModel)
     return set_adapter_dtype(adapted, model.dtype)
+
+
+def linear_layers(model: Any) -> list[str]:
+    """Return the names of the linear layers that can have an adapter: all but the output layer, routers that return
+    more than their product, and the output layers of Mamba kernels."""
+    is_mamba = model.config.model_type in MAMBA_TYPES
+    return [
+        name
+        for name in _linear_names(model)
+        if not hasattr(model.get_submodule(name), "top_k")
+        and not (is_mamba and name.endswith(f".{MAMBA_OUTPUT}"))
+    ]
+
+
+def adapter_sizes(model: Any) -> tuple[int, int, bool]:
+    """Return the weights of an adapter of rank 1 on all linear layers, those of one on experts (and on routers where
+    PEFT adds them), and whether "all-linear" includes experts."""
+    maps_to_experts = _maps_to_experts(model, "all-linear")
+    names = linear_layers(model)
+    layers = [
+        model.get_submodule(name) for name in (_without_experts(names, model) if maps_to_experts else names)
+    ]
+    fused = {name: model.get_parameter(name) for name in expert_weights(model)}
+    # PEFT doubles the rank of two matrices in one; it also adapts the routers of these families.
+    doubled = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused}
+    size = sum(doubled[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused.items())
+    if maps_to_experts:
+        weights = dict(model.named_parameters())
+        size += sum(sum(weight.shape) for name, weight in weights.items() if name.endswith(".gate.weight"))
+    return sum(layer.in_features + layer.out_features for layer in layers), size, maps_to_experts
+
+
+def _linear_names(model: Any) -> list[str]:
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return [name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head]
+
+
+def expert_weights(model: Any) -> list[str]:
+    """Return the names of the weights that hold a matrix for each expert."""
+    return [
+        f"{name}.{key}"
+        for name, module in expert_modules(model).items()
+        for key, weight in module.named_parameters(recurse=False)
+        if weight.dim() == 3
+    ]
+
+
+def _without_experts(names: list[str], model: Any) -> list[str]:
+    """Return the layers that PEFT does not replace by the experts."""
+    partners = {"gate_proj": "up_proj", "up_proj": "gate_proj"}  # PEFT maps them together only
+    leaves = {name.rpartition(".")[2] for name in names}
+    mapped = {leaf for leaf in leaves if _maps_to_experts(model, [leaf, partners.get(leaf, leaf)])}
+    return [name for name in names if name.rpartition(".")[2] not in mapped]
+
+
+def _maps_to_experts(model: Any, targets: str | list[str]) -> bool:
+    """Return whether PEFT replaces one of these layers by the experts: it does for the families whose experts were
+    linear layers of that name in earlier versions of transformers."""
+    config = LoraConfig(target_modules=targets)
+    convert_peft_config_for_transformers(config, model, None)
+    return bool(config.target_parameters)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from TrainingFactory.data.packing import Batch, Pack
@@ -36,6 +37,10 @@ class Processes:
     def total(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the sums over all processes; a process may lack some of the keys."""
         return sums
+
+    def sum_array(self, values: np.ndarray) -> np.ndarray:
+        """Return the sum of the arrays of all processes, which have equal shapes."""
+        return values
 
     def agree(self, text: str) -> str:
         """Return the text of rank 0."""

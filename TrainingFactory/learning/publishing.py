@@ -144,6 +144,7 @@ def _adapter_rank(model: Any) -> int | None:
     is_lora_only = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trainable)
     unsupported = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
     unsupported = unsupported or bool(config.modules_to_save)  # even frozen ones
+    unsupported = unsupported or bool(config.target_parameters)  # experts and routers
     return max([config.r, *config.rank_pattern.values()]) if is_lora_only and not unsupported else None
 
 
@@ -161,7 +162,10 @@ def _weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[st
                     for param in module.parameters()
                 }
                 module = copy.deepcopy(module, params)
-                module.merge()
+                layer: Any = module
+                while isinstance(layer, BaseTunerLayer):  # two weights of experts have nested adapters
+                    layer.merge()
+                    layer = layer.base_layer
             module = module.get_base_layer()
         weight = gather(getattr(module, leaf).detach())
         yield name, weight.to(learner.dtype) if weight.is_floating_point() else weight

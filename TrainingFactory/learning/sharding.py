@@ -117,6 +117,11 @@ class ShardedProcesses(Processes):
                 totals[name] += value
         return dict(totals)
 
+    def sum_array(self, values: np.ndarray) -> np.ndarray:
+        tensor = torch.from_numpy(values.copy())
+        dist.all_reduce(tensor)
+        return tensor.numpy()
+
     def agree(self, text: str) -> str:
         return self._all_gather(text)[0]
 

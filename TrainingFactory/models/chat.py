@@ -78,7 +78,7 @@ class TemplateChatFormat:
         self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
         self._template.takes_parts = probes.reads_only_parts(self._template)
-        self.vision, self._places = vision, ImagePlaces(vision, self._encoder)
+        self.sees_images, self._places = vision is not None, ImagePlaces(vision, self._encoder)
         placeholder = self._marks[0]
         self._start = self._template.text([probes.user(placeholder)])
         self._header = self._start.rpartition(placeholder)[2].rstrip()
@@ -107,10 +107,6 @@ class TemplateChatFormat:
         self._images_as_user = vision is not None and not self._replies_as_user
         self.note = None if vision is None else self._check_images()
         self._template.watched = False
-
-    @property
-    def sees_images(self) -> bool:
-        return self.vision is not None
 
     # writing
 
@@ -350,7 +346,7 @@ class TemplateChatFormat:
     def _as_user(self, messages: Sequence[Message]) -> list[Message]:
         """Join the tool results of a turn into one user message, if the template does not render tool messages. Move
         their images into a user message after them, if it renders no images there."""
-        if self.vision is None:
+        if not self.sees_images:
             messages = [without_images(message) if message.images else message for message in messages]
         if self._replies_as_user:
             return join_results(messages)
@@ -359,7 +355,7 @@ class TemplateChatFormat:
     def _check_images(self) -> str | None:
         """Raise ValueError if the template renders no images. Return a note if it renders none of tool results."""
         user, result = (Message(role, "m", images=[PlacedImage(0, NO_IMAGE)]) for role in ("user", "tool"))
-        self._places.require(self._template.text([self._outlines.message(user, [])]))
+        self._places.require(lambda: self._template.text([self._outlines.message(user, [])]))
         if self._replies_as_user:
             return None
         with suppress(ValueError):

@@ -104,7 +104,7 @@ def load_model(
         sees = composite.was_trained_with_vision(adapter or target) if vision is None else vision
         model, tokenizer, notes, processor = _load_pretrained(name, target, options, weight_options, sees)
     if quantization == "none":
-        model = model.to(device=torch_device, dtype=torch_dtype)
+        model = _converted(model, torch_device, torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
         _keep_trainable(model)
     model_vision: Vision | None = None
@@ -117,6 +117,18 @@ def load_model(
     notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
     return LoadedModel(target, model, tokenizer, notes, model_vision)
+
+
+def _converted(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Convert the weights, but leave the buffers in float32 that transformers keeps so: in bfloat16 the bias by which a
+    router chooses experts would choose others."""
+    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    kept = {name: value.float() for name, value in model.named_buffers() if exact and name.endswith(exact)}
+    model = model.to(device=device, dtype=dtype)
+    for name, value in kept.items():
+        path, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(path), leaf, value.to(device))
+    return model
 
 
 def _check_finite(name: str, model: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, groupby
 from typing import TYPE_CHECKING
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image, has_images
+from TrainingFactory.common.images import as_text, placeholder
 from TrainingFactory.models.encoding import Control, TextEncoder
 from TrainingFactory.types import Image, Message, PlacedImage
 
@@ -41,9 +43,12 @@ class ImagePlaces:
     def count(self, text: str) -> int:
         return self.split(text).count(Control(IMAGE))
 
-    def require(self, text: str) -> None:
+    def require(self, render: Callable[[], str]) -> None:
         """Raise ValueError if the rendering of one image does not show it."""
-        if self.count(text) != 1:
+        shows = False
+        with suppress(ValueError):
+            shows = self.count(render()) == 1
+        if not shows:
             raise ValueError(
                 "the chat template renders no images, though the model sees them; set model.chat_template to a "
                 "template that does, or model.vision=false"
@@ -71,10 +76,6 @@ def check_all_shown(remaining: Iterator[Image]) -> None:
         )
 
 
-def describe_image(image: Image) -> str:
-    return f"[image {image.width}x{image.height}]"
-
-
 def images_of(messages: Sequence[Message]) -> list[Image]:
     return [image for message in messages for _, image in message.images]
 
@@ -86,10 +87,7 @@ def without_images(message: Message) -> Message:
             f"a {message.role} message has an image, but the model was loaded without vision; name a vision-language "
             "model and set model.vision=true"
         )
-    content = message.content
-    for place, image in reversed(message.images):
-        content = f"{content[:place]}{describe_image(image)}{content[place:]}"
-    return replace(message, content=content, images=[])
+    return replace(message, content=as_text(message.content, message.images), images=[])
 
 
 def join_results(messages: Sequence[Message]) -> list[Message]:
@@ -135,10 +133,6 @@ def decode_with_images(decode: Callable[[Sequence[int]], str], token_ids: Sequen
     starts = {find_image(token).first for token in token_ids if token >= VIRTUAL}
     runs = groupby(token_ids, lambda token: token if token in starts else token >= VIRTUAL)
     return "".join(
-        decode(list(run))
-        if key is False
-        else ""
-        if key is True
-        else describe_image(find_image(int(key)).image)
+        decode(list(run)) if key is False else "" if key is True else placeholder(find_image(int(key)).image)
         for key, run in runs
     )

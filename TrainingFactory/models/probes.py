@@ -11,6 +11,7 @@ from itertools import chain
 from itertools import count as count_from
 from typing import Any
 
+from TrainingFactory.common.images import split_text
 from TrainingFactory.models.templates import ChatTemplate, text_parts
 from TrainingFactory.types import Message, ToolCall
 
@@ -44,12 +45,7 @@ def user(text: Any) -> dict[str, Any]:
 
 def content_parts(message: Message) -> list[str | None]:
     """Return the texts of a message around its images; None: an image."""
-    parts: list[str | None] = []
-    start = 0
-    for place, _ in message.images:
-        parts += [message.content[start:place], None]
-        start = place
-    return [part for part in [*parts, message.content[start:]] if part != ""]
+    return [part if isinstance(part, str) else None for part in split_text(message.content, message.images)]
 
 
 def content_shape(message: Message) -> tuple[bool, ...]:

@@ -111,6 +111,8 @@ class Vision:
         if self.kind in QWEN:
             pixels = (processor.patch_size * processor.merge_size) ** 2
             longest = min(processor.size["longest_edge"], max_tokens * pixels)
+            # A row of more tokens than `max_tokens` has no smaller layout, and the processor rejects ratios above 200.
+            self._max_ratio = min(longest // pixels, 199)
             processor.size = {
                 "shortest_edge": min(processor.size["shortest_edge"], longest), "longest_edge": longest
             }  # fmt: skip
@@ -302,6 +304,8 @@ class Vision:
         return rows
 
     def _process(self, picture: Any) -> dict[str, Any]:
+        if self.kind in QWEN:
+            picture = _with_ratio(picture, self._max_ratio)
         if self.kind in TILED:
             return dict(self._processor(images=[[picture]], return_row_col_info=True, return_tensors="pt"))
         return dict(self._processor(images=[picture], return_tensors="pt"))
@@ -329,6 +333,14 @@ def _runs(shown: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:
         length = int(breaks[0]) + 1 if len(breaks) else len(rest)
         yield tokens, begin, begin + length
         place += length
+
+
+def _with_ratio(picture: Any, limit: int) -> Any:
+    """Return a picture whose longer edge is at most `limit` times the shorter one; a longer one is squeezed."""
+    width, height = picture.size
+    if max(width, height) <= limit * min(width, height):
+        return picture
+    return picture.resize((min(width, limit * height), min(height, limit * width)))
 
 
 def _flat(features: Any) -> torch.Tensor:

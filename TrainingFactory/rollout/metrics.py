@@ -39,13 +39,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics |= {"turns": num_turns, "length": fmean(lengths), "length_max": max(lengths)}
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
+    metrics |= _user_metrics(trajectories, turns)
     if images := sum(
         len(message.images) for episode in trajectories for message in episode_messages(episode)
     ):
         metrics["images"] = images
     if hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
         metrics["images/as_text"] = hidden
-    metrics |= _user_metrics(trajectories, turns)
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
@@ -62,17 +62,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def episode_messages(episode: Trajectory) -> list[Message]:
-    """Return the messages that the model read."""
-    return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
-
-
 def _user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
     """Return the means per episode of what simulated users did; empty without them."""
     totals: Counter[str] = Counter()
     for turn in turns:
         totals.update({name: value for name, value in turn.signals.items() if name.startswith(USER_SIGNALS)})
     return {name: total / len(trajectories) for name, total in totals.items()}
+
+
+def episode_messages(episode: Trajectory) -> list[Message]:
+    """Return the messages that the model read."""
+    return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
 def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

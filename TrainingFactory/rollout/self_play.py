@@ -10,11 +10,12 @@ from typing import Any
 
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.envs.self_play import Match, SelfPlayEnvironment
+from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout.engine import RolloutEngine
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.group_scoring import gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
-from TrainingFactory.types import Trajectory
+from TrainingFactory.types import Task, Trajectory
 
 UNLIMITED = asyncio.Semaphore(2**31)  # the match has its place already
 
@@ -34,8 +35,15 @@ class SelfPlayRollouts(RolloutEngine):
         if self.group_reward is not None:
             raise ValueError(f"{name} scores its roles itself: set reward.type=environment")
 
-    def _open(self, *args: Any) -> list[EpisodeRun]:
-        tasks, names, sampler, group_size, step, recorded_as = args
+    def _open(
+        self,
+        tasks: Sequence[Task],
+        names: Sequence[str],
+        sampler: Sampler,
+        group_size: int,
+        step: int,
+        recorded_as: int | str,
+    ) -> list[EpisodeRun]:
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
             matches = [Match(self._game) for _ in range(group_size)]
@@ -45,7 +53,9 @@ class SelfPlayRollouts(RolloutEngine):
                     trajectory = Trajectory(task, group=f"{step}/{name}", member=member, role=role)
                     seed_of = functools.partial(turn_seed, self.seed, step, name, member)
                     run = self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member))
-                    run.rules = dataclasses.replace(self.rules, environment=functools.partial(match.seat, role))
+                    run.rules = dataclasses.replace(
+                        self.rules, environment=functools.partial(match.seat, role)
+                    )
                     runs.append(run)
         return runs
 

@@ -355,7 +355,7 @@ class RunFolder:
         if not self.images.folder.is_dir():
             return 0
         used: set[str] = set()
-        for path in self.path.glob("*.jsonl"):
+        for path in self.path.glob("*.jsonl*"):  # also files that an evaluation is writing
             with path.open("rb") as file:
                 used.update(digest.decode() for line in file for digest in DIGEST.findall(line))
         return self.images.remove_unused(used)

@@ -104,15 +104,18 @@ class NativeEngine:
         rope_of = vision.rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
-        if on_cuda and not self._runner.tiled:
+        is_recurrent = bool(self._runner.states.shapes)
+        few_shapes = on_cuda and not is_recurrent  # no CUDA graphs with states
+        if few_shapes and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
         self._runner.launches_ahead = self._runner.tiled
-        # The contents of the draft table depend on timing, so deterministic mode has none.
-        self._drafts = DraftTable() if guesses and not deterministic else None
+        # The contents of the draft table depend on timing, so deterministic mode has none. Recurrent layers cannot take
+        # back a wrong draft.
+        self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
         guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
-        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
+        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=few_shapes)
         self._planner.tiled = self._runner.tiled
         self._planner.whole_images = vision is not None and vision.sees_whole_images
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
@@ -188,11 +191,14 @@ class NativeEngine:
                 target.copy_(source)
 
     def metrics(self) -> dict[str, float]:
-        """Return the peak share of used pages and the number of preempted sessions, since the start."""
+        """Return the peak share of used pages, the preempted sessions and the recomputed tokens, since the start."""
         pages, stats = self._table.pages, self.stats
+        metrics = {}
+        if self._table.snapshots is not None:
+            metrics["cache/recomputed_tokens"] = float(stats.recomputed)
         if pages.fixed:
-            return {}
-        return {
+            return metrics
+        return metrics | {
             "cache/peak_share": pages.peak / pages.tables[0].num_pages,
             "cache/preemptions": float(stats.preemptions),
         }

@@ -9,10 +9,9 @@ import numpy as np
 from TrainingFactory.common.image_tokens import whole_image_end
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
-from TrainingFactory.sampling.table import SlotTable
+from TrainingFactory.sampling.table import CHUNK, SlotTable
 
 EMPTY = np.zeros(0, np.int64)
-CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
 PIECES = (64, 512, 2048)  # numbers of chunk tokens with a CUDA graph, if the GPU kernels run the forward
 GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
@@ -61,7 +60,7 @@ class StepPlanner:
             waiting_tokens = (table.chunked[queue] - table.stored[queue]).sum()
             budget = min(budget, next((size for size in PIECES[1:] if waiting_tokens <= 2 * size), budget))
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
-            count = min(int(table.chunked[slot] - table.stored[slot]), budget)
+            count = min(table.chunk_end(slot) - int(table.stored[slot]), budget)
             if self.whole_images:
                 stored = int(table.stored[slot])
                 count = (

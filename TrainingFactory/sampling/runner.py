@@ -13,13 +13,20 @@ from transformers import PreTrainedModel
 
 from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, state_rows
 from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, free_memory, layer_windows
-from TrainingFactory.sampling.cache.view import ATTENTION, check_model, shared_view, unsupported_model
+from TrainingFactory.sampling.cache.view import (
+    ATTENTION,
+    check_model,
+    has_state_or_keys,
+    shared_view,
+    unsupported_model,
+)
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
-from TrainingFactory.sampling.planning import CHUNK, EMPTY, StepPlan
-from TrainingFactory.sampling.sizing import round_up, size_cache
-from TrainingFactory.sampling.table import SlotTable
+from TrainingFactory.sampling.planning import EMPTY, StepPlan
+from TrainingFactory.sampling.sizing import round_up, size_cache, size_states
+from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
 from TrainingFactory.sampling.twins import TwinRows, find_twins
 
@@ -84,10 +91,12 @@ class Runner:
         self.device: torch.device = embeddings.weight.device
         self.kind = model.config.model_type
         self._fused_kind: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
+        self.states = ModelStates()  # of recurrent layers
         self.refresh()
         self.shapes = self._shapes()
         self.dtype = self.shapes[0].dtype
         memory = free_memory(self.device) if cache_bytes is None else cache_bytes
+        memory = size_states(table, self.states.shapes, memory)
         size_cache(table, self.shapes, memory, lazy=cache_bytes is None and self.device.type == "cpu")
         self.full = round_up(table.max_length, 64)
         self.cache: PagedCache | None = None
@@ -99,8 +108,8 @@ class Runner:
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        # A model that sees images has no CUDA graphs: its steps have further inputs.
-        has_graphs = self.device.type == "cuda" and vision is None
+        # Steps of a model that sees images or has states have inputs that graphs do not record.
+        has_graphs = self.device.type == "cuda" and vision is None and not self.states.shapes
         self._graphs = DecodeGraphs(self.device, self._latest) if has_graphs else None
         self._prepare()
         self._compare()
@@ -111,6 +120,7 @@ class Runner:
     def refresh(self) -> None:
         """Rebuild the view of the model, whose adapters or modules may have changed."""
         self.view = shared_view(self.model, ATTENTION, self._fused_kind)
+        self.states.attach(self.view)
         self._moved = True  # the addresses in CUDA graphs may be stale
 
     @torch.inference_mode()
@@ -118,10 +128,13 @@ class Runner:
         """Run two tokens through the model to get the shapes of its layers; raise ValueError if it is unsupported."""
         step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
         self._logits(ids, ids, step, 0)
-        layers = self.model.config.get_text_config().num_hidden_layers
-        if len(step.shapes) != layers:
+        layers = has_state_or_keys(self.model)
+        seen = {shape.layer for shape in (*step.shapes, *self.states.shapes)}
+        if not step.shapes or seen != layers:
             raise unsupported_model(
-                self.kind, f"{len(step.shapes)} of its {layers} layers use the attention interface"
+                self.kind,
+                f"{len(step.shapes)} of its {len(layers)} layers use the attention interface, and "
+                f"{len(self.states.shapes)} are recurrent",
             )
         return step.shapes
 
@@ -133,10 +146,12 @@ class Runner:
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         windows = layer_windows(self.shapes)
         cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
-        logits = []
+        states, logits = StateCache(self.states.shapes, 1), []
         for positions in self._span[:15].split([8] + 7 * [1]):
             part = AttentionPart(slice(0, 1), positions[None], 64, self._mask)
             parts: Any = {"dense": part, "tokens": 1} if len(positions) == 1 else {"chunks": part}
+            row = StateRows(slice(0, len(positions)), slice(0, 1), 1, is_new=int(positions[0]) == 0)
+            self.states.begin(states, [row])
             step = StepContext(cache, positions.expand(len(windows), -1), **parts)
             logits.append(self._logits(ids[positions], positions, self._tile(step, positions), 0))
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
@@ -154,10 +169,12 @@ class Runner:
 
     def current_cache(self) -> PagedCache:
         """Return the cache, with the device's page tables up to date. The first call allocates it."""
+        is_new = self.cache is None
         if self.cache is None:
             self._moved = True
             self.cache = PagedCache(self.table.pages, self.shapes)
         self.cache.upload()
+        self.states.prepare(self.table.snapshots, allocate=is_new)
         return self.cache
 
     @torch.inference_mode()
@@ -225,6 +242,8 @@ class Runner:
         """Return tokens and log-probs [2, M]; None if no drawn token is used."""
         twin_rows = self._twins(plan, batch)
         merged = plan if twin_rows is None else _leaders_only(plan, twin_rows)
+        if self.states.cache is not None:
+            self.states.begin(self.states.cache, self._state_rows(plan, batch))
         rows, fed = slice(0, plan.rows), batch.fed
         if not plan.fixed:
             rows, fed = _covered(merged.dense, batch.fed[merged.dense])
@@ -275,9 +294,16 @@ class Runner:
         )
         return table.rope[slots, :, places]
 
+    def _state_rows(self, plan: StepPlan, batch: FlatBatch) -> list[StateRows]:
+        dense = int(batch.fed.sum())
+        starts = self.table.stored[plan.slots]
+        begin = int(starts[0]) % CHUNK if self.table.deterministic and len(starts) else dense
+        padding = self.table.slots
+        return state_rows(batch.slots, dense, plan.slots, plan.counts, starts, begin, padding, self.device)
+
     def _twins(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
-        if plan.fixed or len(rows) < 2:  # with fixed shapes, a row less saves nothing
+        if plan.fixed or len(rows) < 2 or self.states.shapes:  # with fixed shapes, a row less saves nothing
             return None
         counts = np.concatenate((batch.fed[plan.dense], plan.counts))
         return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)

@@ -6,17 +6,46 @@ import logging
 from collections.abc import Sequence
 
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+from TrainingFactory.sampling.cache.snapshots import Snapshots
+from TrainingFactory.sampling.cache.states import StateShape
 from TrainingFactory.sampling.cache.store import LayerShape, layer_windows
 from TrainingFactory.sampling.table import SlotTable
 
 log = logging.getLogger(__name__)
 GPU_ROOM = 4  # on a GPU, slots have fixed pages if the memory holds this many times all slots at full length
 LAZY_ROOM = 4  # on a CPU, slots have fixed pages if this many times the memory holds all slots at full length
+SNAPSHOTS = 2  # for each slot: the ends of its prompt and of its last turn
 PREFILL_TOKENS = 8192  # most tokens of prompts in one forward
 
 
 def round_up(number: int, step: int) -> int:
     return -(-number // step) * step
+
+
+def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> int:
+    """Set the number of snapshots of recurrent layers, and return the memory that is left for the KV cache. States get
+    at most half of the memory: if that is short, there are fewer snapshots, then fewer slots."""
+    if not shapes:
+        return memory
+    row_bytes = sum(shape.row_bytes for shape in shapes)
+    rows = memory // 2 // row_bytes - 1  # without the spare one
+    if rows < 2:
+        raise ValueError(
+            f"the states of one sequence need {row_bytes / 2**20:.1f} MiB, and a snapshot as much, but "
+            f"{memory / 2**20:.1f} MiB are available for states and KV cache. Use a smaller model or raise "
+            "sampling.cache_gib."
+        )
+    slots = table.slots
+    if rows < slots + slots // 2:
+        slots = min(slots, max(1, rows * 2 // 3))
+        if slots < table.slots:
+            log.warning(
+                "Sampling with %d slots instead of %d, because the states of a recurrent model need %.1f MiB a slot",
+                slots, table.slots, row_bytes / 2**20,
+            )  # fmt: skip
+            table.resize(slots, table.max_length)
+    table.state_snapshots = min(SNAPSHOTS * slots, rows - slots)
+    return memory - (slots + 1 + table.state_snapshots) * row_bytes
 
 
 def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:
@@ -57,6 +86,8 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
         table.resize(table.slots, available)
         length = available
     table.pages = CachePages(table.slots, length, windows, counts, fixed=fixed)
+    if table.state_snapshots:
+        table.snapshots = Snapshots(table.slots, table.state_snapshots)
 
 
 def plan_pages(shapes: Sequence[LayerShape], slots: int, max_length: int, memory: int) -> list[int]:

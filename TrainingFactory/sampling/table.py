@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
+from TrainingFactory.sampling.cache.snapshots import Snapshots
 from TrainingFactory.types import Completion, SamplingParams
 
+CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
 WAIT_FOR = 4  # a request waits for a prefix that is being computed if that saves at least this many tokens
 MARGIN = 16  # tokens that the steps before the next reservation may add to a sequence
 EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting request may evict it
@@ -39,6 +41,9 @@ class EngineStats:
     guessed: int = 0  # draft tokens fed
     evictions: int = 0  # sessions that lost their slot to another one
     preemptions: int = 0  # sessions that released their pages to an older one
+    recomputed: int = (
+        0  # cached tokens fed again, because no state of the recurrent layers was stored after them
+    )
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +86,7 @@ class SlotTable:
         rope_of: Callable[[np.ndarray], tuple[np.ndarray, int]] | None = None,
     ) -> None:  # fmt: skip
         self.deterministic, self.ride, self.rope_of = deterministic, ride, rope_of
+        self.state_snapshots = 0  # most snapshots of recurrent layers; 0: the model has none
         self.preempted: list[SamplingRequest] = []  # running turns that must be admitted again
         self.stats = EngineStats()
         self.resize(slots, max_length)
@@ -90,6 +96,7 @@ class SlotTable:
         self.slots, self.max_length = slots, max_length
         per_slot = -(-max_length // PAGE)
         self.pages = CachePages(slots, max_length, [None], [slots * per_slot], fixed=True)
+        self.snapshots: Snapshots | None = None  # for models with recurrent layers
         self.ids = np.zeros((slots, max_length), np.int32)
         self.rope = np.zeros(
             (slots, 3, max_length if self.rope_of else 0), np.int32
@@ -142,6 +149,8 @@ class SlotTable:
         for array in (self.stored, self.pure, self.chunked, self.lengths):
             array[:] = 0
         self.pages.clear()
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def clear(self) -> list[SamplingRequest]:
         """Release all slots and invalidate the cache after a failed step; return the requests that were running."""
@@ -189,7 +198,7 @@ class SlotTable:
         )
         if current is not None and is_continuation:
             return self._continue(request, current, stored_length, is_continuation=True)
-        if current is None and not self.deterministic:
+        if current is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
             equal = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
                 self.pure >= num_needed
@@ -198,8 +207,9 @@ class SlotTable:
             if reusable.any():
                 return self._share(request, int(reusable.argmax()), num_needed, reusable)
         common = np.minimum(self.common(request.prompt), num_needed)
-        reusable = self.pages.usable(np.minimum(common, self.pure))
-        if current is not None:
+        cached = self.pages.usable(np.minimum(common, self.pure))
+        reusable = cached if self.snapshots is None else self.snapshots.usable(cached, self.stored)
+        if current is not None and self.snapshots is None:
             kept = int(self.pages.usable(np.minimum(common, self.stored))[current])
             if kept > reusable[current]:
                 # Deterministic mode: only this session may reuse the tokens that it has decoded.
@@ -209,10 +219,44 @@ class SlotTable:
         # Prefixes that are still being computed. A window may have released one that was computed.
         ahead = np.minimum(common, self.chunked)
         upcoming = np.where(self.running & (self.pure == self.stored) & (self.stored < ahead), ahead, 0)
-        if int(upcoming.max()) >= best + WAIT_FOR:
+        if int(upcoming.max()) >= best + WAIT_FOR and self._stops_at(int(upcoming.argmax()), upcoming.max()):
             admission.must_wait.add(request.prompt.tobytes())
             return False
-        return self._share(request, source, best, reusable)
+        if not self._share(request, source, best, reusable):
+            return False
+        if self.snapshots is not None and (missed := int(cached.max()) - best) > 0:
+            self.stats.recomputed += missed
+            if missed >= WAIT_FOR:
+                self._stops_at(self._slot_of(request), best + missed)  # for the next prompt with this prefix
+        return True
+
+    def _stops_at(self, slot: int, position: int) -> bool:
+        """With recurrent layers, let prefilling pause at `position` for a snapshot. Return whether a prefix that ends
+        there, or a few tokens before in deterministic mode, can be shared then."""
+        if self.snapshots is None:
+            return True
+        position = position // CHUNK * CHUNK if self.deterministic else int(position)
+        if not self.stored[slot] < position <= self.chunked[slot]:
+            return False
+        self.snapshots.stops[slot].add(position)
+        return True
+
+    def chunk_end(self, slot: int) -> int:
+        """Return the end of the chunk that the slot prefills next, if the budget allows."""
+        end = int(self.chunked[slot])
+        if self.snapshots is None or not self.snapshots.stops[slot]:
+            return end
+        return min([end, *(stop for stop in self.snapshots.stops[slot] if stop > self.stored[slot])])
+
+    def _snapshot(self, slots: np.ndarray) -> None:
+        """Take snapshots of the slots whose prefilling has reached a stop."""
+        assert self.snapshots is not None
+        for slot in slots.tolist():
+            stops, stored = self.snapshots.stops[slot], int(self.stored[slot])
+            if stored in stops:
+                stops.remove(stored)
+                if self.pure[slot] == stored:
+                    self.snapshots.take(slot, stored)
 
     def _continue(
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
@@ -225,6 +269,10 @@ class SlotTable:
             return self._share(request, slot, 0, np.zeros(self.slots, np.int64))
         self.stats.kept_tokens += stored
         self.pages.truncate(slot, stored)
+        if self.snapshots is not None:
+            self.snapshots.stops[slot].clear()
+            if not self.deterministic:  # there, only the session itself may use what it has decoded
+                self.snapshots.take(slot, stored)  # forks may begin at the end of this turn
         self._start(request, slot, stored, is_continuation=is_continuation)
         return True
 
@@ -244,9 +292,14 @@ class SlotTable:
         if reusable[slot] == best:
             source = slot
             self.pages.truncate(slot, best)
+            if self.snapshots is not None:
+                self.snapshots.stops[slot].clear()
+                self.snapshots.restore(slot, best, int(self.stored[slot]))
         else:
             self.pages.release(slot)
             self.pages.share(source, slot, best, length)
+            if self.snapshots is not None:
+                self.snapshots.share(source, int(self.stored[source]), slot, best)
             self.used[source] = time.monotonic()
         if previous == source:
             self.stats.kept_tokens += best
@@ -340,6 +393,8 @@ class SlotTable:
 
     def _release(self, slot: int) -> None:
         self.pages.release(slot)
+        if self.snapshots is not None:
+            self.snapshots.drop(slot)
         for array in (self.stored, self.pure, self.chunked, self.lengths):
             array[slot] = 0
 
@@ -364,6 +419,11 @@ class SlotTable:
                 self.pages.reserve(slot, length)
             else:
                 self._preempt(slot)
+
+    def _slot_of(self, request: SamplingRequest) -> int:
+        slot = request.seat.slot
+        assert slot is not None
+        return slot
 
     def _seat(self, slot: int) -> SessionSlot:
         seat = self.seats[slot]
@@ -404,6 +464,11 @@ class SlotTable:
             self.chunked[slot] = size - 1 if first or size - stored > 32 else 0
         else:
             self.chunked[slot] = size if size - stored > (1 if first else self.ride) else 0
+        if self.snapshots is not None:
+            # The last token of a prompt is fed alone, so that equal prompts can begin with the state before it.
+            self.chunked[slot] = size - 1 if self.chunked[slot] else 0
+            if first:
+                self._stops_at(slot, size - 1)
         self.limit[slot] = min(size - sampled + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
@@ -425,6 +490,8 @@ class SlotTable:
             stored_lengths = np.where(pure, stored_lengths, self.pure[slots])
         self.pure[slots] = stored_lengths
         self.pages.leave_window(slots, self.stored[slots])
+        if self.snapshots is not None and any(self.snapshots.stops):
+            self._snapshot(slots)
 
     def expect(self, slots: np.ndarray) -> None:
         """Count an in-flight token as known, with the id -1 - slot, so that the next step can be planned."""
@@ -491,6 +558,8 @@ class SlotTable:
         ):  # fmt: skip
             array[all_slots] = array[swapped]
         for a, b in pairs:
+            if self.snapshots is not None:
+                self.snapshots.exchange(a, b)
             self.seats[a], self.seats[b] = self.seats[b], self.seats[a]
             self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
             for slot in (a, b):

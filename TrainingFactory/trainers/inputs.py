@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
+from TrainingFactory.envs.self_play import SelfPlayEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, Tool, ToolSource
 from TrainingFactory.types import Task
 
@@ -57,6 +58,7 @@ EnvironmentLike: TypeAlias = (
     | Mapping[str, Any]
     | EnvironmentFactory
     | type[ToolEnvironment]
+    | type[SelfPlayEnvironment]
     | ForeignEnvironment
     | type[ForeignEnvironment]
     | ScenarioObject

@@ -114,6 +114,7 @@ class Keywords(TypedDict, total=False):
     max_turns: int
     episode_timeout: float
     context: Mapping[str, Any] | None
+    user: Mapping[str, Any] | None
     type: str
     judge: dict[str, Any]
     outcome_weight: float
@@ -134,6 +135,7 @@ class Keywords(TypedDict, total=False):
     dataset_split: str
     shuffle: bool
     skip_bad_rows: bool
+    image_urls: bool
     heldout_split: str
     heldout_count: int
     engine: Literal["native", "vllm"]

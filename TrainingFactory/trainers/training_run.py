@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.environment import check_self_play, make_environment
 from TrainingFactory.assembly.fleet import join_cluster
 from TrainingFactory.assembly.learner_processes import Learners
 from TrainingFactory.assembly.named_files import changed_files, describe_start
@@ -71,6 +71,8 @@ class Training(PreparedRun):
             check_steps(self.config, self.total)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
+            check_self_play(self.config, self.data.environment, reward)
+            self.tools.check_tasks([*train_tasks, *self.data.heldout])
             if run is None:
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data

@@ -39,6 +39,11 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
     kind = KINDS[name]
     if training.group_size < (minimum := kind.least_group(getattr(config, name))):
         raise group_too_small(training.group_size, minimum, name)
+    if training.activation_offload and not training.gradient_checkpointing:
+        raise ValueError(
+            "training.activation_offload keeps the layer inputs of gradient checkpointing in CPU memory. Set "
+            "training.gradient_checkpointing=true, or remove it"
+        )
     if training.batch_size % training.minibatches:
         raise ValueError(
             f"training.minibatches={training.minibatches} does not divide training.batch_size={training.batch_size}. "

@@ -245,5 +245,6 @@ def config_of(arguments: JobArguments) -> TrainingConfig:
         changes["data"] = config.data.model_copy(update={"count": MAX_TASKS})
     elif kind == "run":
         run_config = RunFolder(Path(arguments["runs"]) / name).config
-        changes |= {"environment": run_config.environment, "tools": run_config.tools, "data": run_config.data}
+        environment = run_config.environment.model_copy(update={"user": None})  # the person is the user
+        changes |= {"environment": environment, "tools": run_config.tools, "data": run_config.data}
     return config.model_copy(update=changes)

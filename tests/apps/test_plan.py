@@ -334,7 +334,7 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
     shape = ModelShape("x", 2, 8, 16, 2, 1, 4, 100, True)._asdict() | {"num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-    with pytest.raises(ValueError, match="mixture of experts"):
+    with pytest.raises(ValueError, match="experts but no model_type"):
         find_shape(str(tmp_path), None)
     (tmp_path / "config.json").write_text(json.dumps(shape | {"num_experts": None}), encoding="utf-8")
     assert find_shape(str(tmp_path), None)._replace(name="x") == ModelShape("x", 2, 8, 16, 2, 1, 4, 100, True)

@@ -7,6 +7,7 @@ import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import pytest
 from PIL import Image as Pillow
 
 from tests.kits.pictures import BLUE, GREEN, RED, SVG, bomb, jpeg, picture
+from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.common.image_tokens import number_image
 from TrainingFactory.common.images import read_image, split_text
-from TrainingFactory.data.datasets import DatasetRow
+from TrainingFactory.data.convert import convert, image_path, swift_row
+from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.examples import load_examples
+from TrainingFactory.data.provider_rows import provider_rows
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import (
     CompactTrajectory,
@@ -33,6 +37,7 @@ from TrainingFactory.types import (
     PlacedImage,
     Reward,
     Task,
+    ToolCall,
     ToolResult,
     Trajectory,
     Turn,
@@ -308,3 +313,49 @@ def test_fingerprints_depend_on_images() -> None:
     other.prompt[0].images[0] = PlacedImage(8, C)
     assert repr(CompactTrajectory.from_trajectory(one)) != repr(CompactTrajectory.from_trajectory(other))
     assert _scope(None, one.task) != _scope(None, other.task)  # type: ignore[arg-type]
+
+
+# Conversion
+
+
+@pytest.mark.parametrize("layout", ["trl", "swift"])
+@pytest.mark.parametrize("form", ["sft", "kto", "dpo"])
+def test_converted_rows_show_the_same_images(form: Any, layout: str, tmp_path: Path) -> None:
+    good, bad = seen_episode(), seen_episode()
+    bad.turns[-1].message.content, bad.member, bad.reward = "wrong", 0, Reward(0.0)
+    for episode in (good, bad):
+        episode.turns[0].message.tool_calls = [ToolCall("click", {}, "c")]
+    save_trajectories(tmp_path / "t.jsonl", [good, bad])
+    result = convert(read_rows(tmp_path / "t.jsonl"), form)
+    assert result.dropped.total() == 0 and set(result.images) == {image_path(A), image_path(B)}
+    rows = result.rows if layout == "trl" else [swift_row(row) for row in result.rows]
+    write_rows(tmp_path / "out" / "rows.jsonl", rows, result.images)
+    assert sorted(path.stem for path in tmp_path.glob("out/images/??/*.png")) == sorted([A.digest, B.digest])
+    text = (tmp_path / "out" / "rows.jsonl").read_text()
+    assert json.loads(text.splitlines()[0])["images"] == [image_path(A), image_path(B)] and A.digest in text
+    assert ("<image>" in text) == (layout == "swift") and "base64" not in text
+    conversations = [
+        c for e in load_examples(tmp_path / "out" / "rows.jsonl", form).found for c in e.conversations
+    ]
+    start = [["look at ", A, "and"], ["click"], ["clicked", B]]
+    seen = [[shown(message) for message in conversation.messages] for conversation in conversations]
+    ends = [["done"], ["wrong"]]
+    if layout == "swift":  # its text and its call are two messages of one turn
+        assert all(conversation[1] == ["click"] for conversation in seen)
+    assert seen == [[*start, end] for end in ends]
+
+
+def test_pairs_that_saw_different_images_and_tags_in_texts_are_no_rows(tmp_path: Path) -> None:
+    good, bad = seen_episode(), seen_episode()
+    bad.turns[0].replies[0].images[0] = PlacedImage(7, C)
+    bad.turns[-1].message.content, bad.member, bad.reward = "wrong", 0, Reward(0.0)
+    save_trajectories(tmp_path / "t.jsonl", [good, bad])
+    result = convert(read_rows(tmp_path / "t.jsonl"), "dpo")
+    assert not result.rows and result.dropped == {"pair: the episodes saw different images": 1}
+    [first, _] = convert(read_rows(tmp_path / "t.jsonl"), "sft").rows
+    first["messages"][0]["content"][0]["text"] = "the tag <image>"
+    with pytest.raises(ValueError, match="has the text <image>"):
+        swift_row(first)
+    dropped: Counter[str] = Counter()
+    assert provider_rows(convert(read_rows(tmp_path / "t.jsonl"), "sft").rows, "openai", dropped) == []
+    assert dropped == {"openai: the row has images, which this format does not carry": 2}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, FakeChat, FakeSampler, call_text
 from tests.kits.run import Quiet, brief, rows, train
 from tests.kits.warm import WARM
+from TrainingFactory.assembly.environment import as_environment_factory, find_environment
 from TrainingFactory.assembly.export import export
 from TrainingFactory.assembly.users import make_user
 from TrainingFactory.config import TrainingConfig
@@ -23,15 +25,16 @@ from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.users import SimulatedUser, UserBrief, with_simulated_user
 from TrainingFactory.envs.users.user import GREETING
+from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import RolloutEngine, rollout_metrics
-from TrainingFactory.evaluation.rollouts import Rollouts
+from TrainingFactory.rollout.scripted import play
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.dataset import UserObjects
-from TrainingFactory.types import Message, Task, Trajectory
+from TrainingFactory.types import Message, Reward, Task, ToolCall, Trajectory
 
 STOP = "###STOP###"
 
@@ -72,7 +75,11 @@ def obliging(prompt: str, number: int) -> str:
 def agent(session: int, turn: int, prompt: str) -> str:
     """Ask for the number, look it up, tell."""
     order = re.findall(r"It is order (\d+)", prompt)
-    return ["What is its number?", call_text("state", order=int(order[0])) if order else "?", "It is shipped."][turn]
+    return [
+        "What is its number?",
+        call_text("state", order=int(order[0])) if order else "?",
+        "It is shipped.",
+    ][turn]
 
 
 def config_of(url: str, **user: Any) -> TrainingConfig:
@@ -91,7 +98,9 @@ def talk(
 ) -> tuple[list[Trajectory], SimulatedUser]:
     simulated = make_user(config_of(url, **user))
     assert simulated is not None
-    engine = RolloutEngine(with_simulated_user(environment, simulated), FakeChat(), PARAMS, runtime=ToolRuntime())
+    engine = RolloutEngine(
+        with_simulated_user(environment, simulated), FakeChat(), PARAMS, runtime=ToolRuntime()
+    )
     made = list(environment.tasks("train", 0, tasks))
 
     async def play() -> list[list[Trajectory]]:
@@ -124,7 +133,9 @@ def test_the_agent_asks_the_user_for_a_detail_and_the_user_ends_the_conversation
         ("user", "Thanks!"),
     ]
     metrics = rollout_metrics([episode])
-    assert {name: metrics[name] for name in metrics if name.startswith("user/") and "seconds" not in name} == {
+    assert {
+        name: metrics[name] for name in metrics if name.startswith("user/") and "seconds" not in name
+    } == {
         "user/turns": 2.0,
         "user/tokens": 220.0,  # the endpoint reports 100 and 10 for each
         "user/cut": 0.0,
@@ -233,7 +244,9 @@ def test_replies_can_be_cached_per_member(tmp_path: Path) -> None:
 
 def test_the_agent_cannot_call_the_user_tool() -> None:
     with judging(obliging) as user:
-        [episode], _ = talk(user.url, say=lambda session, turn, prompt: call_text("user.reply", turn=0) if not turn else "ok")
+        [episode], _ = talk(
+            user.url, say=lambda session, turn, prompt: call_text("user.reply", turn=0) if not turn else "ok"
+        )
     assert episode.turns[0].tool_results[0].error == "unknown"
     assert "user.reply" not in [spec.name for spec in episode.tools]
 
@@ -260,7 +273,9 @@ def test_text_of_the_user_cannot_produce_a_control_token() -> None:
     assert chat.render(replies).count(start) == plain.count(start)
 
 
-def test_mistakes_are_reported_before_anything_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def problem(**sections: Any) -> str:
         with pytest.raises(ConfigError) as caught:
             make_user(TrainingConfig(**sections))
@@ -336,6 +351,99 @@ def test_an_evaluation_plays_with_the_user(tmp_path: Path) -> None:
         config = config.model_copy(update={"data": data, "environment": place})
         report = Rollouts(config, tmp_path / "out.jsonl", group_size=8).run()
         assert len(user.asked) == report.metrics["user/turns"] * 8 == report.metrics["user/requests"] > 0
+
+
+FOREIGN = Path(__file__).parents[1] / "kits" / "foreign_environment.py"
+
+
+@pytest.mark.parametrize("actions", ["tools", "text"])
+def test_an_environment_in_another_process_can_have_a_user(actions: str) -> None:
+    """Calls go to the process, texts to the user. The process has one place for a step reward per turn."""
+    look = {"name": "state", "parameters": {"type": "object"}}
+    args = {"describe": {"tools": [look]} if actions == "tools" else {}, "score": {"reward": 0.75}}
+    name = f"process:{sys.executable} {FOREIGN}"
+    foreign = as_environment_factory(find_environment(name), {"args": args, "confined": False})
+    with judging(obliging) as user:
+        simulated = make_user(config_of(user.url, goal="You want order 40 ."))
+        assert simulated is not None
+        environment = with_simulated_user(foreign, simulated)(Task("t0", "Do."))
+        call = Message("assistant", "", [ToolCall("state", {"order": 40}, "c1")])
+        script = [Message("assistant", "What is its number?"), call, Message("assistant", "It is shipped.")]
+
+        async def run() -> Trajectory:
+            episode = await play(environment, FakeChat(), script)
+            await foreign.pool.close()
+            return episode
+
+        episode = asyncio.run(run())
+    if actions == "text":
+        assert "this one reads the agent's texts" in (episode.error or "")
+        return
+    assert episode.status == "done" and len(user.asked) == 2
+    assert [[message.content for message in turn.replies] for turn in episode.turns] == [
+        ["It is order 40."],
+        ['{"order": 40}'],
+        ["Thanks!"],
+    ]
+    assert episode.reward == Reward(0.75, [])
+    assert len(environment._rewards) == len(episode.turns)  # type: ignore[attr-defined]
+
+
+def test_all_tasks_are_checked_before_the_run(tmp_path: Path) -> None:
+    tasks = [Task("a", "?", metadata={"goal": "x"}), Task("b", "?")]
+    config = training_config(tmp_path, "http://127.0.0.1:9/v1")
+    with pytest.raises(ValueError, match="task b has no column `goal`"):
+        train(config, "run", environment=Scored, tasks=tasks)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_endpoint_can_be_the_agent_too(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text(
+        '{"prompt": "Hi", "goal": "order 40 .", "answer": "It is shipped."}\n'
+    )
+    with judging(obliging) as user, judging("It is shipped.") as agent_model:
+        teacher = {"model": "agent", "base_url": agent_model.url, "api_key_env": None}
+        (tmp_path / "agent.yaml").write_text(json.dumps(teacher))
+        config = TrainingConfig(
+            model={"name": str(tmp_path / "agent.yaml")},
+            environment={"user": config_of(user.url).environment.user},
+            data={"tasks": str(tmp_path / "tasks.jsonl")},
+            logging={"output_dir": str(tmp_path)},
+        )
+        report = Rollouts(config, tmp_path / "out.jsonl").run()
+    assert (report.metrics["reward"], report.metrics["user/turns"]) == (1.0, 1.0)
+    assert report.trajectories[0].turns[-1].replies == [Message("user", "Thanks!")]
+
+
+@pytest.mark.slow
+def test_a_model_of_the_run_can_play_the_user(tmp_path: Path) -> None:
+    """The built-in model writes nonsense, and the same nonsense for the same seeds."""
+    user = {
+        "model": "builtin:tiny",
+        "max_turns": 2,
+        "options": {"options": {"max_tokens": 8, "temperature": 1.0}},
+    }
+    conversations = []
+    for name in ("one", "two"):
+        config = brief(
+            tmp_path / name,
+            model={"name": str(WARM)},
+            environment={"max_turns": 3, "user": user},
+            sampling={"max_tokens": 16},
+            data={"count": 6},
+            training={"max_steps": 1, "batch_size": 2, "group_size": 2},
+        )
+        assert train(config, "run", environment=Scored).state == "finished"
+        [row] = rows(tmp_path / name / "run" / "metrics.jsonl")
+        assert row["user/turns"] > 0 and row["user/requests"] == row["user/turns"] * row["episodes"]
+        conversations.append(
+            [
+                [reply["content"] for turn in episode["turns"] for reply in turn["replies"]]
+                for episode in rows(tmp_path / name / "run" / "trajectories.jsonl")
+            ]
+        )
+    assert conversations[0] == conversations[1]
+    assert len({text for conversation in conversations[0] for text in conversation}) > 1
 
 
 COLOURS = ("red", "blue", "green", "white", "black", "brown")

@@ -135,6 +135,13 @@ def test_shapes_of_overrides(tmp_path: Path, overrides: str, expected: dict[str,
         assert keys.items() <= config[section].items()
 
 
+def test_environments_with_images_have_no_counterpart(tmp_path: Path) -> None:
+    config, notes = translated(tmp_path / "main.sh", f"{COMMAND} actor_rollout_ref.env.name=vision\n")
+    assert "environment" not in config
+    [note] = [note for note in notes if note.startswith("actor_rollout_ref.env.name=vision")]
+    assert "no counterpart: its tools return images" in note
+
+
 def test_what_switches_something_off_has_its_comment(tmp_path: Path) -> None:
     off = {
         "actor_rollout_ref.rollout.mode=sync": "optimization.async_rollout",

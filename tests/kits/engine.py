@@ -18,6 +18,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from TrainingFactory.sampling import NativeEngine
@@ -44,6 +46,11 @@ def tiny(kind: str = "gqa_tied", seed: int = 0, vocab_size: int = VOCABULARY) ->
         return Qwen2ForCausalLM(Qwen2Config(**common, num_key_value_heads=1)).train()
     if kind == "mha":
         return LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=4, attention_dropout=0.5)).train()
+    if kind == "moe":
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        return Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**common, **experts, num_key_value_heads=2, head_dim=8)
+        ).train()
     config = DeepseekV3Config(
         **common, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,

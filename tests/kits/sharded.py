@@ -76,6 +76,7 @@ CASES = {
     "lora-bf16": Case(GRPO(kl=0.1), lora={}, dtype=torch.bfloat16, groups=2),
     "muon": Case(GRPO(), optimizer="muon"),
     "experts": Case(GRPO(), kind="mla_moe"),
+    "router-aux-loss": Case(GRPO(), {"router_aux_loss": 0.1}, kind="moe"),
 }
 
 

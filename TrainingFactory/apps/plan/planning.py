@@ -143,7 +143,11 @@ class RunPlanner:
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
-        trained = shape.adapter(self.config.lora.r) if self.config.lora.enabled else shape.params
+        trained = (
+            shape.adapter(self.config.lora.r, self.config.lora.experts)
+            if self.config.lora.enabled
+            else shape.params
+        )
         read, per_token = (count / traffic for count in sampler_bytes(shape, width, 1, 1.0).values())
         computed = flops * width * self["prefill_mfu"]
         prompt, length = self.episodes.prompt, self.episodes.length
@@ -163,7 +167,7 @@ class RunPlanner:
             * shape.num_hidden_layers
             * (self["layer_us"] + 2 * self["allreduce_us"] * (width > 1)),
             read=read,
-            compute=2 * shape.params / flops / width / self["decode_mfu"],
+            compute=2 * shape.computed / flops / width / self["decode_mfu"],
             row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * per_token,
             prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context)) / computed,
             renewal=shape.forward(length / 2, length / 4) / computed,
@@ -246,7 +250,7 @@ class RunPlanner:
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
             "advice": advice, "tokens_per_second": tokens / seconds, "step_seconds_without": without,
             "step_seconds_by_bound": modes, "step_seconds_by_learners": splits,
-            "model": self.shape.name, "parameters": self.shape.params, "gpus": self.gpus,
+            "model": self.shape.name, "parameters": self.shape.params, "active_parameters": self.shape.computed, "gpus": self.gpus,
             "figures": {name: figure._asdict() for name, figure in self.figures.items()},
         }  # fmt: skip
 

@@ -1,7 +1,9 @@
-"""Sizes of dense models from their config.json: number of weights, FLOPs and memory."""
+"""Sizes of models from their config.json: number of weights, FLOPs and memory. Dense models are computed from their
+dimensions. Weights of other models are counted in a model that is built on the meta device, without memory."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Set
@@ -11,17 +13,21 @@ from typing import Any, NamedTuple
 import yaml
 
 from TrainingFactory.assembly import memory
-from TrainingFactory.assembly.memory import WeightCounts, cache_bytes
+from TrainingFactory.assembly.memory import WeightCounts, active_experts, cache_bytes, mlp_width
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.names import resolve_model_name
+from TrainingFactory.models.names import SUPPORTED_MODELS, resolve_model_name
 
 FIGURES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
+MODEL_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("model_configs.yaml").read_text(encoding="utf-8")
+)
 
 BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # bits per weight of a layer, including quantization scales
 
 
 class ModelShape(NamedTuple):
-    """Dimensions of a dense model, named as in config.json."""
+    """Dimensions of a model, named as in config.json. `intermediate_size` is the width that a token passes: of all its
+    experts together. The counts are 0 for a dense model, whose dimensions determine them."""
 
     name: str
     num_hidden_layers: int
@@ -32,28 +38,50 @@ class ModelShape(NamedTuple):
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
+    total: int = 0  # weights
+    active: int = 0  # weights that a token passes
+    adapter_weights: int = 0  # of a LoRA adapter of rank 1 on all linear layers
+    expert_adapter_weights: int = 0  # of one on the experts
+    all_linear_has_experts: bool = False
 
     @property
-    def block(self) -> int:  # weights of a layer without its norms, which are a thousandth of them
+    def ends(self) -> int:
+        """Return the weights of the embeddings and the output layer."""
+        return self.hidden_size * self.vocab_size * (2 - self.tie_word_embeddings)
+
+    @property
+    def block(self) -> int:
+        """Return the weights of a layer that a token passes, without the norms, a thousandth of them."""
+        if self.total:
+            return (self.active - self.ends) // self.num_hidden_layers
         heads = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
         return self.hidden_size * (heads + 3 * self.intermediate_size)
 
     @property
     def params(self) -> int:
-        ends = self.hidden_size * self.vocab_size * (2 - self.tie_word_embeddings)
-        return self.num_hidden_layers * self.block + ends
+        return self.total or self.num_hidden_layers * self.block + self.ends
 
-    def adapter(self, rank: int) -> int:
-        """Return the number of weights of a LoRA adapter on all linear layers: rank x (inputs + outputs) of each."""
+    @property
+    def computed(self) -> int:
+        """Return the weights that a token passes."""
+        return self.active or self.params
+
+    def adapter(self, rank: int, experts: bool | None = None) -> int:
+        """Return the number of weights of a LoRA adapter on all linear layers, and on `experts`: rank x (inputs + outputs) of each."""
+        if self.total:
+            with_experts = self.all_linear_has_experts if experts is None else experts
+            return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)
         return self.num_hidden_layers * rank * (self.block // self.hidden_size + 7 * self.hidden_size)
 
     def held(self, config: TrainingConfig) -> WeightCounts:
         """Return the weight counts of a config on a GPU: all weights trained, or a LoRA adapter."""
-        bits, layers = BITS[config.model.quantization], self.num_hidden_layers * self.block
+        # Quantization leaves fused experts as they are.
+        quantized = self.computed if self.active < self.total else self.params
+        bits, layers = BITS[config.model.quantization], max(0, quantized - self.ends)
         stored = 2 * (self.params - layers) + layers * bits / 8
         if not config.lora.enabled:
             return WeightCounts(self.params, stored, self.params, 0, 2)
-        adapter = self.adapter(config.lora.r)
+        adapter = self.adapter(config.lora.r, config.lora.experts)
         return WeightCounts(self.params + adapter, stored + 2 * adapter, adapter, 0, 2)
 
     def forward(self, tokens: float, context: float) -> float:
@@ -67,16 +95,66 @@ def find_shape(name: str, size: str | None) -> ModelShape:
     sizes, path = FIGURES["shapes"], Path(resolve_model_name(name)).expanduser() / "config.json"
     if size is None and path.is_file():
         return _read(name, json.loads(path.read_text(encoding="utf-8")))
+    for key in (size, name) if size else (name,):
+        if (config := _known_config(key)) is not None:
+            return counted_shape(key, config)
+        if size:
+            break
     in_name = re.findall(r"\d+(?:\.\d+)?[BM]\b", resolve_model_name(name).upper())
+    if re.search(r"\d[BM]-A\d", resolve_model_name(name).upper()):
+        in_name = []  # a mixture of experts, and the sizes are those of dense models
     for key in [size] if size else [resolve_model_name(name), *in_name]:
         if (row := sizes.get(key) or sizes.get(key.upper())) is not None:
             return ModelShape(*row)
     what = f"--model-size {size}" if size else f"model.name: {name} (not a folder with a config.json)"
-    raise ValueError(f"{what}: unknown size; set --model-size to one of {', '.join(sizes)}")
+    listed = [short for short, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
+    raise ValueError(f"{what}: unknown size; set --model-size to one of {', '.join([*sizes, *listed])}")
+
+
+def _known_config(name: str) -> dict[str, Any] | None:
+    config = MODEL_CONFIGS.get(resolve_model_name(name))
+    return None if config is None else {key: value for key, value in config.items() if key != "billions"}
+
+
+def counted_shape(name: str, config: dict[str, Any]) -> ModelShape:
+    """Return the shape of a model whose weights are counted in a model on the meta device."""
+    return _counted_shape(name, json.dumps(config, sort_keys=True, default=str))
+
+
+@functools.cache
+def _counted_shape(name: str, config_json: str) -> ModelShape:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from TrainingFactory.learning.lora import adapter_sizes
+    from TrainingFactory.learning.routers import expert_modules
+
+    options = json.loads(config_json)
+    try:
+        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"model.name: the config of {name} does not build a model: {error}") from error
+    text: Any = config.get_text_config()
+    if getattr(text, "kv_lora_rank", None):
+        raise ValueError(f"model.name: {name} has latent attention, which plans and forecasts do not support")
+    total = sum(weight.numel() for weight in model.parameters())
+    experts = expert_modules(model).values()
+    fused = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
+    count = max((module.num_experts for module in experts), default=1)
+    idle = fused - fused * active_experts(text) // count if experts else 0
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    tied = bool(getattr(text, "tie_word_embeddings", False))
+    return ModelShape(
+        name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
+        keys, width, text.vocab_size, tied, total, total - idle, *adapter_sizes(model),
+    )  # fmt: skip
 
 
 def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
-    """Return the shape of a loaded model's config; None if it is not a dense model."""
+    """Return the shape of a loaded model's config; None if its dimensions are not known."""
     try:
         return _read(name, config)
     except ValueError:
@@ -88,8 +166,11 @@ def _read(name: str, config: dict[str, Any]) -> ModelShape:
     heads = config.get("num_attention_heads", 1)
     assumed = {"num_key_value_heads": heads, "head_dim": config.get("hidden_size", 0) // heads}
     config = assumed | {"tie_word_embeddings": False} | config
-    if more := [key for key in config if "experts" in key and config[key]]:
-        raise ValueError(f"model.name: {name} is a mixture of experts ({more[0]}), which is not supported")
+    is_plain = not any("experts" in key and config[key] for key in config)
+    if not is_plain and "model_type" in config:
+        return counted_shape(name, config)
+    if not is_plain:
+        raise ValueError(f"model.name: config.json of {name} has experts but no model_type")
     if missing := [key for key in ModelShape._fields[1:] if key not in config]:
         raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
     return ModelShape(name, *(config[key] for key in ModelShape._fields[1:]))

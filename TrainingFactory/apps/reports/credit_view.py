@@ -176,7 +176,9 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     credits = []
     for name, group in groups.items():
         reasons = [
-            _reason_against(trajectory, [other for other in group if other.role == trajectory.role], algorithm)
+            _reason_against(
+                trajectory, [other for other in group if other.role == trajectory.role], algorithm
+            )
             for trajectory in group
         ]
         episode_rows = _rows_of_episodes(group, rows[name], reasons)

@@ -149,7 +149,7 @@ class Teaching(Rollouts):
         lineage = {"teacher": self.settings.model, "environment": self.config.environment.environment_id}
         lineage |= {"scored_by": self.scored_by, "form": selection.form}
         rows = [row | {"lineage": lineage | {"episode": row["id"]}} for row in result.rows]
-        write_rows(self.folder / ROWS, rows)
+        write_rows(self.folder / ROWS, rows, result.images)
         return result
 
     def write_report(self, rows: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:

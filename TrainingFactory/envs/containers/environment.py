@@ -84,7 +84,9 @@ class BashTool:
         }
         self.spec = ToolSpec("bash", text, parameters)
         # The command's own timeout ends its processes; this one is for a runtime that hangs.
-        self.options = ToolOptions(timeout=environment.start_seconds + environment.options.command_timeout, ordered=True)
+        self.options = ToolOptions(
+            timeout=environment.start_seconds + environment.options.command_timeout, ordered=True
+        )
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         return await self._environment.run_command(arguments["command"])
@@ -160,7 +162,9 @@ class ContainerEnvironment(ToolEnvironment):
             text = f"{result.output}\n[timed out after {seconds:g} seconds; all your processes were killed]"
             return ToolResult(text.strip(), ok=False, error="exception")
         if result.status:
-            return ToolResult(f"{result.output}\n[exit status {result.status}]".strip(), ok=False, error="exception")
+            return ToolResult(
+                f"{result.output}\n[exit status {result.status}]".strip(), ok=False, error="exception"
+            )
         return ToolResult(result.output or "[no output]")
 
     async def run_tests(self) -> ToolResult:
@@ -168,7 +172,9 @@ class ContainerEnvironment(ToolEnvironment):
         try:
             container = await self._started()
             await container.kill_processes(self.user)
-            await container.execute("rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", seconds=60.0)
+            await container.execute(
+                "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", seconds=60.0
+            )
             for source in task.tests:
                 await container.copy_in(source, "/tests")
             seconds = task.test_seconds
@@ -180,11 +186,15 @@ class ContainerEnvironment(ToolEnvironment):
             )
             rewards = None
             if task.writes_reward:
-                rewards = await container.execute(f"cat {REWARD_FILES[0]} 2>/dev/null || cat {REWARD_FILES[1]}", seconds=60.0)
+                rewards = await container.execute(
+                    f"cat {REWARD_FILES[0]} 2>/dev/null || cat {REWARD_FILES[1]}", seconds=60.0
+                )
         except ContainerError as error:
             return ToolResult(str(error), ok=False, error="unavailable")
         found = None if rewards is None or rewards.status else rewards.output[:MAX_REWARD_CHARS]
-        return ToolResult(json.dumps({"status": result.status, "reward": found, "output": result.output[-2000:]}))
+        return ToolResult(
+            json.dumps({"status": result.status, "reward": found, "output": result.output[-2000:]})
+        )
 
     async def reward(self, episode: Episode) -> Reward:
         """Return the score of the task's tests."""
@@ -236,7 +246,9 @@ class ContainerEnvironment(ToolEnvironment):
             command = f'chown -R {self.user} "$PWD"'
             result = await container.execute(command, seconds=60.0, workdir=self._workdir)
             if result.status:
-                raise ContainerError(f"{self._workdir} cannot be given to user {self.user}: {result.output[-200:]}")
+                raise ContainerError(
+                    f"{self._workdir} cannot be given to user {self.user}: {result.output[-200:]}"
+                )
 
     async def _sweep(self) -> None:
         """Remove containers of ended processes, once per run."""
@@ -259,7 +271,9 @@ class ContainerTasks(ForeignEnvironment):
         tasks = [task for folder in folders for task in read_task_folders(folder)]
         self.folders = {task.id: task for task in tasks}
         if len(self.folders) < len(tasks):
-            raise ValueError(f"{options.heldout} has a task with the name of one in {options.tasks}; rename it")
+            raise ValueError(
+                f"{options.heldout} has a task with the name of one in {options.tasks}; rename it"
+            )
         self.runtime = ContainerRuntime(find_runtime(options.runtime), options.max_output)
 
     @classmethod
@@ -303,4 +317,6 @@ def read_reward(text: str | None, output: str) -> Reward:
     if "reward" not in values and len(values) != 1:
         raise ValueError(f"the tests wrote no `reward` among {', '.join(values) or 'nothing'}")
     outcome = values["reward"] if "reward" in values else next(iter(values.values()))
-    return Reward(float(outcome), parts={name: float(value) for name, value in values.items() if name != "reward"})
+    return Reward(
+        float(outcome), parts={name: float(value) for name, value in values.items() if name != "reward"}
+    )

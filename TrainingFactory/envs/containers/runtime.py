@@ -30,7 +30,12 @@ CHUNK = 65536
 # Root in the container prepares files and runs the tests; the agent's user has no capabilities at all.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 # The command is an argument, so that no quoting is needed.
-SHELL = ("sh", "-c", 'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi', "sh")
+SHELL = (
+    "sh",
+    "-c",
+    'if command -v bash >/dev/null 2>&1; then exec bash -c "$1"; else exec sh -c "$1"; fi',
+    "sh",
+)
 # The first process: it reaps processes whose parents have ended, and ends after a number of 10 seconds.
 WAIT = 'n=0; while [ $n -lt "$1" ]; do sleep 10 & wait; n=$((n+1)); done'
 # The runtimes' own defaults are above what an unprivileged process may set. `--pids-limit` limits the processes of one
@@ -96,16 +101,19 @@ class ContainerRuntime:
         result = await self.run(*start_arguments(name, image, limits, workdir, env or {}))
         if result.status != 0:
             await self.run("rm", "-f", name)
-            raise ContainerError(f"{self.name} could not start a container of {image}: {_last_lines(result.output)}")
+            raise ContainerError(
+                f"{self.name} could not start a container of {image}: {_last_lines(result.output)}"
+            )
         self.counts["started"] += 1
         return Container(self, name)
 
     async def sweep(self) -> None:
         """Remove containers whose process on this machine has ended, such as after `kill -9`."""
-        listing = await self.run("ps", "-a", "--filter", f"label={LABEL}", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}')
-        for line in listing.output.splitlines() if listing.status == 0 else ():
-            container, _, owner = line.partition(" ")
-            if owner and not _is_alive(owner.strip()):
+        listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
+        for container in listing.output.split() if listing.status == 0 else ():
+            label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
+            found = await self.run("inspect", "--format", label, container)
+            if found.status == 0 and not _is_alive(found.output.strip()):
                 self.counts["swept"] += 1
                 await self.run("rm", "-f", container)
 
@@ -209,7 +217,16 @@ def start_arguments(
         arguments += _ulimit(name_of_limit, most)
     arguments += [] if workdir is None else ["--workdir", workdir]
     arguments += [part for key, value in env.items() for part in ("--env", f"{key}={value}")]
-    return [*arguments, "--entrypoint", "sh", image, "-c", WAIT, "sh", f"{max(1, round(limits.lifetime / 10))}"]
+    return [
+        *arguments,
+        "--entrypoint",
+        "sh",
+        image,
+        "-c",
+        WAIT,
+        "sh",
+        f"{max(1, round(limits.lifetime / 10))}",
+    ]
 
 
 def _ulimit(name: str, most: int) -> list[str]:
@@ -234,12 +251,16 @@ def find_runtime(command: str | None) -> list[str]:
         if reason is None:
             return candidate
         reasons.append(f"{shlex.join(candidate)}: {reason}")
-    raise ValueError(f"no container runtime works here ({'; '.join(reasons)}): start it, or set environment.options.runtime")
+    raise ValueError(
+        f"no container runtime works here ({'; '.join(reasons)}): start it, or set environment.options.runtime"
+    )
 
 
 def _problem_of(command: Sequence[str]) -> str | None:
     try:
-        done = subprocess.run([*command, "info"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False)
+        done = subprocess.run(
+            [*command, "info"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return None if done.returncode == 0 else _last_lines(done.stderr or done.stdout)

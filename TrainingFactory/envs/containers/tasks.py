@@ -1,7 +1,7 @@
 """Task folders in the formats of Harbor (task.toml) and Terminal-Bench (task.yaml), read as they are.
 
-    Harbor          instruction.md  task.toml  environment/Dockerfile  tests/test.sh     solution/solve.sh
-    Terminal-Bench  task.yaml       Dockerfile                         run-tests.sh, tests/  solution.sh
+Harbor          instruction.md  task.toml  environment/Dockerfile  tests/test.sh     solution/solve.sh
+Terminal-Bench  task.yaml       Dockerfile                         run-tests.sh, tests/  solution.sh
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def read_task_folders(folder: Path) -> list[ContainerTask]:
         return [read_task(folder)]
     tasks = [read_task(path) for path in sorted(folder.iterdir()) if is_task_folder(path)]
     if not tasks:
-        raise ValueError(f"{folder} has no task: a folder with task.toml (Harbor) or task.yaml (Terminal-Bench)")
+        raise ValueError(
+            f"{folder} has no task: a folder with task.toml (Harbor) or task.yaml (Terminal-Bench)"
+        )
     return tasks
 
 
@@ -100,16 +102,22 @@ def _read_harbor(folder: Path) -> ContainerTask:
         raise ValueError(f"cannot read {path}: {error}") from error
     for key, what in UNSUPPORTED.items():
         if _at(config, key):
-            raise ValueError(f"{path}: {key}: the task needs {what}, which is not supported. Leave the task out")
+            raise ValueError(
+                f"{path}: {key}: the task needs {what}, which is not supported. Leave the task out"
+            )
     environment, verifier = _section(config, "environment", path), _section(config, "verifier", path)
     if str(environment.get("os", "linux")).lower() != "linux":
-        raise ValueError(f"{path}: environment.os is {environment['os']}: only Linux containers are supported")
+        raise ValueError(
+            f"{path}: environment.os is {environment['os']}: only Linux containers are supported"
+        )
     if (folder / "environment" / "docker-compose.yaml").exists():
         raise ValueError(f"{folder}/environment/docker-compose.yaml: several services are not supported")
     image = environment.get("docker_image")
     context = folder / "environment"
     if image is None and not (context / "Dockerfile").is_file():
-        raise ValueError(f"{folder} has neither environment/Dockerfile nor environment.docker_image in task.toml")
+        raise ValueError(
+            f"{folder} has neither environment/Dockerfile nor environment.docker_image in task.toml"
+        )
     return ContainerTask(
         folder.name,
         folder,
@@ -189,7 +197,12 @@ def _number(section: Mapping[str, Any], key: str, path: Path, default: Any) -> A
     value = section.get(key, default)
     if value is default:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
         raise ValueError(f"{path}: {key} must be a number above 0, not {value!r}")
     return value
 
@@ -202,7 +215,9 @@ def _memory(environment: Mapping[str, Any], path: Path) -> int | None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMK])B?", str(environment["memory"]).strip().upper())
     if match is None:
-        raise ValueError(f'{path}: environment.memory must be a size such as "2G", not {environment["memory"]!r}')
+        raise ValueError(
+            f'{path}: environment.memory must be a size such as "2G", not {environment["memory"]!r}'
+        )
     return max(1, int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]]))
 
 

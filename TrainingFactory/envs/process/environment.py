@@ -164,6 +164,10 @@ class ProcessEnvironment(ToolEnvironment):
             self.pool.count_stop(reason)
         return step
 
+    def skip_turn(self) -> None:
+        """Count a turn that the environment does not get, so that step rewards stay with their turns."""
+        self._rewards.append(None)
+
     async def reward(self, episode: Episode) -> Reward:
         """Return the environment's score. The reward of the last step is part of the outcome; the rewards of earlier
         steps belong to their turns."""

@@ -58,6 +58,8 @@ def find_program(
     files: list[str] = []
     if is_file_name(name):  # trl:FILE.py:Factory
         file, member = split_name(name)
+        if not Path(file).expanduser().is_file():
+            raise ValueError(f"environment_id {environment_id}: there is no file {file} in {Path.cwd()}")
         files = [str(Path(file).expanduser().resolve())]
         name = ":".join(filter(None, [*files, member]))
     return Program(command, name, readable=[*map(str, folders), *files, *more], **options)

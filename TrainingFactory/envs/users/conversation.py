@@ -89,6 +89,8 @@ class UserConversation(ToolEnvironment):
         said = [self._say(reply)] if reply.text else []
         if reply.ended:
             return await self._end(message, "user", said)
+        if isinstance(self, ProcessEnvironment):
+            self.skip_turn()
         return self._with_signals(Step(said))
 
     async def _end(self, message: Message, ended_by: str, said: list[Message]) -> Step:
@@ -147,5 +149,7 @@ def with_simulated_user(environment: Any, user: SimulatedUser) -> type[UserConve
     """Return the environment class with a simulated user."""
     if not isinstance(environment, type) or not issubclass(environment, ToolEnvironment):
         name = getattr(environment, "__name__", type(environment).__name__)
-        raise ValueError(f"environment.user needs a class that inherits from ToolEnvironment; {name} does not")
+        raise ValueError(
+            f"environment.user needs a class that inherits from ToolEnvironment; {name} does not"
+        )
     return type(environment.__name__, (UserConversation, environment), {"user": user})

@@ -16,8 +16,7 @@ from TrainingFactory.types import Message, Task
 FirstMessage = Literal["task", "user"]
 STOP = "###STOP###"
 GREETING = "Hello! How can I help you?"  # what the user model answers with its first message
-INSTRUCTIONS = """You play a user who writes to an assistant. The assistant's messages follow; write only the user's next \
-message.
+INSTRUCTIONS = """You play a user who writes to an assistant. Write only the user's next message.
 
 Who you are: {persona}
 What you want: {goal}
@@ -45,7 +44,9 @@ class UserBrief:
     persona: str | None = None  # template over the task's columns; None: its column `persona`, if it has one
     goal: str | None = None  # template; None: the column `goal`, or with first=user the task's prompt
     template: str = INSTRUCTIONS  # with {persona}, {goal}, {stop} and columns of the task
-    first: FirstMessage = "task"  # user: the user model writes the first message, in place of the task's prompt
+    first: FirstMessage = (
+        "task"  # user: the user model writes the first message, in place of the task's prompt
+    )
     stop: str = STOP
     max_turns: int = 8  # replies of the user
     sees_tools: bool = False

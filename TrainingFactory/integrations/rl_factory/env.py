@@ -245,4 +245,7 @@ class MMEnv(Env):
     """RL-Factory's environment with images, which is not supported."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        raise ValueError(f"{cls.__name__} inherits from MMEnv: images are not supported. Inherit from Env.")
+        raise ValueError(
+            f"{cls.__name__} inherits from MMEnv, whose tools return images: images are not supported in environments "
+            "of RL-Factory. Inherit from Env and return texts."
+        )

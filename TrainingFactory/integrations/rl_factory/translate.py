@@ -155,6 +155,8 @@ class Translation:
             if name == "search" and existing is None:  # RL-Factory's own search environment
                 self.sections["reward"] = {"type": "rule_based", "options": {"rule": "em", "extract": "tag"}}
                 self._note("env.name", name, NOT_NEEDED, "its reward is the rule em on <answer> tags")
+            elif name in keys.WITH_IMAGES and existing is None:
+                self._note("env.name", name, NO_COUNTERPART, keys.IMAGES)
             else:
                 path = existing or candidates[0]
                 steps = bool(self._remaining.pop("env.use_process_reward", False))

@@ -190,7 +190,7 @@ def _attention(
         return _probe(module, query, key, value, attention_mask, step, sinks, kwargs)
     assert step.cache_positions is not None
     number: Any = module.layer_idx
-    layer = step.cache.layers[number]
+    layer = step.cache.by_layer[number]
     if step.cache.owners[number] == number:
         layer.write(step.cache_positions[layer.table], key, value, step.source)
     if step.attend is not None:
@@ -220,13 +220,15 @@ def _probe(
         raise unsupported_model(kind, "its attention has a position bias")
     if attention_mask is not None:
         raise unsupported_model(kind, "it builds its own attention mask")
-    number = len(step.shapes)
-    if getattr(module, "layer_idx", None) != number:
-        raise unsupported_model(kind, "its attention layers are not numbered consecutively")
+    number: Any = getattr(module, "layer_idx", None)
+    if not isinstance(number, int) or any(shape.layer >= number for shape in step.shapes):
+        raise unsupported_model(kind, "its attention layers are not numbered in the order of their calls")
     shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
+    shape.layer = number
     shape.window = _window(module, number, kwargs)
     shape.softcap, shape.sinks, shape.latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
-    shape.source = next((n for n, earlier in enumerate(step.keys) if earlier is key), None)
+    earlier = zip(step.shapes, step.keys, strict=True)
+    shape.source = next((before.layer for before, earlier_key in earlier if earlier_key is key), None)
     step.shapes.append(shape)
     step.keys.append(key)
     # Zeros of the right shape, because the probe ignores the values.

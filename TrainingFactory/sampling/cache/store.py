@@ -24,6 +24,7 @@ class LayerShape:
     value_size: int
     dtype: torch.dtype
     device: torch.device
+    layer: int = 0
     window: int | None = None  # sliding window, in tokens
     softcap: float | None = None  # largest absolute score
     sinks: bool = False  # an additional score per head that takes probability
@@ -73,11 +74,13 @@ class PagedCache:
         device = shapes[0].device
         windows = [table.window for table in pages.tables]
         self.layers: list[LayerCache] = []
-        self.owners: list[int] = []  # the layer that writes the keys and values of each layer
-        for number, shape in enumerate(shapes):
-            self.owners.append(number if shape.source is None else shape.source)
+        self.by_layer: dict[int, LayerCache] = {}
+        self.owners: dict[int, int] = {}  # the layer that writes the keys and values of each layer
+        for shape in shapes:
+            self.owners[shape.layer] = shape.layer if shape.source is None else shape.source
             if shape.source is not None:
-                self.layers.append(self.layers[shape.source])
+                self.by_layer[shape.layer] = self.by_layer[shape.source]
+                self.layers.append(self.by_layer[shape.source])
                 continue
             table = windows.index(shape.window)
             size = pages.tables[table].num_pages + 1
@@ -88,6 +91,7 @@ class PagedCache:
                 else _zeros((size, PAGE, shape.heads, shape.value_size), shape)
             )
             self.layers.append(LayerCache(keys, values, table, shape))
+            self.by_layer[shape.layer] = self.layers[-1]
         # On a CPU, these are the host's arrays. Kernels read 32-bit entries.
         on_cpu = device.type == "cpu"
         self._host_tables = pages.tables

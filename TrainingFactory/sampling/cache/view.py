@@ -13,7 +13,9 @@ from torch import nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from TrainingFactory.models.recurrent import PASSIVE_LAYERS, unsupported_types
 from TrainingFactory.sampling.cache.latent import latent_class
+from TrainingFactory.sampling.cache.states import recurrent_class
 
 ATTENTION = "tfactory_pages"  # name of the engine's attention function in transformers
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -96,7 +98,7 @@ def shared_view(
             return modules[id(module)]
         kind = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
         if attention == ATTENTION:
-            kind = latent_class(module) or kind
+            kind = recurrent_class(module) or latent_class(module) or kind
         view_module = modules[id(module)] = kind.__new__(kind)
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
@@ -152,13 +154,19 @@ def check_model(model: PreTrainedModel) -> None:
         raise unsupported_model(
             kind, "its forward has no `logits_to_keep`, so it is not a causal language model"
         )
-    text = config.get_text_config()
-    layers = getattr(text, "layer_types", None) or []
-    if unsupported := sorted({str(layer) for layer in layers} - LAYER_TYPES):
+    if unsupported := unsupported_types(model, LAYER_TYPES):
         raise unsupported_model(
             kind,
-            f"it has {' and '.join(unsupported)} layers, and only full and sliding attention are supported",
+            f"it has {' and '.join(unsupported)} layers; full and sliding attention and recurrent layers with "
+            "transformers' cache are supported",
         )
+
+
+def has_state_or_keys(model: PreTrainedModel) -> set[int]:
+    """Return the numbers of the layers that attend or carry a state; others, such as MLPs, only see their own token."""
+    text = model.config.get_text_config()
+    types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
+    return {number for number, kind in enumerate(types) if kind not in PASSIVE_LAYERS}
 
 
 def routes_tokens(model: PreTrainedModel) -> bool:

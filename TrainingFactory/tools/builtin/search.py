@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
 import secrets
 import sqlite3
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
-FORMAT = "1"  # of the index; changing it makes every index be rebuilt
+FORMAT = "2"  # of the index; changing it makes every index be rebuilt
 SUFFIXES = (".txt", ".md")
 MAX_TERMS = 64  # of a query
 MAX_RESULTS = 20
@@ -49,13 +50,10 @@ class SearchTool:
         index_dir: str | Path | None = None,
     ) -> None:
         self.top_k, self.max_chars = top_k, max_chars
-        fields = (text_field, title_field, id_field)
-        self.index = ensure_index(Path(path), fields, Path(index_dir) if index_dir else _cache_folder(), name)
-        with contextlib.closing(_open_index(self.index)) as connection:
-            self.documents: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
-            state = connection.execute("SELECT state FROM about").fetchone()[0]
-        self.spec = ToolSpec(name, description or "Search documents by keywords.", _parameters(top_k))
-        self.options = ToolOptions(pure=True, version=digest(state, f"{max_chars} {top_k}"))
+        passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
+        self.index, self.documents = passages.index, passages.count
+        self.spec = ToolSpec(name, description or "Search documents by keywords.", search_parameters(top_k))
+        self.options = ToolOptions(pure=True, version=digest(passages.state, f"{max_chars} {top_k}"))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         top_k = int(arguments.get("top_k", self.top_k))
@@ -65,12 +63,7 @@ class SearchTool:
         matches = self.find(query, top_k)
         if not matches:
             return ToolResult("Nothing found; try other words.")
-        passages = []
-        for rank, (document, title, text, _) in enumerate(matches, 1):
-            excerpt = text if len(text) <= self.max_chars else text[: self.max_chars] + " [...]"
-            head = f"[{rank}] {title} ({document})" if title else f"[{rank}] {document}"
-            passages.append(f"{head}\n{excerpt}")
-        return ToolResult("\n\n".join(passages))
+        return ToolResult(show_passages(matches, self.max_chars))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, BM25 score) of the best matches, best first; ties in the order of the data."""
@@ -87,6 +80,42 @@ class SearchTool:
                 (match, top_k),
             )
             return rows.fetchall()
+
+
+class Passages:
+    """The passages of a corpus in the order of its files, in the database that `ensure_index` builds."""
+
+    def __init__(
+        self, path: Path, fields: tuple[str, str, str], index_dir: str | Path | None, name: str
+    ) -> None:
+        self.path = path
+        self.index = ensure_index(path, fields, Path(index_dir) if index_dir else _cache_folder(), name)
+        with contextlib.closing(_open_index(self.index)) as connection:
+            self.count: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
+            self.state: str  # digest of the files' names, sizes and times
+            self.content: str  # digest of the passages
+            self.state, self.content = connection.execute("SELECT state, content FROM about").fetchone()
+
+    def __iter__(self) -> Iterator[tuple[str, str, str]]:
+        """Yield (id, title, text) of every passage."""
+        with contextlib.closing(_open_index(self.index)) as connection:
+            yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
+
+    def at(self, place: int) -> tuple[str, str, str]:
+        """Return (id, title, text) of a passage by its place from 0."""
+        with contextlib.closing(_open_index(self.index)) as connection:
+            query = "SELECT name, title, text FROM documents WHERE number = ?"
+            return connection.execute(query, (place + 1,)).fetchone()
+
+
+def show_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int) -> str:
+    """Return what the model sees of (id, title, text, score), best first."""
+    passages = []
+    for rank, (document, title, text, _) in enumerate(matches, 1):
+        excerpt = text if len(text) <= max_chars else text[:max_chars] + " [...]"
+        head = f"[{rank}] {title} ({document})" if title else f"[{rank}] {document}"
+        passages.append(f"{head}\n{excerpt}")
+    return "\n\n".join(passages)
 
 
 def split_terms(text: str) -> list[str]:
@@ -134,13 +163,15 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
             "CREATE TABLE documents(number INTEGER PRIMARY KEY, name TEXT, title TEXT, text TEXT)"
         )
         connection.execute("CREATE VIRTUAL TABLE terms USING fts5(words, content='', tokenize='unicode61')")
+        content = hashlib.sha256()
         for count, (name, title, text) in enumerate(documents, 1):
+            content.update(json.dumps([name, title, text]).encode())
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (count, name, title, text))
             spaced = " ".join(split_terms(f"{title}\n{text}"))
             connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (count, spaced))
         connection.execute("INSERT INTO terms(terms) VALUES ('optimize')")
-        connection.execute("CREATE TABLE about(state TEXT)")
-        connection.execute("INSERT INTO about VALUES (?)", (state,))
+        connection.execute("CREATE TABLE about(state TEXT, content TEXT)")
+        connection.execute("INSERT INTO about VALUES (?, ?)", (state, content.hexdigest()))
         connection.execute("COMMIT")
 
 
@@ -196,7 +227,7 @@ def _document(line: str, fields: tuple[str, str, str], number: int, location: st
     return str(number if document is None else document), "" if title is None else str(title), row[text_field]
 
 
-def _parameters(top_k: int) -> dict[str, Any]:
+def search_parameters(top_k: int) -> dict[str, Any]:
     count = {"type": "integer", "description": "how many", "default": top_k, "minimum": 1}
     return {
         "type": "object",

@@ -1,0 +1,1 @@
+"""`tfactory envs check`: checks of an environment before training."""

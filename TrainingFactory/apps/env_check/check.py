@@ -1,0 +1,168 @@
+"""Checks of an environment: rewards of a reference and of junk, determinism, reset, and concurrent episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import cycle, islice
+from typing import Any, Literal
+
+from TrainingFactory.apps.env_check.players import MakePlayer, junk, play, reference_for, repeat
+from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.common.event_loop import run
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.tasks import load_tasks
+from TrainingFactory.envs.process.environment import ProcessEnvironment
+from TrainingFactory.types import Task, Trajectory
+
+Status = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(slots=True)
+class CheckResult:
+    name: str
+    status: Status
+    detail: str
+
+
+@dataclass(slots=True)
+class EnvironmentReport:
+    """Results of all checks. `figures` are rewards, episodes and episodes per second."""
+
+    environment: str
+    checks: list[CheckResult] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return any(check.status == "failed" for check in self.checks)
+
+    @property
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"failed": self.failed}
+
+    def add(self, name: str, passed: bool, detail: str) -> None:
+        self.checks.append(CheckResult(name, "passed" if passed else "failed", detail))
+
+
+def check_environment(
+    config: TrainingConfig, num_tasks: int = 4, num_episodes: int = 64, reference: str | None = None
+) -> EnvironmentReport:
+    """Check the environment that a config names."""
+    if config.environment.command is not None:
+        raise ValueError("an agent program is no environment; check its config with: tfactory doctor")
+    environment: Any = make_environment(config)
+    tasks = _tasks(config, environment, num_tasks)
+    player = reference_for(environment, tasks, reference)
+    check = _Check(environment, tasks, config.environment.max_turns, player)
+    report = EnvironmentReport(str(config.environment.environment_id))
+    run(lambda: check.run(report, num_episodes))
+    return report
+
+
+def _tasks(config: TrainingConfig, environment: Any, count: int) -> list[Task]:
+    if config.data.tasks is not None:
+        tasks = load_tasks(config.data.tasks, count=count)
+    else:
+        tasks = list(islice(environment.tasks("train", config.training.seed, count), count))
+    if not tasks:
+        raise ValueError("the environment has no tasks; name some with data.tasks=FILE.jsonl")
+    return tasks
+
+
+class _Check:
+    def __init__(
+        self, environment: Any, tasks: Sequence[Task], max_turns: int, reference: MakePlayer | None
+    ) -> None:
+        self._environment, self._tasks, self._max_turns = environment, tasks, max_turns
+        self._reference = reference
+
+    async def run(self, report: EnvironmentReport, num_episodes: int) -> None:
+        environment = self._environment
+        try:
+            player = self._reference or junk
+            first = await self._play(player)
+            self._check_reference(report, first, await self._play(junk))
+            again = await asyncio.gather(
+                *(play(environment, episode.task, repeat(episode), self._max_turns) for episode in first)
+            )
+            self._check_repeated(report, first, again)
+            await self._check_concurrent(report, player, num_episodes)
+        finally:
+            if isinstance(environment, type) and issubclass(environment, ProcessEnvironment):
+                await environment.pool.close()
+
+    async def _play(self, player: MakePlayer) -> list[Trajectory]:
+        return [await play(self._environment, task, player, self._max_turns) for task in self._tasks]
+
+    def _check_reference(
+        self, report: EnvironmentReport, first: list[Trajectory], of_junk: list[Trajectory]
+    ) -> None:
+        name = "the reference earns more than junk"
+        low = _mean(of_junk)
+        if low is not None:
+            report.figures["junk_reward"] = low
+        if self._reference is None:
+            detail = "no expert and no answers; name a function: --reference FILE.py:FUNCTION"
+            report.checks.append(CheckResult(name, "skipped", detail))
+            return
+        high = _mean(first)
+        if high is None:
+            report.add(name, False, f"the reference earns no reward: {_reasons(first)}")
+            return
+        report.figures["reference_reward"] = high
+        text = "no reward" if low is None else f"{low:.4g}"
+        report.add(name, low is None or high > low, f"reference {high:.4g}, junk {text}")
+
+    def _check_repeated(
+        self, report: EnvironmentReport, first: Sequence[Trajectory], again: Sequence[Trajectory]
+    ) -> None:
+        """Compare episodes with a repetition of their messages."""
+        pairs = list(zip(first, again, strict=True))
+        count = len(pairs)
+        different = [a.task.id for a, b in pairs if _total(a) != _total(b)]
+        detail = f"differs for {', '.join(different)}" if different else f"equal in {count} repeated episodes"
+        if all(_total(episode) is None for episode in first):
+            report.add("the reward is deterministic", False, f"no reward: {_reasons(first)}")
+        else:
+            report.add("the reward is deterministic", not different, detail)
+        different = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
+        detail = f"differs for {', '.join(different)}" if different else f"equal for {count} tasks"
+        report.add("reset restores the initial state", not different, f"first messages and tools: {detail}")
+        different = [
+            a.task.id
+            for a, b in pairs
+            if [turn.replies for turn in a.turns] != [turn.replies for turn in b.turns]
+        ]
+        detail = f"differ for {', '.join(different)}" if different else f"equal in {count} repeated episodes"
+        report.add("replies are deterministic", not different, detail)
+
+    async def _check_concurrent(self, report: EnvironmentReport, player: MakePlayer, count: int) -> None:
+        tasks = list(islice(cycle(self._tasks), count))
+        start = time.perf_counter()
+        episodes = await asyncio.gather(
+            *(play(self._environment, task, player, self._max_turns) for task in tasks)
+        )
+        seconds = time.perf_counter() - start
+        failed = [episode for episode in episodes if _total(episode) is None]
+        report.figures |= {"episodes": float(count), "episodes_per_second": count / seconds}
+        detail = f"{count / seconds:.3g} episodes per second"
+        if failed:
+            detail = f"{len(failed)} of {count} failed: {_reasons(failed)}"
+        report.add(f"{count} episodes run concurrently", not failed, detail)
+
+
+def _total(trajectory: Trajectory) -> float | None:
+    reward = trajectory.reward
+    return None if reward is None else reward.outcome + sum(reward.steps)
+
+
+def _mean(trajectories: Sequence[Trajectory]) -> float | None:
+    totals = [total for total in map(_total, trajectories) if total is not None]
+    return sum(totals) / len(totals) if totals else None
+
+
+def _reasons(trajectories: Sequence[Trajectory]) -> str:
+    return next((trajectory.error for trajectory in trajectories if trajectory.error), "no reason")

@@ -1,0 +1,98 @@
+"""Episodes that a function plays instead of a model. They have messages and rewards, but no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from TrainingFactory.assembly.endpoint_rollouts import TextFormat
+from TrainingFactory.common.user_code import load_objects
+from TrainingFactory.protocols import Environment, EnvironmentFactory
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.types import Completion, Message, SamplingParams, Task, Trajectory, Turn
+
+# Returns the model's next message; raises StopIteration if it has none.
+Player = Callable[[Sequence[Message]], Message]
+MakePlayer = Callable[[Environment, Task], Player]
+JUNK = "I do not know."
+
+
+class ClosedSession:
+    """Stands for the sampling session of an episode, which a function does not have."""
+
+    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        raise AssertionError("a played episode samples nothing")
+
+    def fork(self) -> ClosedSession:
+        return self
+
+    def close(self) -> None: ...
+
+
+class PlayedEpisode(EpisodeRun):
+    """An episode whose turns come from a player. Without a further message it ends with status max_turns."""
+
+    def __init__(self, rules: EpisodeSettings, task: Task, make_player: MakePlayer) -> None:
+        trajectory = Trajectory(task, group=f"check/{task.id}")
+        super().__init__(rules, trajectory, ClosedSession(), max_length=2**31, seed_of=int)
+        self._make_player = make_player
+
+    async def _turns(self, environment: Environment) -> None:
+        await self._first_prompt(environment)
+        player = self._make_player(environment, self.trajectory.task)
+        messages = list(self.trajectory.prompt)
+        for number in range(self.rules.max_turns):
+            try:
+                message = player(messages)
+            except StopIteration:
+                break
+            for index, call in enumerate(message.tool_calls):
+                call.id = call.id or f"call_{number}_{index}"
+            turn = Turn([], Completion([], [], "stop"), message)
+            self.trajectory.turns.append(turn)
+            await self._step(environment, turn)
+            messages += [message, *turn.replies]
+        self._end("max_turns", None)
+
+
+async def play(
+    environment: EnvironmentFactory, task: Task, make_player: MakePlayer, max_turns: int
+) -> Trajectory:
+    rules = EpisodeSettings(environment, TextFormat(), SamplingParams(), max_turns=max_turns)
+    return await PlayedEpisode(rules, task, make_player).run()
+
+
+def junk(environment: Environment, task: Task) -> Player:
+    return lambda _: Message("assistant", JUNK)
+
+
+def repeat(trajectory: Trajectory) -> MakePlayer:
+    """Return a player that writes the messages of an earlier episode."""
+    return lambda _, __: _from(iter([turn.message for turn in trajectory.turns]))
+
+
+def reference_for(environment: Any, tasks: Sequence[Task], solve: str | None) -> MakePlayer | None:
+    """Return the player of the reference: the user's function in `solve` (FILE.py:FUNCTION), the environment's expert,
+    or the answers of the tasks; None if there is none of them."""
+    if solve is not None:
+        path, _, [*functions] = load_objects("reference", solve)
+        if len(functions) != 1 or not callable(functions[0]):
+            raise ValueError(f"name one function in {path}: --reference {path}:FUNCTION")
+        return lambda _, task: partial(_solved, functions[0], task)
+    if hasattr(environment, "expert"):
+        return lambda opened, _: _from(iter(opened.expert()))  # type: ignore[attr-defined]
+    if all(task.answer is not None for task in tasks):
+        return lambda _, task: _from(iter([Message("assistant", str(task.answer))]))
+    return None
+
+
+def _from(messages: Iterator[Message]) -> Player:
+    return lambda _: next(messages)
+
+
+def _solved(
+    function: Callable[[Sequence[Message], Task], Any], task: Task, messages: Sequence[Message]
+) -> Message:
+    reply = function(messages, task)
+    return reply if isinstance(reply, Message) else Message("assistant", str(reply))

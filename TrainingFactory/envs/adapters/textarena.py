@@ -1,0 +1,177 @@
+"""Games of TextArena: `textarena:GuessTheNumber-v0`. The model is one player and answers with text; in games for
+several players, the others take random legal actions."""
+
+import contextlib
+import importlib
+import random
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+REQUIREMENTS = ["textarena==0.7.4"]
+MAX_TASKS = 2**31 - 1
+MAX_OPPONENT_TURNS = 1000  # between two turns of the model
+LISTED_ACTIONS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
+RANDOMNESS = threading.Lock()  # the games draw from the module `random`
+
+
+class Adapter:
+    """One game. `args` are the arguments of `textarena.make`, and `players`, `player` (number of the model's player)
+    and `opponent`: a list of actions from which the others draw, unless the game lists the legal ones."""
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        self.textarena: Any = importlib.import_module("textarena")
+        registry = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
+        if name not in registry:
+            close = [known for known in registry if known.startswith(name.split("-")[0])]
+            raise ValueError(f"unknown game textarena:{name} (known: {', '.join(sorted(close or registry))})")
+        self.name = name
+        # The default wrappers repeat the whole conversation in every observation.
+        self.raw_name = f"{name}-raw" if f"{name}-raw" in registry else name
+        wrappers = (registry[name].default_wrappers or []) if self.raw_name != name else []
+        self.wrappers = [wrapper for wrapper in wrappers if issubclass(wrapper, self.textarena.ActionWrapper)]
+        self.arguments = dict(args)
+        self.player = int(self.arguments.pop("player", 0))
+        self.opponent = list(self.arguments.pop("opponent", []))
+        players = self.arguments.pop("players", None)
+        counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
+        self.num_players = next((count for count in counts if self._starts(count, last=counts[-1])), 0)
+        if not self.player < self.num_players:
+            raise ValueError(
+                f"environment.options.args.player is {self.player} of {self.num_players} players"
+            )
+
+    def make(self) -> Any:
+        try:
+            environment = self.textarena.make(self.raw_name, **self.arguments)
+            for wrapper in self.wrappers:
+                environment = wrapper(environment)
+            return environment
+        except LookupError as error:
+            folder = f"{sys.prefix}/nltk_data"
+            raise ValueError(
+                f"textarena:{self.name} needs data of NLTK: {_first_line(error)}. Download it: "
+                f"{sys.executable} -m nltk.downloader -d {folder} words averaged_perceptron_tagger_eng"
+            ) from error
+        except (TypeError, ImportError) as error:
+            raise ValueError(f"textarena:{self.name}: {error}") from error
+
+    def _starts(self, num_players: int, last: int) -> bool:
+        environment = self.make()
+        try:
+            environment.reset(num_players=num_players, seed=0)
+            return True
+        except Exception as error:
+            if num_players == last:
+                raise ValueError(f"textarena:{self.name}: {type(error).__name__}: {error}") from error
+            return False
+
+    def describe(self) -> dict[str, Any]:
+        return {"actions": "text"}
+
+    def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield tasks with a seed each; those of different splits differ."""
+        first = (2 * seed + (split == "heldout")) * 2**20
+        for number in range(count):
+            value = (first + number) % MAX_TASKS
+            yield {"id": f"{self.name}-{value}", "metadata": {"seed": value}}
+
+    def reset(self, task: dict[str, Any], seed: int) -> "Episode":
+        return Episode(self, task.get("metadata", {}).get("seed", seed))
+
+
+class Episode:
+    def __init__(self, adapter: Adapter, seed: int) -> None:
+        self._adapter = adapter
+        self._choices = random.Random(f"opponent {seed}")
+        self._random: Any = random.Random(seed).getstate()
+        self._done = False
+        with self._own_randomness():
+            self._environment = adapter.make()
+            self._environment.reset(num_players=adapter.num_players, seed=seed)
+            text = self._text_before_turn()
+        self.messages = [{"role": "user", "content": text}]
+
+    @contextlib.contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """Let the game draw from a state of its own, so that other episodes do not change it."""
+        with RANDOMNESS:
+            random.setstate(self._random)
+            try:
+                yield
+            finally:
+                self._random = random.getstate()
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        with self._own_randomness():
+            self._done, _ = self._environment.step(message["content"])
+            text = self._text_before_turn()
+        if not self._done:
+            return {"messages": [{"role": "user", "content": text}], "done": False}
+        rewards, infos = self._environment.close()
+        reward = float((rewards or {}).get(self._adapter.player, 0.0))
+        info = (infos or {}).get(self._adapter.player, {})
+        is_invalid = bool(info.get("invalid_move"))
+        content = "\n".join(filter(None, [text, str(info.get("reason") or "")]))
+        return {
+            "messages": [{"role": "user", "content": content}] if content else [],
+            "done": True,
+            "reward": reward,
+            "stop_reason": "invalid move" if is_invalid else _outcome(reward),
+            "metrics": {"invalid_move": int(is_invalid), "turns": info.get("turn_count", 0)},
+        }
+
+    def _text_before_turn(self) -> str:
+        """Play the other players' turns; return what the model's player has read since its last turn."""
+        for _ in range(MAX_OPPONENT_TURNS):
+            player = self._environment.state.current_player_id
+            if self._done or player == self._adapter.player:
+                return self._observation(self._adapter.player)
+            text = self._observation(player)
+            self._done, _ = self._environment.step(self._choices.choice(self._legal_actions(text)))
+        raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns")
+
+    def _legal_actions(self, text: str) -> list[str]:
+        if lists := LISTED_ACTIONS.findall(text):
+            return re.findall(r"\[[^\]\n]+\]", lists[-1])
+        if self._adapter.opponent:
+            return self._adapter.opponent
+        raise ValueError(
+            f"textarena:{self._adapter.name} does not list legal actions; name those of the other players: "
+            "environment.options.args.opponent=[ACTION, ...]"
+        )
+
+    def _observation(self, player: int) -> str:
+        """Return the new messages to a player, without its own actions."""
+        state = self._environment.state
+        if player == state.current_player_id:
+            _, observation = self._environment.get_observation()
+        else:  # the game ended in another player's turn
+            observation, state.observations[player] = state.observations[player], []
+        if isinstance(observation, str):
+            return observation
+        texts = []
+        for sender, text, _ in observation:
+            if sender == self.game_id:
+                texts.append(text)
+            elif sender != player:
+                texts.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}")
+        return "\n".join(texts)
+
+    @property
+    def game_id(self) -> int:
+        return self._adapter.textarena.GAME_ID
+
+    def score(self) -> dict[str, Any]:
+        """Return nothing beyond the reward of the last step; an unfinished game earns 0."""
+        return {"reward": 0.0}
+
+
+def _outcome(reward: float) -> str:
+    return "won" if reward >= 1 else "lost" if reward <= -1 else "finished"
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip(" *.") for line in str(error).split("\n") if line.strip(" *.")), "unknown data")

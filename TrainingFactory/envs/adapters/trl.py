@@ -1,0 +1,107 @@
+"""Environments for the `environment_factory` of TRL's trainers: `trl:snake.py:SnakeEnv`. Public methods are the tools;
+`reset(**row)` may return the beginning of the conversation, and `get_reward()` the reward of the episode."""
+
+import asyncio
+import functools
+import importlib.util
+import inspect
+import json
+from collections.abc import Iterator
+from typing import Any
+
+REQUIREMENTS = ["transformers==5.19.0"]
+MAX_TASKS = 2**31 - 1
+
+
+class Adapter:
+    """One class or function in a file that returns environments without arguments."""
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        path, colon, factory = name.rpartition(":")
+        if not colon:
+            raise ValueError(f"trl:{name} names no factory. Write trl:FILE.py:FACTORY")
+        module = _module_from(path)
+        if not callable(getattr(module, factory, None)):
+            raise ValueError(f"{path} defines no {factory}")
+        self.name, self.args = factory, args
+        self.factory = functools.partial(getattr(module, factory), **args)
+        environment = self.factory()
+        if not callable(getattr(environment, "reset", None)):
+            raise ValueError(f"{factory} in {path} has no method `reset`")
+        self.method_names = [
+            method
+            for method, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
+            if not method.startswith("_") and method not in ("reset", "get_reward")
+        ]
+        get_json_schema = importlib.import_module("transformers.utils").get_json_schema
+        self.tools = [
+            get_json_schema(getattr(environment, method))["function"] for method in self.method_names
+        ]
+
+    def describe(self) -> dict[str, Any]:
+        return {"actions": "tools", "tools": self.tools}
+
+    def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield rows with a `seed` each; those of different splits differ. A dataset is named in `data.tasks`."""
+        first = (2 * seed + (split == "heldout")) * 2**20
+        for number in range(count):
+            value = (first + number) % MAX_TASKS
+            yield {"id": f"{self.name}-{value}", "metadata": {"seed": value}}
+
+    def reset(self, task: dict[str, Any], seed: int) -> "Episode":
+        return Episode(self, task, seed)
+
+
+class Episode:
+    def __init__(self, adapter: Adapter, task: dict[str, Any], seed: int) -> None:
+        self._method_names = adapter.method_names
+        self._environment = adapter.factory()
+        prompt = task.get("prompt") or ""
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        row = {"seed": seed, "prompt": messages, "answer": task.get("answer"), **task.get("metadata", {})}
+        observation = _finish(self._environment.reset(**_accepted(self._environment.reset, row)))
+        if observation is not None:  # as in TRL, the end of the last message
+            if not isinstance(observation, str):
+                raise ValueError("reset returned an observation that is no text; images are not supported")
+            last = messages[-1]
+            messages[-1] = {**last, "content": last["content"] + observation}
+        self.messages = messages
+
+    def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        calls = message["tool_calls"]
+        return {"messages": [self._call(call) for call in calls], "done": not calls}
+
+    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+        reply: dict[str, Any] = {"role": "tool", "tool_call_id": call["id"]}
+        try:
+            result = _finish(getattr(self._environment, call["name"])(**call["arguments"]))
+        except Exception as error:  # the model reads it, as in TRL
+            return reply | {"content": json.dumps({"error": str(error)}), "ok": False}
+        return reply | {"content": str(result)}
+
+    def score(self) -> dict[str, Any]:
+        if not hasattr(self._environment, "get_reward"):
+            return {}
+        reward = _finish(self._environment.get_reward())
+        return {} if reward is None else {"reward": float(reward)}
+
+
+def _finish(value: Any) -> Any:
+    """Return the result of an async method."""
+    return asyncio.run(value) if inspect.iscoroutine(value) else value
+
+
+def _accepted(function: Any, row: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return row
+    return {name: value for name, value in row.items() if name in parameters}
+
+
+def _module_from(path: str) -> Any:
+    spec = importlib.util.spec_from_file_location("trl_environment", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,119 @@
+"""Episodes whose turns ms-swift samples. Everything else is ours: tools, limits, timeouts and the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from TrainingFactory.assembly.endpoint_rollouts import MAX_LENGTH, ClosedSession, TextFormat
+from TrainingFactory.models.chat import TemplateChatFormat
+from TrainingFactory.protocols import Environment
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.tools.recording import EpisodeKey
+from TrainingFactory.tools.timeouts import PausableClock
+from TrainingFactory.types import Completion, Finish, Message, ToolSpec, Trajectory, Turn
+
+
+class SampledTurn(NamedTuple):
+    """A turn as ms-swift sampled it. `prefix_ids` begin the turn and belong to the prompt, such as an empty thought."""
+
+    prefix_ids: list[int]
+    token_ids: list[int]  # empty if the engine reports only text
+    text: str
+    finish: Finish
+
+
+class SwiftFormat(TextFormat):
+    """Reads what ms-swift samples. ms-swift renders the prompts itself."""
+
+    def __init__(self, chat: TemplateChatFormat) -> None:
+        self.chat = chat
+        self.stop_ids = tuple(chat.stop_ids)
+
+    def parse(
+        self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
+    ) -> Message:
+        return self.chat.parse(token_ids, prompt_ids, tools)
+
+    def truncate(self, text: str, max_tokens: int) -> str:
+        return self.chat.truncate(text, max_tokens)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self.chat.decode(token_ids)
+
+
+class SwiftEpisode(EpisodeRun):
+    """An episode that waits for its turns. `begin` and `advance` return when it needs the next turn or has ended."""
+
+    def __init__(self, rules: EpisodeSettings, chat: SwiftFormat, trajectory: Trajectory) -> None:
+        # The limits of an episode measure the environment, not the time in which ms-swift samples other episodes.
+        self._clock = PausableClock()
+        rules = dataclasses.replace(rules, chat=chat, clock=self._clock)
+        key = EpisodeKey(0, trajectory.task.id, trajectory.member)
+        super().__init__(rules, trajectory, ClosedSession(), MAX_LENGTH, lambda turn: 0, key)
+        self._chat = chat
+        self._turn_needed = asyncio.Event()
+        self._sampled: asyncio.Queue[SampledTurn] = asyncio.Queue()
+        self._task: asyncio.Task[Trajectory] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._task is not None and self._task.done()
+
+    async def begin(self) -> None:
+        """Reset the environment; then `trajectory.prompt` and `trajectory.tools` are set."""
+        self._task = asyncio.create_task(self.run())
+        await self._until_turn_needed(self._task)
+
+    async def advance(self, turn: SampledTurn) -> None:
+        """Play the environment's part of a turn, up to the reward if it is the last one."""
+        assert self._task is not None and not self._task.done()
+        self._turn_needed.clear()
+        self._sampled.put_nowait(turn)
+        await self._until_turn_needed(self._task)
+
+    async def abandon(self) -> None:
+        """End an episode that ms-swift does not finish."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    async def _until_turn_needed(self, task: asyncio.Task[Trajectory]) -> None:
+        needed = asyncio.create_task(self._turn_needed.wait())
+        await asyncio.wait({task, needed}, return_when=asyncio.FIRST_COMPLETED)
+        needed.cancel()
+        if task.done():
+            task.result()  # raises what is not an error of the episode
+
+    async def _turns(self, environment: Environment) -> None:
+        await self._first_prompt(environment)
+        for number in range(self.rules.max_turns):
+            sampled = await self._next_turn()
+            tools = self.trajectory.tools
+            if sampled.token_ids:
+                message = self._chat.parse(sampled.token_ids, sampled.prefix_ids, tools)
+            else:
+                message = self._chat.chat.parse_text(sampled.text, tools)
+            for index, call in enumerate(message.tool_calls):
+                call.id = call.id or f"call_{number}_{index}"
+            # ms-swift keeps the log-probs; nothing here reads them.
+            completion = Completion(sampled.token_ids, [0.0] * len(sampled.token_ids), sampled.finish)
+            turn = Turn(sampled.prefix_ids, completion, message)
+            self.trajectory.turns.append(turn)
+            if sampled.finish == "length":
+                return self._end("truncated", None)
+            await self._step(environment, turn)
+        return self._end("max_turns", None)
+
+    async def _next_turn(self) -> SampledTurn:
+        self._clock.pause()
+        self._turn_needed.set()
+        try:
+            return await self._sampled.get()
+        finally:
+            self._clock.resume()
+
+    def _check(self) -> None:
+        """Do nothing: the prompts are ms-swift's, and `Turn.prompt_ids` holds only the prefixes of the turns."""

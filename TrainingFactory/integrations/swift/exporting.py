@@ -1,0 +1,198 @@
+"""Export of a config to ms-swift: a dataset with its tasks, the arguments, and a script that starts the training."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.named_files import map_files
+from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.common.event_loop import run
+from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.data.convert import swift_messages
+from TrainingFactory.data.disk import write_atomically
+from TrainingFactory.data.trajectories import task_to_dict
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
+from TrainingFactory.integrations.swift.keys import FOR_LORA, SAME_MEANING, VALUES
+from TrainingFactory.integrations.swift.scheduler import check_config
+from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.resolve import factories
+from TrainingFactory.resolve.model_names import with_resolved_model
+from TrainingFactory.training.dataset import make_tasks
+from TrainingFactory.types import Task
+
+ROWS, CONFIG, ARGUMENTS, SCRIPT = "rows.jsonl", "config.yaml", "args.yaml", "run.sh"
+# Written even if the config does not set them, because ms-swift's defaults differ from ours.
+ALWAYS = (
+    "model.name", "training.algorithm", "training.learning_rate", "training.num_epochs", "training.schedule",
+    "training.weight_decay", "training.group_size", "training.seed", "sampling.max_tokens", "sampling.temperature",
+    "environment.max_turns", "sampling.engine", "lora.enabled", "logging.output_dir", "grpo.kl", "grpo.normalization",
+    "grpo.scale_rewards", "grpo.clip_low", "grpo.clip_high",
+)  # fmt: skip
+NOT_FOR_SWIFT = ("environment.system_prompt", "environment.max_turns", "data.seed")  # the plugin applies them
+# Sections that the plugin reads from the config itself.
+READ_BY_PLUGIN = (
+    "environment",
+    "tools",
+    "reward",
+    "data",
+    "sampling.max_reply_tokens",
+    "optimization.tool_cache",
+)
+
+
+def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], None]) -> list[str]:
+    """Write rows, config, arguments and script to a new folder. Return the keys of the config without counterpart."""
+    if config.training.algorithm != "grpo":
+        raise ValueError(
+            f"training.algorithm: {config.training.algorithm} trains on rows, which ms-swift reads as they are. Only "
+            "grpo, which plays an environment, is exported."
+        )
+    check_config(config)
+    config = map_files(config, _absolute)
+    resolved = factories.resolve_ids(config, notify)
+    tools = RunTools(resolved, (), None)
+    environment = make_environment(resolved, tools.is_needed, notify)
+    tasks = make_tasks(resolved, environment)
+    rows = run(lambda: _rows(tools, environment, tasks))
+    arguments, remaining = swift_arguments(config, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+    write_atomically(folder / ROWS, "".join(lines))
+    options = config.model_dump(mode="json", exclude_unset=True)
+    write_atomically(folder / CONFIG, yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+    write_atomically(folder / ARGUMENTS, _arguments_text(arguments, remaining))
+    write_atomically(folder / SCRIPT, script_text())
+    (folder / SCRIPT).chmod(0o755)
+    return remaining
+
+
+def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return ms-swift's arguments, and the keys that the config sets and that have no counterpart."""
+    values = {key: _value(config, key) for key in {*_set_keys(config), *ALWAYS}}
+    arguments: dict[str, Any] = {}
+    for name, key in SAME_MEANING.items():
+        key = key.replace("@", "grpo.kl")
+        if key in NOT_FOR_SWIFT and name != "max_turns":
+            values.pop(key, None)
+        elif key in values and (value := values.pop(key)) is not None:
+            arguments[name] = value
+    for name, (key, translations) in VALUES.items():
+        if key in values:
+            value = values.pop(key)
+            match = next((theirs for theirs, ours in translations.items() if ours == value), None)
+            if match is None:
+                values[key] = value
+            else:
+                arguments[name] = {"True": True, "False": False}.get(match, match)
+    batch_size = values.pop("training.batch_size", config.training.batch_size)
+    # One group per device and pass; the passes of a step add up to batch_size groups.
+    arguments["per_device_train_batch_size"] = config.training.group_size
+    arguments["gradient_accumulation_steps"] = batch_size
+    modules = values.pop("lora.target_modules", None)
+    if not config.lora.enabled:
+        arguments = {name: value for name, value in arguments.items() if name not in FOR_LORA}
+    elif modules is not None:
+        arguments["target_modules"] = modules
+    arguments |= _model(config)
+    arguments["output_dir"] = str(folder.resolve() / "output")
+    arguments |= {
+        "dataset": str(folder.resolve() / ROWS),
+        "multi_turn_scheduler": NAME,
+        "reward_funcs": NAME,
+        "remove_unused_columns": False,
+        "logging_steps": 1,
+    }
+    values.pop("model.adapter", None)
+    remaining = [key for key in values if not key.startswith(READ_BY_PLUGIN)]
+    return arguments, sorted(remaining)
+
+
+def script_text() -> str:
+    """Return the script. It asks the Python of ms-swift for the path of our plugin."""
+    return f"""#!/bin/sh
+# Train with ms-swift in the environment of {CONFIG}. Arguments are passed on: sh {SCRIPT} --max_steps 8
+# TrainingFactory must be installed in ms-swift's environment: pip install --no-deps training-factory
+set -e
+HERE="$(cd "$(dirname "$0")" && pwd)"
+export {CONFIG_VARIABLE}="${{{CONFIG_VARIABLE}:-$HERE/{CONFIG}}}"
+PLUGIN="$(python -m TrainingFactory.integrations.swift)"
+exec swift rlhf "$HERE/{ARGUMENTS}" --external_plugins "$PLUGIN" "$@"
+"""
+
+
+def _model(config: TrainingConfig) -> dict[str, Any]:
+    """Return the arguments that load the config's model: a folder, a hub id, or an adapter of one."""
+    section = with_resolved_model(config).model
+    name = resolve_model_name(section.name)
+    if name == BUILTIN or name.startswith("package:") or name.endswith(".gguf"):
+        raise ValueError(
+            f"model.name: ms-swift cannot load {section.name}. Name a folder or a hub id; `tfactory export` writes the "
+            "folder of a trained model."
+        )
+    arguments = {"model": _absolute(name)}
+    return arguments if section.adapter is None else arguments | {"adapters": _absolute(section.adapter)}
+
+
+async def _rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[dict[str, Any]]:
+    try:
+        equipped = await tools.equip(environment)
+        return [await _row(equipped, task) for task in tasks]
+    finally:
+        await tools.close()
+
+
+async def _row(environment: Any, task: Task) -> dict[str, Any]:
+    """Return the row of a task: its first prompt, its tools, and the task, from which the plugin makes the episode."""
+    opened = environment(task)
+    try:
+        messages = await opened.reset()
+        tools = [spec_to_dict(tool.spec) for tool in opened.tools]
+    finally:
+        await opened.close()
+        if isinstance(opened, ToolEnvironment):
+            await opened.executor.close()
+    try:
+        text = json.dumps(task_to_dict(task), ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"task {task.id}: answer and metadata must be JSON values ({error})") from error
+    row: dict[str, Any] = {"messages": swift_messages(map(message_to_dict, messages))}
+    if tools:
+        row["tools"] = json.dumps(tools, ensure_ascii=False)
+    return row | {TASK_COLUMN: text}
+
+
+def _set_keys(config: TrainingConfig) -> list[str]:
+    """Return the keys that the config sets: SECTION.KEY, or SECTION for lists."""
+    keys: list[str] = []
+    for name in config.model_fields_set:
+        section = getattr(config, name)
+        set_fields = getattr(section, "model_fields_set", None)
+        keys += [name] if set_fields is None else [f"{name}.{key}" for key in set_fields]
+    return keys
+
+
+def _value(config: TrainingConfig, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _absolute(name: str) -> str:
+    path = Path(name).expanduser()
+    return os.path.abspath(path) if path.exists() else name
+
+
+def _arguments_text(arguments: dict[str, Any], remaining: list[str]) -> str:
+    text = yaml.safe_dump(arguments, sort_keys=False, allow_unicode=True)
+    notes = "".join(f"# {key} has no counterpart in ms-swift\n" for key in remaining)
+    return f"# swift rlhf {ARGUMENTS}; written by tfactory swift export\n{text}{notes}"

@@ -1,0 +1,307 @@
+"""Import of an ms-swift training: a shell script, an arguments file, or an output folder. Nothing is run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from TrainingFactory.common.texts import is_secret
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.config.loading import ConfigLoader
+from TrainingFactory.integrations.rl_factory.launch_script import ASSIGNMENT, LINE, SHELL_ONLY, Expansion
+from TrainingFactory.integrations.swift import keys
+from TrainingFactory.integrations.swift.keys import BY_HAND, NO_COUNTERPART, NOT_NEEDED
+
+COMMAND = re.compile(r"(?:^|/)swift$")
+METHODS = ("rlhf", "sft", "pt")
+MAX_BYTES = 1_000_000
+NAME_VALUE = re.compile(r"--([\w-]+)(?:=(.*))?", re.DOTALL)
+BATCH = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+)
+DATASETS = {
+    "dataset": "tasks",
+    "val_dataset": "heldout",
+}  # -> key of the section data, for algorithms that sample
+
+
+def read_arguments(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
+    """Return the arguments of a script, a YAML or JSON file or an output folder, and whether they are complete: an
+    output folder stores all arguments, most of them defaults."""
+    if path.is_dir():
+        candidates = [path / "args.json", *sorted(path.glob("*/args.json"))]
+        existing = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if existing is None:
+            raise ValueError(
+                f"{path} has no args.json. Name an output folder of ms-swift, such as output/v0-..."
+            )
+        return _read_mapping(existing), True
+    if path.suffix in (".yaml", ".yml", ".json"):
+        return _read_mapping(path), path.name == "args.json"
+    return _read_script(path, variables), False
+
+
+class SwiftTranslation:
+    """The config of an ms-swift training: `sections`, and `notes` with a line for each argument that needs one."""
+
+    def __init__(self, path: Path, arguments: Mapping[str, Any], is_complete: bool = False) -> None:
+        self.path, self.is_complete = path, is_complete
+        self.sections: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self._remaining = {
+            keys.OLD_NAMES.get(name, name): _plain(value)
+            for name, value in arguments.items()
+            if value is not None and value not in ([], "")
+        }
+        self._drop_shell_values()
+        self._set_algorithm()
+        self._add_defaults()
+        for step in (self._data, self._batch, self._reward, self._same, self._values, self._lora):
+            step()
+        self._note_remaining()
+
+    def text(self) -> str:
+        """Return the config as YAML, with the notes as comments at its end."""
+        top = f"# Translated from {self.path}. Comments at the end list what was not translated, and why.\n"
+        sections = {
+            name: self.sections[name] for name in TrainingConfig.model_fields if name in self.sections
+        }
+        end = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
+        return f"{top}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{end}"
+
+    def _set(self, key: str, value: Any) -> None:
+        section, _, name = key.partition(".")
+        self.sections.setdefault(section, {})[name] = value
+
+    def _note(self, name: str, value: Any, kind: str, text: str) -> None:
+        shown = "***" if is_secret(name.lower(), str(value)) else str(value)[:200]
+        self.notes.append(f"--{name} {shown}: {kind}: {text}")
+
+    def _drop_shell_values(self) -> None:
+        for name, value in [*self._remaining.items()]:
+            if shell_syntax := SHELL_ONLY.search(str(value)):
+                del self._remaining[name]
+                self.notes.append(
+                    f"--{name}: {BY_HAND}: it depends on {shell_syntax[1]}, which only the shell knows"
+                )
+
+    def _set_algorithm(self) -> None:
+        kind = self._remaining.pop("rlhf_type", None)
+        algorithms = keys.VALUES["rlhf_type"][1]
+        if kind is not None and kind not in algorithms:
+            known = ", ".join(algorithms)
+            raise ValueError(
+                f"{self.path}: rlhf_type {kind} has no counterpart. Supported: {known}, and swift sft."
+            )
+        self.algorithm = str(algorithms[kind]) if kind is not None else "sft"
+        self._set("training.algorithm", self.algorithm)
+
+    def _add_defaults(self) -> None:
+        defaults: dict[str, Any] = dict(keys.DEFAULTS)
+        if self.algorithm == "grpo":
+            defaults |= keys.GRPO_DEFAULTS
+        tuner = str(self._remaining.get("tuner_type", defaults["tuner_type"]))
+        defaults["learning_rate"] = keys.LEARNING_RATES.get(tuner, keys.LEARNING_RATES["full"])
+        if tuner == "lora":
+            defaults |= keys.LORA_DEFAULTS
+        if self._remaining.get("max_steps", -1) > 0:  # then ms-swift ignores the epochs
+            del defaults["num_train_epochs"]
+            self._remaining.pop("num_train_epochs", None)
+        self._remaining = defaults | self._remaining
+
+    def _data(self) -> None:
+        for name, sampled_key in DATASETS.items():
+            names = self._remaining.pop(name, None)
+            if not names:
+                continue
+            first, *others = names if isinstance(names, list) else [names]
+            key = sampled_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
+            file, _, count = str(first).rpartition("#")  # FILE#COUNT takes the first rows
+            if file and count.isdigit():
+                self._set("data.heldout_count" if key == "heldout" else "data.count", int(count))
+            else:
+                file = str(first)
+            self._set(f"data.{key}", file)
+            if others:
+                self._note(name, others, BY_HAND, "only one file is supported; merge the rows of all files")
+
+    def _batch(self) -> None:
+        sizes = {name: self._remaining.pop(name) for name in BATCH if name in self._remaining}
+        rows = int(sizes.get("per_device_train_batch_size", 1)) * int(
+            sizes.get("gradient_accumulation_steps", 1)
+        )
+        text = ", ".join(f"{name} {value}" for name, value in sizes.items()) or "the default batch size"
+        if self.algorithm != "grpo":
+            self._set("training.batch_size", rows)
+            return
+        members = int(self._remaining.get("num_generations", 8))
+        completions = int(sizes.get("generation_batch_size", 0)) or int(
+            sizes.get("per_device_train_batch_size", 1)
+        ) * int(sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1)))
+        self._set("training.batch_size", max(1, completions // members))
+        self._set("training.group_size", members)
+        note = f"training.batch_size counts tasks: {completions} completions of {members} each, on one device"
+        if completions % members:
+            note += "; it was rounded"
+        self.notes.append(f"{text}: {BY_HAND}: {note}")
+
+    def _reward(self) -> None:
+        functions = self._remaining.pop("reward_funcs", None)
+        if functions:
+            self._note(
+                "reward_funcs", functions, BY_HAND,
+                "use the class with reward.type=function and reward.options.function=FILE.py:NAME, or a built-in rule",
+            )  # fmt: skip
+
+    def _same(self) -> None:
+        for name, key in keys.SAME_MEANING.items():
+            if name not in self._remaining:
+                continue
+            value = self._remaining.pop(name)
+            is_for_other = name in keys.FOR_GRPO and self.algorithm != "grpo"
+            is_for_other |= name == "beta" and self.algorithm not in keys.WITH_BETA
+            is_disabled = value == -1 or (name in ("delta", "eval_steps") and not value)
+            if is_for_other or is_disabled:
+                self._skip(name, value)
+                continue
+            whole = (
+                isinstance(value, float)
+                and value.is_integer()
+                and name not in ("temperature", "lora_dropout")
+            )
+            self._set(self._key(key), int(value) if whole and key != "grpo.clip_dual" else value)
+        if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
+            self._set("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
+
+    def _key(self, key: str) -> str:
+        """Return the key of `beta`, which is the weight of the KL term in grpo, for `@`."""
+        return key.replace("@", "grpo.kl" if self.algorithm == "grpo" else f"{self.algorithm}.beta")
+
+    def _values(self) -> None:
+        for name, (key, translations) in keys.VALUES.items():
+            if name not in self._remaining:
+                continue
+            value = self._remaining.pop(name)
+            value = value[0] if isinstance(value, list) and len(value) == 1 else value
+            if name in keys.FOR_GRPO and self.algorithm != "grpo":
+                self._skip(name, value)
+            elif str(value) in translations:
+                self._set(key, translations[str(value)])
+            else:
+                self._note(name, value, NO_COUNTERPART, f"{key} supports {', '.join(translations)}")
+
+    def _lora(self) -> None:
+        modules = self._remaining.pop("target_modules", None)
+        if not self.sections.get("lora", {}).get("enabled"):
+            self.sections.pop("lora", None)
+        elif modules:
+            names = [modules] if isinstance(modules, str) else list(modules)
+            self._set("lora.target_modules", names[0] if names == ["all-linear"] else names)
+
+    def _skip(self, name: str, value: Any) -> None:
+        if not self.is_complete:
+            self._note(name, value, NOT_NEEDED, f"it has no effect with {self.algorithm}")
+
+    def _note_remaining(self) -> None:
+        unlisted: list[str] = []
+        for name, value in self._remaining.items():
+            kind, text = keys.reason(name)
+            if self.is_complete and (kind == NOT_NEEDED or not value):
+                continue
+            if self.is_complete and kind == NO_COUNTERPART:
+                unlisted.append(name)
+            else:
+                self._note(name, value, kind, text)
+        if unlisted:
+            self.notes.append(f"{NO_COUNTERPART}, mostly defaults of ms-swift: {', '.join(sorted(unlisted))}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES:,} bytes")
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, ConfigLoader)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} has no arguments of ms-swift: it must be a mapping of names to values")
+    return {str(name).replace("-", "_"): value for name, value in content.items() if name != "ENV"}
+
+
+def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of the only training command `swift rlhf|sft|pt ...` of a shell script."""
+    expansion = Expansion(dict(variables))
+    commands: list[list[str]] = []
+    for match in LINE.finditer(_read_text(path)):
+        line = match[0].replace("\\\n", "")
+        try:
+            words = shlex.split(expansion.fill(line), comments=True)
+        except ValueError as error:
+            raise ValueError(f"{path}: invalid shell command in {line[:60]!r}: {error}") from None
+        start = next((index for index, word in enumerate(words) if COMMAND.search(word)), None)
+        if start is not None and words[start + 1 : start + 2] and words[start + 1] in METHODS:
+            commands.append(words[start + 1 :])
+        elif len(words) <= 2 and (assignment := ASSIGNMENT.fullmatch(" ".join(words))):
+            expansion.values[assignment[1]] = variables.get(assignment[1], assignment[2])
+    if len(commands) != 1:
+        problem = f"has {len(commands)} training commands" if commands else "has no training command"
+        raise ValueError(
+            f"{path} {problem}. It must have one command: swift rlhf --rlhf_type grpo --model ..."
+        )
+    [(method, *words)] = commands
+    arguments = _arguments(path, words)
+    if method == "rlhf":
+        arguments.setdefault("rlhf_type", "dpo")  # ms-swift's default
+    return arguments
+
+
+def _arguments(path: Path, words: list[str]) -> dict[str, Any]:
+    """Parse `--name value ...`. A first word FILE.yaml or FILE.json is read, as ms-swift does."""
+    arguments: dict[str, Any] = {}
+    if words and words[0].endswith((".yaml", ".yml", ".json")):
+        file = Path(words.pop(0))
+        beside = path.parent / (
+            file if (path.parent / file).is_file() else file.name
+        )  # such as "$HERE/args.yaml"
+        arguments = _read_mapping(beside)
+    name = ""
+    for word in words:
+        if word in ("|", "&", "&&", "||", ";", ">", ">>", "2>&1", "<"):
+            break
+        if match := NAME_VALUE.fullmatch(word):
+            name = match[1].replace("-", "_")
+            arguments[name] = True if match[2] is None else match[2]
+        elif name and arguments[name] is True:
+            arguments[name] = word
+        elif name:  # one more value
+            earlier = arguments[name]
+            arguments[name] = [*(earlier if isinstance(earlier, list) else [earlier]), word]
+    return arguments
+
+
+def _plain(value: Any) -> Any:
+    """Read a text of the command line as YAML does: numbers and booleans become values."""
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = yaml.load(value, ConfigLoader)
+    except yaml.YAMLError:
+        return value
+    return parsed if isinstance(parsed, int | float | bool) else value

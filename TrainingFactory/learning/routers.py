@@ -1,0 +1,204 @@
+"""Routers of a mixture of experts: how many tokens each expert gets, and the auxiliary loss that balances them.
+
+The loss is that of Switch Transformer as transformers defines it for a family: E * sum_e f_e * P_e, where f_e is the
+share of tokens whose k most likely experts include e, P_e the mean probability of e, both over the tokens of all rows
+and all layers. f_e has no gradient. If it is counted over the whole update first, the loss is a sum over tokens, and
+its gradient does not depend on packs, micro-batches and processes. A token of a common prefix counts once per row."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from TrainingFactory.data.packing import Pack
+
+log = logging.getLogger(__name__)
+
+INDEX_PARAMETERS = {
+    "top_k_index",
+    "router_indices",
+}  # names of the second argument of transformers' expert modules
+LARGE_COEFFICIENT = 0.1  # gpt-oss-20b's config has 0.9, which can exceed the loss of the algorithm
+
+
+@dataclass(slots=True)
+class Routing:
+    """Outputs of all routers in one forward pass over T tokens, layer by layer."""
+
+    logits: list[torch.Tensor] = field(
+        default_factory=list
+    )  # [T, E] with gradient; empty if the family has no loss
+    chosen: list[torch.Tensor] = field(default_factory=list)  # [T, k] experts that compute each token
+
+
+class Routers:
+    """The routers of `model`. `aux_loss` is the coefficient of the auxiliary loss; None: the model's own."""
+
+    def __init__(self, model: PreTrainedModel, aux_loss: float | None) -> None:
+        self._experts = expert_modules(model)
+        self._top_k = _balanced_experts(model)
+        if aux_loss and not self._top_k:
+            raise ValueError(
+                f"training.router_aux_loss is {aux_loss:g}, but a {model.config.model_type!r} model defines no "
+                "auxiliary loss. Remove the option"
+            )
+        own = (
+            getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
+        )  # third-party object
+        if aux_loss is None and self._top_k and own > LARGE_COEFFICIENT:
+            log.warning(
+                "The model's config sets router_aux_loss_coef=%g, which is large next to the loss of an algorithm. Set "
+                "training.router_aux_loss to choose another coefficient, such as 0.001", own,
+            )  # fmt: skip
+        self.coefficient = 0.0 if not self._top_k else own if aux_loss is None else aux_loss
+        self._gates, self._logits_index = _gates(model) if self.coefficient else ([], 0)
+
+    @contextmanager
+    def recording(self) -> Iterator[Routing]:
+        """Record the routing of a forward pass inside the block. No hooks remain outside it: backward passes that run
+        the layers again and the sampler, which shares the modules, are not recorded."""
+        routing = Routing()
+
+        def add_logits(module: Any, args: Any, output: Any) -> None:
+            routing.logits.append(output[self._logits_index] if isinstance(output, tuple) else output)
+
+        def add_chosen(module: Any, args: Any, kwargs: Any) -> None:
+            indices = (
+                args[1] if len(args) > 1 else next(kwargs[name] for name in INDEX_PARAMETERS & kwargs.keys())
+            )
+            routing.chosen.append(indices.detach())
+
+        hooks = [gate.register_forward_hook(add_logits) for gate in self._gates]
+        hooks += [
+            module.register_forward_pre_hook(add_chosen, with_kwargs=True)
+            for module in self._experts.values()
+        ]
+        try:
+            yield routing
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def loads(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
+        """Return how many tokens each expert of each layer computes. [layers, E]"""
+        counts = [_counts(chosen, weights, module.num_experts) for chosen, module in
+                  zip(routing.chosen, self._experts.values(), strict=True)]  # fmt: skip
+        return torch.stack(counts).cpu().numpy()
+
+    def balance_counts(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
+        """Return the tokens that have each expert among their k most likely ones, over all layers, and last the number
+        of tokens times layers. [E + 1]"""
+        total = torch.stack(
+            [
+                _counts(logits.topk(self._top_k).indices, weights, logits.shape[-1])
+                for logits in routing.logits
+            ]
+        ).sum(0)
+        return np.append(total.cpu().numpy(), weights.sum() * len(routing.logits))
+
+    def aux_loss(self, routing: Routing, weights: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+        """Return a forward pass's share of the auxiliary loss, without its coefficient. `counts` are the
+        `balance_counts` of the whole update."""
+        first = routing.logits[0]
+        shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first.device, torch.float32)
+        token_weights = _padded(weights, len(first)).to(first.device)
+        values = [logits.float().softmax(-1) @ shares @ token_weights for logits in routing.logits]
+        return torch.stack(values).sum() * (first.shape[-1] / counts[-1])
+
+
+def find_routers(model: PreTrainedModel, aux_loss: float | None) -> Routers | None:
+    """Return the routers of a mixture of experts; None for other models."""
+    return Routers(model, aux_loss) if aux_loss or expert_modules(model) else None
+
+
+def token_counts(pack: Pack, sharing: bool) -> np.ndarray:
+    """Return how many rows contain each token that a forward pass over the pack computes, in its order. Padding of rows
+    counts 0; padding at the end may be missing."""
+    if not len(pack.rows):  # another process's turn: a pack that must not count
+        return np.zeros(len(pack.token_ids), np.float32)
+    if sharing:
+        rows, lengths = np.array([(node.rows, node.length) for node in pack.nodes]).T
+        return np.repeat(rows, lengths).astype(np.float32)
+    lengths = np.array([node.length for node in pack.nodes])
+    return (np.arange(lengths.max()) < lengths[:, None]).astype(np.float32).ravel()
+
+
+def load_metrics(loads: np.ndarray) -> dict[str, float]:
+    """Return the metrics of the experts' loads [layers, E]: the largest load over the mean, and the entropy over its
+    maximum, both averaged over layers; and the share of experts without tokens."""
+    shares = loads / np.maximum(loads.sum(1, keepdims=True), 1)
+    entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1) / np.log(loads.shape[1])
+    largest = shares.max(1) * loads.shape[1]
+    return {
+        "experts/max_load": float(largest.mean()),
+        "experts/max_load_worst_layer": float(largest.max()),
+        "experts/entropy": float(entropy.mean()),
+        "experts/unused": float((loads == 0).mean()),
+    }
+
+
+def expert_modules(model: torch.nn.Module) -> dict[str, Any]:
+    """Return the modules that compute the routed experts of a layer, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if hasattr(module, "num_experts")
+        and INDEX_PARAMETERS & inspect.signature(module.forward).parameters.keys()
+    }
+
+
+def routing_bias_count(model: torch.nn.Module) -> int:
+    """Return the number of routers that choose experts with a bias that no loss trains."""
+    names = [*dict(model.named_buffers()), *dict(model.named_parameters())]
+    return sum(name.endswith("e_score_correction_bias") for name in names)
+
+
+def _balanced_experts(model: PreTrainedModel) -> int:
+    """Return k of the auxiliary loss that transformers defines for the family; 0 if it defines none, or another loss."""
+    function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
+    if function is None or not top_k or not experts:
+        return 0
+    generator, size = torch.Generator().manual_seed(0), 10
+    logits = torch.randn(size, experts, generator=generator)
+    counts = _counts(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
+    own = experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
+    if abs(own - float(function((logits,), experts, top_k))) > 1e-4 * own:
+        log.warning(
+            "The auxiliary loss of a %r model is not supported; training without it", model.config.model_type
+        )
+        return 0
+    return top_k
+
+
+def _gates(model: PreTrainedModel) -> tuple[list[Any], int]:
+    """Return the modules whose outputs transformers records as router logits, and the logits' place in them."""
+    decoder: Any = model.base_model
+    recorder = type(decoder)._can_record_outputs["router_logits"]
+    gates = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name
+    ]
+    return gates, recorder.index
+
+
+def _counts(chosen: torch.Tensor, weights: np.ndarray, experts: int) -> torch.Tensor:
+    """Return the weighted number of tokens by expert. chosen: [T, k] -> [E]; a number beyond the experts is ignored."""
+    chosen = chosen.reshape(-1, chosen.shape[-1])
+    values = _padded(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
+    counts = values.new_zeros(experts + 1, dtype=torch.float64)
+    return counts.index_add_(0, chosen.reshape(-1).clamp(max=experts), values.double())[:experts]
+
+
+def _padded(weights: np.ndarray, size: int) -> torch.Tensor:
+    return torch.from_numpy(np.pad(weights, (0, size - len(weights))))

@@ -1,0 +1,149 @@
+"""Recurrent layers over a prefix tree: each node begins with the state at the end of its parent.
+
+All other operations of the model see one flat row. A recurrent layer is called several times: level by level, the nodes
+that have children with their exact length, because their last states are needed, and the leaves padded together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from TrainingFactory.data.packing import TreeNode
+from TrainingFactory.models.recurrent import RowStates, cache_argument, recurrent_layers
+
+PADDING = 64  # a leaf is padded by more tokens only if they are less than half of its own
+
+
+@dataclass(slots=True)
+class Segment:
+    """A node's tokens, as one call processes them."""
+
+    tokens: np.ndarray  # flat indices; begins with tokens of ancestors that are too short for a call
+    repeated: int  # the number of those
+    parent: int  # segment whose last state it begins with; -1: none
+    level: int  # number of segments before it
+    has_children: bool
+
+
+class SegmentBatch(NamedTuple):
+    """Segments that are computed by one call."""
+
+    tokens: torch.Tensor  # [P, T] flat indices; padded with the last token of the row
+    kept: torch.Tensor  # outputs [P * T] that are not padding
+    places: torch.Tensor  # flat indices of these outputs
+    parents: list[int]  # [P] segments whose last states begin the rows; empty: the rows begin here
+    numbers: list[int]  # [P] segments whose last states others need; empty: none
+
+
+def plan_segments(nodes: Sequence[TreeNode], device: torch.device) -> list[SegmentBatch]:
+    segments = _segments(nodes)
+    groups: dict[tuple[int, bool, int], list[int]] = {}  # by level, whether rows begin here, and length
+    order = sorted(range(len(segments)), key=lambda number: -len(segments[number].tokens))
+    longest: dict[tuple[int, bool], int] = {}  # of the current group of leaves
+    for number in order:
+        segment = segments[number]
+        length, kind = len(segment.tokens), (segment.level, segment.parent < 0)
+        if not segment.has_children:
+            if longest.get(kind, 1 << 62) - length > max(PADDING, length // 2):
+                longest[kind] = length
+            length = -longest[kind]
+        groups.setdefault((*kind, length), []).append(number)
+    return [
+        _batch(segments, groups[key], device, is_first=key[1], keep_states=key[2] > 0)
+        for key in sorted(groups, key=lambda key: key[0])
+    ]
+
+
+def _segments(nodes: Sequence[TreeNode]) -> list[Segment]:
+    """Return a segment for each node. A call of one token would update its state in place, which has no gradient, so
+    the children of a node that has a single token begin with that token themselves."""
+    parents = {node.parent for node in nodes}
+    segments: list[Segment] = []
+    for number, node in enumerate(nodes):
+        tokens = np.arange(node.start, node.start + node.length)
+        parent, level, repeated = node.parent, 0, np.zeros(0, np.int64)
+        if parent >= 0:
+            before = segments[parent]
+            level = before.level + 1
+            if len(before.tokens) == 1:
+                repeated, parent, level = before.tokens, before.parent, before.level
+        joined = np.concatenate((repeated, tokens))
+        has_children = number in parents and len(joined) > 1
+        segments.append(Segment(joined, len(repeated), parent, level, has_children))
+    return segments
+
+
+def _batch(
+    segments: list[Segment], numbers: list[int], device: torch.device, *, is_first: bool, keep_states: bool
+) -> SegmentBatch:
+    rows = [segments[number] for number in numbers]
+    lengths = np.array([len(row.tokens) for row in rows])
+    columns = np.arange(max(int(lengths.max()), 2))
+    tokens = np.stack([row.tokens[np.minimum(columns, len(row.tokens) - 1)] for row in rows])
+    repeated = np.array([row.repeated for row in rows])
+    is_kept = (columns < lengths[:, None]) & (columns >= repeated[:, None])
+    kept = np.flatnonzero(is_kept)
+    on_device = [torch.from_numpy(array).to(device) for array in (tokens, kept, tokens[is_kept])]
+    parents = [] if is_first else [row.parent for row in rows]
+    return SegmentBatch(on_device[0], on_device[1], on_device[2], parents, numbers if keep_states else [])
+
+
+@contextlib.contextmanager
+def segmented(model: PreTrainedModel) -> Iterator[None]:
+    """Run the recurrent layers over the segments of `set_segments` inside the block, which a block inside it keeps."""
+    layers = [layer for layer in recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
+    previous = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.__dict__["tfactory_segments"] = []
+        layer.forward = partial(_forward, layer, layer.forward, cache_argument(type(layer)))
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, previous, strict=True):
+            del layer.forward, layer.__dict__["tfactory_segments"]
+            if forward is not None:
+                layer.forward = forward
+
+
+def set_segments(model: PreTrainedModel, nodes: Sequence[TreeNode]) -> None:
+    """Set the tree of the next forward and its backward, which may run the layers again."""
+    if layers := recurrent_layers(model):
+        batches = plan_segments(nodes, model.device)
+        for layer in layers:
+            layer.__dict__["tfactory_segments"] = batches
+
+
+def _forward(
+    layer: Any, forward: Callable[..., Any], cache_name: str, hidden_states: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:  # fmt: skip
+    """Compute a recurrent layer for the tokens [1, N, D] of a tree."""
+    batches: list[SegmentBatch] = layer.tfactory_segments
+    finals: dict[int, list[torch.Tensor | None]] = {}  # last states of segments, each [1, ...]
+    outputs: list[torch.Tensor] = []
+    result: Any = None
+    for batch in batches:
+        starts = [_join(states) for states in zip(*(finals[parent] for parent in batch.parents), strict=True)]
+        states = RowStates(layer.layer_idx, *starts)
+        inputs = hidden_states[0][batch.tokens]
+        result = forward(inputs, *args, **{**kwargs, "attention_mask": None, cache_name: states})
+        output = result[0] if isinstance(result, tuple) else result
+        outputs.append(output.flatten(0, 1).index_select(0, batch.kept))
+        for row, number in enumerate(batch.numbers):
+            finals[number] = [None if state is None else state[row : row + 1] for state in states.tensors]
+    places = torch.cat([batch.places for batch in batches])
+    joined = torch.cat(outputs)
+    flat = joined.new_zeros(hidden_states.shape[1], joined.shape[1]).index_copy(0, places, joined)[None]
+    return (flat, *result[1:]) if isinstance(result, tuple) else flat
+
+
+def _join(states: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    present = [state for state in states if state is not None]
+    return torch.cat(present) if present else None

@@ -1,0 +1,92 @@
+"""Recurrent layers of hybrid models: gated delta rules, Mamba, lightning attention, short convolutions.
+
+transformers gives such a layer a cache, from which it reads the state before its first token and in which it leaves the
+state after its last one. `RowStates` takes the place of that cache, so that engine and learner decide where the rows of
+a call begin. Installed kernels (flash-linear-attention, causal-conv1d, mamba-ssm) are chosen by transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+PASSIVE_LAYERS = {"mlp", "moe"}  # layer types without attention or state
+# Attributes that attention layers and decoder layers do not have.
+MARKS = ("conv_kernel_size", "slope_rate")
+CACHE_ARGUMENTS = ("cache_params", "past_key_values")
+
+
+class RowStates:
+    """The states of the P rows of one call of a recurrent layer. Without states, the rows begin there."""
+
+    record_past = False
+
+    def __init__(
+        self, layer: int, conv: torch.Tensor | None = None, recurrent: torch.Tensor | None = None
+    ) -> None:
+        self.conv_states, self.recurrent_states = [conv], [recurrent]  # the last inputs [P, C, K]; [P, ...]
+        self.layers = {layer: self}
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.conv_states[0], self.recurrent_states[0]
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        return any(state is not None for state in self.tensors)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
+    ) -> torch.Tensor:
+        """Keep the last inputs [P, C, K], and return all inputs that the convolution sees [P, C, K + T]."""
+        previous = self.conv_states[state_idx]
+        inputs = conv_states if previous is None else torch.cat((previous, conv_states), -1)
+        missing = max(conv_kernel_size - inputs.shape[-1], 0)
+        self.conv_states[state_idx] = pad(inputs, (missing, 0))[..., -conv_kernel_size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self.recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    # MiniMax names the cache of its lightning attention differently.
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.recurrent_states[0]
+
+    def set_linear_cache(self, layer_idx: int, state: torch.Tensor) -> None:
+        self.recurrent_states[0] = state
+
+
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether the module is a layer that carries a state from token to token."""
+    return isinstance(getattr(module, "layer_idx", None), int) and any(
+        hasattr(module, mark) for mark in MARKS
+    )
+
+
+def recurrent_layers(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if is_recurrent(module)]
+
+
+@functools.cache
+def cache_argument(kind: type[nn.Module]) -> str:
+    """Return the name under which the layer's forward takes the cache."""
+    parameters = inspect.signature(kind.forward).parameters
+    return next(name for name in CACHE_ARGUMENTS if name in parameters)
+
+
+def unsupported_types(model: Any, supported: set[str]) -> list[str]:
+    """Return the layer types that are neither supported nor those of recurrent layers."""
+    types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    recurrent = {layer.layer_idx for layer in recurrent_layers(model)}
+    return sorted(
+        {str(kind) for number, kind in enumerate(types) if number not in recurrent}
+        - supported
+        - PASSIVE_LAYERS
+    )

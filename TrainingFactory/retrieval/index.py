@@ -1,0 +1,105 @@
+"""Vectors of a corpus: encoded once, stored in a file, searched with faiss."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from TrainingFactory.retrieval.encoder import SentenceEncoder
+from TrainingFactory.tools.builtin.search import Passages
+from TrainingFactory.tools.fingerprint import digest
+
+log = logging.getLogger(__name__)
+FORMAT = "1"  # of the stored vectors; changing it makes them be computed again
+CHUNK = 1024  # passages encoded between two updates of the progress bar
+
+
+class VectorIndex:
+    """An exact index over the passages, by cosine similarity. The vectors are stored as a plain NumPy array, which is
+    read without pickle, in a file named by the digest of corpus and encoder."""
+
+    def __init__(self, passages: Passages, encoder: SentenceEncoder, prefix: str, name: str) -> None:
+        self._faiss = load_faiss(name)
+        self.state = digest(FORMAT, passages.content, encoder.digest, prefix)
+        if not passages.count:
+            raise ValueError(f"tool {name}: {passages.path} has no passages to search; add some")
+        self.file = passages.index.with_name(f"{passages.index.stem}-{self.state[:20]}.npy")
+        vectors = _stored(self.file, passages.count)
+        if vectors is None:
+            vectors = _encode(passages, encoder, prefix, name)
+            _store(self.file, vectors, name)
+        self.dimension = vectors.shape[1]
+        self._index: Any = self._faiss.IndexFlatIP(self.dimension)
+        self._index.add(vectors)
+
+    def find(self, vector: np.ndarray, top_k: int) -> list[tuple[int, float]]:
+        """Return (number of the passage from 0, cosine similarity) of the best matches, best first."""
+        scores, numbers = self._index.search(vector.reshape(1, -1), min(top_k, self._index.ntotal))
+        return [(int(number), float(score)) for number, score in zip(numbers[0], scores[0], strict=True)]
+
+
+def load_faiss(name: str) -> Any:
+    try:
+        import faiss  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ValueError(
+            f"tool {name} needs the package faiss-cpu; run pip install 'training-factory[retrieval]' ({error})"
+        ) from error
+    return faiss
+
+
+def _stored(file: Path, count: int) -> np.ndarray | None:
+    """Return the vectors of an earlier start; None if there are none, or the file is damaged."""
+    try:
+        vectors = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    is_valid = vectors.ndim == 2 and vectors.shape[0] == count and vectors.dtype == np.float32
+    return vectors if is_valid else None
+
+
+def _encode(passages: Passages, encoder: SentenceEncoder, prefix: str, name: str) -> np.ndarray:
+    from tqdm import tqdm
+
+    truncated_before = encoder.num_truncated
+    parts: list[np.ndarray] = []
+    texts = (f"{prefix}{title}\n{text}" if title else f"{prefix}{text}" for _, title, text in passages)
+    with tqdm(
+        total=passages.count, desc=f"tool {name}: encoding", unit=" passages", disable=None
+    ) as progress:
+        for chunk in _chunks(texts):
+            parts.append(encoder.encode(chunk))
+            progress.update(len(chunk))
+    if truncated := encoder.num_truncated - truncated_before:
+        log.warning(
+            "tool %s: %d of %d passages are longer than %d tokens; only their beginning is searched. Split them, or "
+            "raise max_tokens",
+            name, truncated, passages.count, encoder.max_tokens,
+        )  # fmt: skip
+    return np.concatenate(parts)
+
+
+def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
+    while chunk := list(islice(texts, CHUNK)):
+        yield chunk
+
+
+def _store(file: Path, vectors: np.ndarray, name: str) -> None:
+    """Write a temporary file and rename it, so that concurrent processes never read half a file."""
+    temporary = file.with_name(f"{file.stem}.{secrets.token_hex(8)}.part")
+    try:
+        with temporary.open("wb") as target:
+            np.save(target, vectors, allow_pickle=False)
+        os.replace(temporary, file)
+    except OSError as error:
+        message = f"tool {name}: cannot store the vectors in {file.parent} ({error}); set another index_dir"
+        raise ValueError(message) from error
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,114 @@
+"""Which states of recurrent layers are stored: the current state of every slot, and snapshots of earlier ones.
+
+Keys and values of any prefix can be reused, a state only at the position where it was taken. The rows of the state
+cache are the current states of the slots, a spare row, and the snapshots. Slots with a common prefix share its
+snapshots.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+EMPTY_STATE = -1  # source of a copy: the state before the first token
+
+
+class Snapshots:
+    """Snapshots of `count` states. When all are in use, the least recently used one is replaced."""
+
+    def __init__(self, slots: int, count: int) -> None:
+        self.slots, self.count = slots, count
+        self.spare = slots
+        self.clear()
+
+    @property
+    def rows(self) -> int:
+        return self.slots + 1 + self.count
+
+    def clear(self) -> None:
+        """Forget all snapshots and pending copies."""
+        self.at: list[dict[int, int]] = [{} for _ in range(self.slots)]  # row of the state at each position
+        self.stops: list[set[int]] = [
+            set() for _ in range(self.slots)
+        ]  # where prefilling pauses for a snapshot
+        self.copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
+        self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
+        self._free = list(range(self.slots + 1, self.rows))
+
+    def usable(self, lengths: np.ndarray, stored: np.ndarray) -> np.ndarray:
+        """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""
+        best = np.where(stored <= lengths, stored, 0)
+        for slot, rows in enumerate(self.at):
+            if rows and lengths[slot] > best[slot]:
+                best[slot] = max((at for at in rows if at <= lengths[slot]), default=0) or best[slot]
+        return best
+
+    def take(self, slot: int, position: int) -> int:
+        """Take a snapshot of the slot's current state, and return its row."""
+        row = self.at[slot].get(position)
+        if row is None:
+            if not self._free:
+                self._replace(next(iter(self._slots_of)))
+            row = self._free.pop()
+            self.copies.append((slot, row))
+        self._refer(slot, position, row)
+        return row
+
+    def _refer(self, slot: int, position: int, row: int) -> None:
+        self.at[slot][position] = row
+        self._slots_of[row] = self._slots_of.pop(row, set()) | {slot}  # now the most recently used one
+
+    def _replace(self, row: int) -> None:
+        for slot in self._slots_of.pop(row):
+            self.at[slot] = {at: other for at, other in self.at[slot].items() if other != row}
+        self._free.append(row)
+
+    def restore(self, slot: int, position: int, stored: int) -> None:
+        """Set the slot's state, which is at `stored`, back to `position`, where it must be `usable`."""
+        if position == 0:
+            self.drop(slot)
+            self.copies.append((EMPTY_STATE, slot))
+            return
+        if position != stored:
+            row = self.at[slot][position]
+            self._refer(slot, position, row)
+            self.copies.append((row, slot))
+        for later in [at for at in self.at[slot] if at > position]:
+            self._forget(slot, later)
+
+    def share(self, source: int, stored: int, target: int, position: int) -> None:
+        """Give `target` the state and the snapshots of `source`, which is at `stored`, up to `position`."""
+        self.drop(target)
+        if position == 0:
+            self.copies.append((EMPTY_STATE, target))
+            return
+        if position == stored:
+            self.take(source, position)
+        for at, row in self.at[source].items():
+            if at <= position:
+                self.at[target][at] = row
+                self._slots_of[row].add(target)
+        row = self.at[source][position]
+        self._refer(target, position, row)
+        self.copies.append((row, target))
+
+    def drop(self, slot: int) -> None:
+        """Forget the slot's snapshots. Those that other slots share stay."""
+        self.stops[slot].clear()
+        for position in list(self.at[slot]):
+            self._forget(slot, position)
+
+    def _forget(self, slot: int, position: int) -> None:
+        row = self.at[slot].pop(position)
+        self._slots_of[row].discard(slot)
+        if not self._slots_of[row]:
+            del self._slots_of[row]
+            self._free.append(row)
+
+    def exchange(self, first: int, second: int) -> None:
+        """Exchange the states of two slots."""
+        self.copies += [(first, self.spare), (second, first), (self.spare, second)]
+        self.at[first], self.at[second] = self.at[second], self.at[first]
+        self.stops[first], self.stops[second] = self.stops[second], self.stops[first]
+        for row, slots in self._slots_of.items():
+            swapped = {first: second, second: first}
+            self._slots_of[row] = {swapped.get(slot, slot) for slot in slots}

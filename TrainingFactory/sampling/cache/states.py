@@ -1,0 +1,212 @@
+"""States of recurrent layers, and the layers that read and write them: one call per group of rows of equal length."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from TrainingFactory.models.recurrent import RowStates, cache_argument, is_recurrent
+from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
+
+UNLIMITED = (0.0, float("inf"))
+
+
+class StateShape(NamedTuple):
+    """The states of one row of a recurrent layer, as the probe recorded them: convolution inputs, recurrent state."""
+
+    layer: int
+    states: tuple[torch.Tensor | None, torch.Tensor | None]  # empty tensors [0, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        sizes = (int(np.prod(state.shape[1:])) * state.itemsize for state in self.states if state is not None)
+        return sum(sizes)
+
+
+class StateCache:
+    """The rows of `Snapshots`, for every layer."""
+
+    def __init__(self, shapes: Sequence[StateShape], rows: int) -> None:
+        self.layers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+        for layer, (conv, recurrent) in shapes:
+            self.layers[layer] = _zeros(conv, rows), _zeros(recurrent, rows)
+
+    def copy(self, snapshots: Snapshots) -> None:
+        """Make the copies that are pending."""
+        copies, snapshots.copies = snapshots.copies, []
+        for states in (state for layer in self.layers.values() for state in layer if state is not None):
+            for source, target in copies:
+                if source == EMPTY_STATE:
+                    states[target].zero_()
+                else:
+                    states[target].copy_(states[source])
+
+
+def _zeros(like: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if like is None else like.new_zeros(rows, *like.shape[1:])
+
+
+class StateRows(NamedTuple):
+    """P rows of T tokens that a recurrent layer processes in one call."""
+
+    tokens: slice | torch.Tensor  # flat tokens, row by row
+    slots: slice | torch.Tensor  # [P] slots whose states the rows continue
+    size: int  # P
+    is_new: bool = False  # the rows begin with the first token of their sequence
+    live: torch.Tensor | None = None  # rows whose new states are stored; None: all
+
+
+@dataclass(slots=True)
+class StateStep:
+    """The part of a forward that recurrent layers need."""
+
+    cache: StateCache | None = None  # None: the probe
+    rows: list[StateRows] = field(default_factory=list)
+    shapes: list[StateShape] = field(default_factory=list)  # filled by the probe
+
+
+class ModelStates:
+    """The states of a view's recurrent layers, which find their step here: not every model passes keyword arguments to
+    them. Without such layers, there are no `shapes`, and nothing happens."""
+
+    def __init__(self) -> None:
+        self.step = StateStep()  # of the probe
+        self.shapes: list[StateShape] = self.step.shapes
+        self.cache: StateCache | None = None
+
+    def prepare(self, snapshots: Snapshots | None, *, allocate: bool) -> None:
+        """Make the copies that the table has ordered. `allocate`: in a new cache."""
+        if snapshots is None:
+            return
+        if self.cache is None or allocate:
+            self.cache = StateCache(self.shapes, snapshots.rows)
+        self.cache.copy(snapshots)
+
+    def begin(self, cache: StateCache | None, rows: list[StateRows]) -> None:
+        self.step = StateStep(cache, rows)
+
+    def attach(self, view: nn.Module) -> None:
+        for module in list(view.modules()):
+            if isinstance(module, RecurrentLayer):
+                module.__dict__["tfactory_states"] = self
+                if tuple(getattr(module, "time_step_limit", UNLIMITED)) != UNLIMITED:
+                    module._modules["in_proj"] = LimitedSteps(module)
+
+
+class LimitedSteps(nn.Module):
+    """The input projection of a Mamba-2 layer, with its limits of the time step: transformers applies them to several
+    tokens, and not to a single one. Without them, a sampled token has other log-probs than a trained one."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.project = (
+            [layer],
+            layer.in_proj,
+        )  # a list, because the layer is not a part of this module
+        limits = torch.tensor(layer.time_step_limit, dtype=torch.float64)
+        self.low, self.high = torch.expm1(limits).log().tolist()  # before softplus
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        output, bias = self.project(states), self.layer[0].dt_bias.float()
+        steps = output[..., -len(bias) :]
+        limited = torch.clamp(steps.float() + bias, self.low, self.high) - bias
+        return torch.cat((output[..., : -len(bias)], limited.to(output.dtype)), -1)
+
+
+class RecurrentLayer:
+    """Mixin for a recurrent layer of the engine's view."""
+
+    tfactory_states: ModelStates
+    layer_idx: int
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Compute the layer for the N tokens of a forward [1, N, D]."""
+        step = self.tfactory_states.step
+        kwargs["attention_mask"] = None
+        if step.cache is None:
+            states = RowStates(self.layer_idx)
+            result = self._call(hidden_states, states, args, kwargs)
+            conv, recurrent = (None if state is None else state[:0] for state in states.tensors)
+            step.shapes.append(StateShape(self.layer_idx, (conv, recurrent)))
+            return result
+        outputs: list[torch.Tensor] = []
+        result: Any = None
+        for rows in step.rows:
+            inputs = hidden_states[0, rows.tokens].unflatten(0, (rows.size, -1))
+            result = self._run(inputs, rows, step.cache.layers[self.layer_idx], args, kwargs)
+            outputs.append((result[0] if isinstance(result, tuple) else result).flatten(0, 1))
+        if len(outputs) == 1 and len(outputs[0]) == hidden_states.shape[1]:
+            flat = outputs[0][None]
+        else:
+            flat = outputs[0].new_zeros(1, hidden_states.shape[1], outputs[0].shape[1])
+            for rows, output in zip(step.rows, outputs, strict=True):
+                flat[0, rows.tokens] = output
+        return (flat, *result[1:]) if isinstance(result, tuple) else flat
+
+    def _run(
+        self, inputs: torch.Tensor, rows: StateRows, cached: Sequence[torch.Tensor | None], args: Any, kwargs: Any
+    ) -> Any:  # fmt: skip
+        """Compute rows [P, T, D] from their cached states, and store the new states."""
+        starts = [None if state is None or rows.is_new else state[rows.slots] for state in cached]
+        states = RowStates(self.layer_idx, *starts)
+        result = self._call(inputs, states, args, kwargs)
+        for cache, start, new in zip(cached, starts, states.tensors, strict=True):
+            if cache is None or new is None or (new is start and isinstance(rows.slots, slice)):
+                continue  # the layer has updated the cache in place
+            if rows.live is None:
+                cache[rows.slots] = new.to(cache.dtype)
+            elif not isinstance(rows.slots, slice):
+                cache[rows.slots[rows.live]] = new[rows.live].to(cache.dtype)
+        return result
+
+    def _call(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
+        plain: Any = super()
+        return plain.forward(inputs, *args, **{**kwargs, cache_argument(type(self).__mro__[2]): states})
+
+
+@functools.cache
+def _with_states(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (RecurrentLayer, kind), {})
+
+
+def recurrent_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that keeps its states in the engine's cache, if the module is a recurrent layer."""
+    return _with_states(type(module)) if is_recurrent(module) else None
+
+
+def state_rows(
+    slots: np.ndarray, dense: int, chunks: np.ndarray, counts: np.ndarray, starts: np.ndarray, begin: int,
+    padding: int, device: torch.device,
+) -> list[StateRows]:  # fmt: skip
+    """Return the rows of a forward: the first `dense` tokens, one per row, of `slots` [N], where `padding` has no
+    state; then the tokens of `chunks`, which have `counts` tokens from position `starts` on, at flat token `begin`."""
+    rows: list[StateRows] = []
+    if dense:
+        rows.append(_dense_rows(slots[:dense], padding, device))
+    firsts = begin + counts.cumsum() - counts
+    groups: dict[tuple[int, bool], list[int]] = {}
+    for number in range(len(chunks)):
+        groups.setdefault((int(counts[number]), int(starts[number]) == 0), []).append(number)
+    for (count, is_new), numbers in groups.items():
+        tokens = (firsts[numbers][:, None] + np.arange(count)).ravel()
+        group_slots = torch.from_numpy(chunks[numbers]).to(device)
+        flat: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
+        if len(tokens) != tokens[-1] + 1 - tokens[0]:
+            flat = torch.from_numpy(tokens).to(device)
+        rows.append(StateRows(flat, group_slots, len(numbers), is_new))
+    return rows
+
+
+def _dense_rows(slots: np.ndarray, padding: int, device: torch.device) -> StateRows:
+    count, live = len(slots), slots != padding
+    tokens = slice(0, count)
+    if live.all() and int(slots[-1]) - int(slots[0]) == count - 1:  # adjacent: no copy is needed
+        return StateRows(tokens, slice(int(slots[0]), int(slots[-1]) + 1), count)
+    where = None if live.all() else torch.from_numpy(np.flatnonzero(live)).to(device)
+    return StateRows(tokens, torch.from_numpy(slots).to(device), count, live=where)

@@ -1,0 +1,194 @@
+"""Image tokens: where a chat template shows images, what users cannot write, their layout, their ids on disk."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
+from TrainingFactory.common.image_tokens import (
+    VIRTUAL,
+    find_image,
+    from_disk,
+    has_images,
+    images_in,
+    number_image,
+    process_independent,
+    to_disk,
+    whole_image_end,
+)
+from TrainingFactory.models.chat import TemplateChatFormat, chat_format
+from TrainingFactory.models.loading import load_model
+from TrainingFactory.models.tiny import template, tiny_tokenizer
+from TrainingFactory.types import Completion, Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
+
+LOOK = ToolSpec("look", "Look.")
+
+
+def chat_of(family: str) -> TemplateChatFormat:
+    loaded = vision_model(family)
+    return chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids, vision=loaded.vision)
+
+
+def call_turn(chat: TemplateChatFormat, ids: list[int]) -> Turn:
+    message = Message("assistant", tool_calls=[ToolCall("look", {})])
+    sampled = chat.write(message, ids, [LOOK])
+    return Turn(ids, Completion(sampled, [0.0] * len(sampled), "stop"), message)
+
+
+def shown(ids: list[int]) -> list[Image]:
+    return [find_image(token).image for token in ids if token >= VIRTUAL and find_image(token).first == token]
+
+
+def test_images_stand_where_messages_have_them() -> None:
+    chat, first, second = chat_of("qwen3_vl"), picture(0), picture(1, 32, 32)
+    question = Message("user", "Left, right.", images=[PlacedImage(5, first), PlacedImage(12, second)])
+    ids = chat.render([Message("system", "Look."), question], [LOOK])
+    assert "Left,<|vision_start|>[image 64x48]<|vision_end|> right.<|vision_start|>[image 32x32]" in chat.decode(ids)
+    assert shown(ids) == [first, second]
+    assert len([token for token in ids if token >= VIRTUAL]) == 12 + 4  # 16 x 16 pixels each
+
+    replies = [
+        Message("tool", "now:", name="look", images=[PlacedImage(4, second)]),
+        Message("tool", "", name="look", images=[PlacedImage(0, second), PlacedImage(0, first)]),
+    ]
+    added = chat.extend(call_turn(chat, ids), replies)
+    assert shown(added) == [second, second, first]
+    assert "now:<|vision_start|>[image 32x32]<|vision_end|>\n</tool_response>" in chat.decode(added)
+
+
+def test_the_ids_are_those_of_the_released_template() -> None:
+    released = Path(pytest.importorskip("trl").__file__).parent / "chat_templates" / "qwen3_vl.jinja"
+    tokenizer, calls = tiny_tokenizer("qwen3_vl_instruct"), [{"name": "look", "arguments": {"x": "y"}}]
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}]
+    conversation = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": "t", "tool_calls": [{"type": "function", "function": calls[0]}]},
+        {"role": "tool", "content": parts},
+        {"role": "tool", "content": "r"},
+        {"role": "assistant", "content": "u"},
+    ]
+    tools = [{"type": "function", "function": {"name": "look", "description": "d", "parameters": {}}}]
+    for given in (conversation, conversation[1:3], conversation[:5]):
+        for options in ({}, {"tools": tools}):
+            own, expected = (
+                tokenizer.apply_chat_template(
+                    given, tokenize=False, add_generation_prompt=True, chat_template=text, **options
+                )
+                for text in (template("qwen3_vl_instruct"), released.read_text())
+            )
+            assert own == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_never_becomes_an_image(family: str) -> None:
+    loaded, chat = vision_model(family), chat_of(family)
+    vision = loaded.vision
+    assert vision is not None
+    control = [vision.placeholder, loaded.tokenizer.decode([vision.placeholder_id]), "<|vision_start|>", "<image>", "<start_of_image>"]
+    hostile = " ".join(control)
+    ids = chat.render([Message("user", hostile, images=[PlacedImage(3, picture(0))])])
+    assert shown(ids) == [picture(0)]
+    assert vision.placeholder_id not in ids
+    text_ids = chat.render([Message("user", hostile)])
+    assert not has_images(text_ids)
+    assert vision.placeholder_id not in text_ids
+
+
+def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
+    tokenizer = tiny_tokenizer("qwen3_instruct")
+    text = template("qwen3_vl_instruct").replace(
+        "'\\n<tool_response>\\n' + text", "'\\n<tool_response>\\n' + (message.content if message.content is string else '')"
+    )
+    assert text != template("qwen3_vl_instruct")
+    tokenizer.chat_template = text
+    chat = chat_format(tokenizer, vision=vision_model("qwen3_vl").vision)
+    assert chat.note is not None
+    assert "in a user message" in chat.note
+    turn = call_turn(chat, chat.render([Message("user", "Look.")], [LOOK]))
+    image = PlacedImage(4, picture(0))
+    added = chat.decode(chat.extend(turn, [Message("tool", "done", name="look", images=[image])]))
+    assert "<tool_response>\ndone\n</tool_response>" in added
+    assert added.index("[image 64x48]") > added.index("</tool_response>")
+
+
+def test_models_without_vision_name_the_option() -> None:
+    chat = chat_format(tiny_tokenizer())
+    with pytest.raises(ValueError, match="model.vision=true"):
+        chat.render([Message("user", "Look.", images=[PlacedImage(0, picture(0))])])
+    with pytest.raises(ValueError, match="has no vision part"):
+        load_model(str(Path(__file__).parents[2] / "examples" / "own_agent" / "model"), vision=True)
+
+
+def test_a_template_that_shows_no_images_is_rejected() -> None:
+    with pytest.raises(ValueError, match="renders no images"):
+        chat_format(tiny_tokenizer(), vision=vision_model("qwen3_vl").vision)
+
+
+def test_large_images_are_scaled_down() -> None:
+    loaded = load_model("builtin:tiny-vl", image_tokens=16)
+    assert loaded.vision is not None
+    for width, height in ((64, 64), (640, 480), (2000, 40), (1, 1), (3000, 3)):
+        assert 1 <= loaded.vision.layout(width, height).count <= 16
+
+
+def test_the_builtin_weights_are_the_same_everywhere() -> None:
+    model = load_model("builtin:tiny-vl").model
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        digest.update(name.encode() + weight.detach().numpy().astype("<f4").tobytes())
+    assert digest.hexdigest() == "d6696a10df7a3e2adff2e33d0b3293a948217821db96f72637814340ff7ec13a"
+
+
+def test_ids_on_disk_are_independent_of_the_process() -> None:
+    first, second = number_image(picture(50), 3), number_image(picture(51), 2)
+    ids = [7, *second.ids, 8, *first.ids, *second.ids, 9]
+    on_disk, images = to_disk(ids)
+    assert on_disk == [7, -1, -1, 8, -2, -2, -2, -1, -1, 9]
+    assert [(image.digest, image.tokens) for image in images] == [
+        (second.image.digest, 2), (first.image.digest, 3)
+    ]  # fmt: skip
+    assert from_disk(on_disk, [(second.image, 2), (first.image, 3)]) == ids
+    with pytest.raises(ValueError, match="shows 1 of them"):
+        from_disk(on_disk[:2], [(second.image, 2)])
+    with pytest.raises(ValueError, match="belongs to no image"):
+        find_image(VIRTUAL + (1 << 29))
+    assert images_in(ids) == [second, first]
+
+
+def test_rows_are_sorted_by_digests() -> None:
+    """A resumed process numbers images in another order; its packs must be the same."""
+    rows = sorted((number_image(picture(60 + n), 4) for n in range(6)), key=lambda tokens: tokens.image.digest)
+    keys = process_independent([[1, *tokens.ids, n] for n, tokens in enumerate(rows)])
+    assert keys == sorted(keys)
+    assert process_independent([[1, 2], [0]]) == [[1, 2], [0]]
+
+
+def test_a_part_of_a_row_ends_outside_images() -> None:
+    image = number_image(picture(70), 5).ids
+    row = [1, 2, *image, *image, 3]
+    assert [whole_image_end(row, 0, end) for end in range(1, 14)] == [1, 2, 2, 2, 2, 2, 7, 7, 7, 7, 7, 12, 13]
+    assert whole_image_end(row, 2, 4) == 7  # a part is at least one image
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_equals_its_own_forward(family: str) -> None:
+    """Embeddings from the cache, positions by our own arithmetic and our token layout, against pixels in the model."""
+    loaded, chat = vision_model(family), chat_of(family)
+    vision = loaded.vision
+    assert vision is not None
+    places = [PlacedImage(5, picture(0)), PlacedImage(5, picture(1, 40, 70)), PlacedImage(9, picture(0))]
+    ids = chat.render([Message("user", "Left, right.", images=places)])
+    tokens = torch.tensor([ids]).numpy()
+    inputs, images = vision.model_inputs(loaded.model, tokens)
+    if vision.has_rope:
+        images["position_ids"] = torch.from_numpy(vision.rope(tokens[0])[0])[:, None]
+    with torch.no_grad():
+        actual = loaded.model(input_ids=torch.from_numpy(inputs), **images).logits
+        expected = loaded.model(**own_inputs(loaded, ids)).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,176 @@
+"""The native engine with images, against the model's own forward over pixels."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
+from TrainingFactory.common.event_loop import run
+from TrainingFactory.models.chat import TemplateChatFormat, chat_format
+from TrainingFactory.models.vision import open_vision
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.types import Completion, Image, Message, PlacedImage, SamplingParams
+
+GREEDY = SamplingParams(temperature=0, max_tokens=16)
+
+
+def chat_of(family: str) -> TemplateChatFormat:
+    loaded = vision_model(family)
+    return chat_format(loaded.tokenizer, stop_ids=loaded.stop_ids, vision=loaded.vision)
+
+
+def engine_of(family: str, **options: Any) -> NativeEngine:
+    loaded = vision_model(family)
+    return NativeEngine(loaded.model, **{"slots": 4, "max_length": 512} | options, vision=loaded.vision)
+
+
+def ask(chat: TemplateChatFormat, image: Image, text: str = "What is it?") -> list[int]:
+    return chat.render([Message("user", text, images=[PlacedImage(len(text), image)])])
+
+
+def generated(family: str, ids: list[int]) -> list[int]:
+    loaded = vision_model(family)
+    inputs = own_inputs(loaded, ids)
+    with torch.no_grad():
+        tokens = loaded.model.generate(**inputs, max_new_tokens=16, do_sample=False, eos_token_id=None)
+    return tokens[0, len(ids) :].tolist()
+
+
+def difference(family: str, ids: list[int], completion: Completion) -> float:
+    """Return the largest difference of the engine's log-probs from those of the model's forward over pixels."""
+    loaded, sampled = vision_model(family), completion.token_ids
+    with torch.no_grad():
+        logits = loaded.model(**own_inputs(loaded, ids + sampled)).logits[0]
+    expected = logits.log_softmax(-1)[len(ids) - 1 : -1].gather(1, torch.tensor(sampled)[:, None])[:, 0]
+    return float((expected - torch.tensor(completion.logprobs)).abs().max())
+
+
+async def check(family: str, **options: Any) -> None:
+    """Four sessions with three images of the same size, and a second turn with a further one."""
+    chat, engine = chat_of(family), engine_of(family, **options)
+    prompts = [ask(chat, picture(seed)) for seed in (0, 1, 0, 2)]
+    sessions = [engine.session() for _ in prompts]
+    turns = await asyncio.gather(
+        *(session.sample(ids, GREEDY) for session, ids in zip(sessions, prompts, strict=True))
+    )
+    assert [turn.token_ids for turn in turns] == [generated(family, ids) for ids in prompts]
+    ids = prompts[0] + turns[0].token_ids + ask(chat, picture(3, 40, 70), "And now?")
+    second = await sessions[0].sample(ids, SamplingParams(max_tokens=6, seed=3))
+    assert difference(family, ids, second) < 1e-4
+    for session in sessions:
+        session.close()
+    await engine.close()
+
+
+def test_sessions_with_images_equal_generate() -> None:
+    run(lambda: check("qwen3_vl"))
+    run(lambda: check("qwen3_vl", deterministic=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_equals_generate(family: str) -> None:
+    run(lambda: check(family))
+    run(lambda: check(family, prefill_tokens=8))  # chunks end inside images, unless the family sees whole ones
+
+
+def test_equal_images_are_shared_and_different_ones_are_not() -> None:
+    async def play() -> list[int]:
+        chat, engine, shared = chat_of("qwen3_vl"), engine_of("qwen3_vl", deterministic=True), [0]
+        for seed in (0, 0, 1):
+            with_session = engine.session()
+            await with_session.sample(ask(chat, picture(seed), "What is it? " * 12), GREEDY)
+            with_session.close()
+            shared.append(engine.stats.shared)
+        await engine.close()
+        return [after - before for before, after in zip(shared, shared[1:], strict=False)]
+
+    first, second, third = run(play)
+    assert first == 0
+    # All but the last token; then only the text before the image (deterministic mode shares from multiples of 32).
+    assert second > third > 0
+
+
+def test_the_tower_runs_once_per_image_within_its_budget() -> None:
+    loaded, chat = vision_model("qwen3_vl"), chat_of("qwen3_vl")
+    vision = open_vision(loaded.model, loaded.vision.processor, loaded.tokenizer)  # pyright: ignore
+
+    async def play(images: list[int]) -> int:
+        engine, before = NativeEngine(loaded.model, slots=2, max_length=256, vision=vision), vision.encoded
+        for seed in images:
+            await engine.sample(ask(chat, picture(seed)), GREEDY)
+        await engine.close()
+        return vision.encoded - before
+
+    assert run(lambda: play([0, 1, 0, 1, 0])) == 2
+    vision.forget()
+    vision._cache_bytes = 1  # only the last image stays
+    assert run(lambda: play([0, 0, 1, 0])) == 3
+
+
+def test_evicted_and_forked_sessions_see_their_images() -> None:
+    async def play() -> None:
+        chat, engine = chat_of("qwen3_vl"), engine_of("qwen3_vl", slots=2)
+        prompts = [ask(chat, picture(seed)) for seed in range(4)]
+        sessions = [engine.session() for _ in prompts]
+        turns = [await session.sample(ids, GREEDY) for session, ids in zip(sessions, prompts, strict=True)]
+        assert engine.stats.evictions > 0
+        for number, seed in ((0, 5), (1, 6)):  # evicted by now
+            ids = prompts[number] + turns[number].token_ids + ask(chat, picture(seed), "And now?")
+            fork = sessions[number].fork()
+            for session in (sessions[number], fork):
+                assert difference("qwen3_vl", ids, await session.sample(ids, GREEDY)) < 1e-4
+        await engine.close()
+
+    run(play)
+
+
+def test_preempted_sessions_see_their_images() -> None:
+    async def play() -> None:
+        chat = chat_of("qwen3_vl")
+        engine = engine_of("qwen3_vl", slots=3, max_length=256, cache_bytes=300_000)
+        prompts = [ask(chat, picture(seed), "What is it? " * 8) for seed in range(3)]
+        sessions = [engine.session() for _ in prompts]
+        params = SamplingParams(temperature=0, max_tokens=60)
+        turns = await asyncio.gather(
+            *(session.sample(ids, params) for session, ids in zip(sessions, prompts, strict=True))
+        )
+        assert engine.stats.preemptions > 0
+        for ids, turn in zip(prompts, turns, strict=True):
+            assert difference("qwen3_vl", ids, turn) < 1e-4
+        await engine.close()
+
+    run(play)
+
+
+def test_a_sampled_placeholder_is_text() -> None:
+    """A model may sample the token with which its template marks images; it then shows none."""
+    chat, loaded = chat_of("qwen3_vl"), vision_model("qwen3_vl")
+    assert loaded.vision is not None
+    placeholder = loaded.vision.placeholder_id
+
+    async def play() -> None:
+        engine = engine_of("qwen3_vl")
+        ids = ask(chat, picture(0)) + [placeholder]
+        with_image = ids + ask(chat, picture(1), "And now?")
+        turn = await engine.sample(with_image, GREEDY)
+        await engine.close()
+        engine = engine_of("qwen3_vl", prefill_tokens=4)  # the placeholder is alone in its chunk
+        assert (await engine.sample(with_image, GREEDY)).token_ids == turn.token_ids
+        await engine.close()
+
+    run(play)
+
+
+def test_unknown_images_are_rejected() -> None:
+    async def play() -> None:
+        engine = engine_of("qwen3_vl")
+        with pytest.raises(ValueError, match="belongs to no image"):
+            await engine.sample([5, (1 << 31) - 2, 6], GREEDY)
+        await engine.close()
+
+    run(play)

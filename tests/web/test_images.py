@@ -1,0 +1,142 @@
+"""Images of a run: what its folder keeps, what the page shows, and what its address gives away."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.test_data_images import seen_episode
+from tests.kits.page import Served, serving
+from tests.kits.pictures import BLUE, GREEN, RED, picture
+from tests.kits.registry import made_run
+from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.cli import show
+from TrainingFactory.data.trajectories import load_trajectories
+from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.types import PlacedImage, Trajectory
+
+A, B, C = (picture(color) for color in (RED, GREEN, BLUE))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    runs = tmp_path_factory.mktemp("page") / "runs"
+    made_run(runs, "mine")
+    RunFolder(runs / "mine").append_trajectories([seen_episode()])
+    (runs.parent / "secret.png").write_bytes(A.data)
+    with serving(runs) as served:
+        yield served
+
+
+def sources(view: dict[str, Any]) -> list[str]:
+    messages = [
+        *view["prompt"],
+        *(row for turn in view["turns"] for row in [*turn["replies"], *turn["tool_results"]]),
+    ]
+    return [image["src"] for message in messages for image in message.get("images") or ()]
+
+
+def test_an_episode_names_the_addresses_of_its_images(page: Served) -> None:
+    view = page.get("/api/runs/mine/episodes/1")
+    first, second, third = sources(view)
+    assert second == third and first == f"/api/runs/mine/images/{A.digest}"
+    assert view["prompt"][0]["images"][0] | {"src": ""} == {
+        "place": 8, "digest": A.digest, "width": 8, "height": 6, "src": "",
+    }  # fmt: skip
+    answer = page.client.get(second)
+    assert answer.status_code == 200 and answer.content == B.data
+    assert (
+        answer.headers["content-type"] == "image/png"
+        and answer.headers["x-content-type-options"] == "nosniff"
+    )
+    assert "immutable" in answer.headers["cache-control"] and "private" in answer.headers["cache-control"]
+    assert page.client.get(first, headers={"authorization": ""}).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "..%2F..%2F..%2Fsecret", "../../../secret.png", "%2e%2e/config.yaml", "x", A.digest.upper(), A.digest[:-1],
+        f"{A.digest}.png", C.digest, f"{A.digest}%00", f"{A.digest[:2]}/{A.digest}.png", "", "%2Fetc%2Fpasswd",
+    ],
+)  # fmt: skip
+def test_other_files_are_not_given(page: Served, name: str) -> None:
+    answer = page.client.get(f"/api/runs/mine/images/{name}")
+    assert answer.status_code == 404, answer.text
+    assert page.client.get(f"/api/runs/none/images/{A.digest}").status_code == 404
+
+
+def test_links_and_damaged_files_are_not_given(page: Served) -> None:
+    run = page.page.runs.folder / "mine" if page.page else Path()
+    store = RunFolder(run).images
+    path = store.path(C.digest)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    os.symlink(run.parent.parent / "secret.png", path)
+    assert page.client.get(f"/api/runs/mine/images/{C.digest}").status_code == 404
+    path.unlink()
+    path.write_bytes(b"<svg onload=alert(1)>")
+    answer = page.client.get(f"/api/runs/mine/images/{C.digest}")
+    assert answer.status_code == 500 and "damaged" in answer.text and "svg" not in answer.text
+    path.unlink()
+
+
+def test_an_episode_without_a_folder_carries_its_images() -> None:
+    view = episode_view(seen_episode(), 1).model_dump()
+    data = base64.b64encode(A.data).decode()
+    assert (
+        sources(view)[0] == f"data:image/png;base64,{data}" and "data" not in view["prompt"][0]["images"][0]
+    )
+
+
+def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:
+    show.episode(seen_episode(), "an episode")
+    printed = capsys.readouterr().out
+    assert (
+        f"look at [image 8x6 {A.digest[:8]}]and" in printed
+        and f"clicked[image 8x6 {B.digest[:8]}]" in printed
+    )
+
+
+# The folder
+
+
+def stored(run: RunFolder) -> set[str]:
+    return {path.stem for path in run.path.glob("images/??/*.png")}
+
+
+def only(image: Any) -> Trajectory:
+    episode = seen_episode()
+    episode.prompt[0].images[0] = PlacedImage(8, image)  # and the task's, which is the same message
+    return episode
+
+
+def test_resuming_removes_the_images_of_lost_episodes_only(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a")
+    run.append_trajectories([only(A)])
+    offsets = run.offsets()
+    run.append_trajectories([only(C)])
+    assert stored(run) == {A.digest, B.digest, C.digest}
+    before = {path: path.stat().st_mtime_ns for path in run.path.glob("images/??/*.png")}
+    run.rewind(offsets)
+    assert stored(run) == {A.digest, B.digest}
+    [episode] = load_trajectories(run.path / TRAJECTORIES)
+    assert episode == only(A) and episode.prompt[0].images[0].image.data == A.data
+    run.append_trajectories([only(C)])  # as the resumed run does
+    assert stored(run) == {A.digest, B.digest, C.digest}
+    kept = {path: path.stat().st_mtime_ns for path in before if path.stem != C.digest}
+    assert kept == {path: time for path, time in before.items() if path.stem != C.digest}
+
+
+def test_images_of_other_files_stay(tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "a")
+    run.append_trajectories([only(A)])
+    run.append_trajectories([only(C)], "heldout.jsonl.part")
+    assert run.remove_unused_images() == 0
+    (run.path / "heldout.jsonl.part").unlink()
+    assert run.remove_unused_images() == 1 and stored(run) == {A.digest, B.digest}
+    assert RunFolder(tmp_path / "none").remove_unused_images() == 0
