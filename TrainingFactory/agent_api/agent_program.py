@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, ReportedReward, new_key
+from TrainingFactory.common.images import as_text
 from TrainingFactory.common.options import STRICT, Count, Text, make_from
 from TrainingFactory.common.texts import MAX_ERROR_CHARS, escape_control, redact
 from TrainingFactory.common.workers.groups import inherited_variables
@@ -185,7 +186,9 @@ class ProgramEpisode(SelfScoredEpisode):
     def _placeholders(self, work: Path, home: str) -> dict[str, str]:
         """Return the values of `PLACEHOLDERS`."""
         prompt = self.task.prompt
-        text = prompt if isinstance(prompt, str) else "\n\n".join(message.content for message in prompt)
+        text = (
+            prompt if isinstance(prompt, str) else "\n\n".join(as_text(m.content, m.images) for m in prompt)
+        )
         root = self.endpoint.base_url.removesuffix("/v1")
         endpoint = (self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
         return dict(zip(PLACEHOLDERS, (text, str(work), home, *endpoint), strict=True))

@@ -120,7 +120,7 @@ def _same(recorded: Message, received: Message, arguments: bool) -> bool:
 
     def fields(message: Message) -> list[object]:
         calls = [[c.id, c.name, json.dumps(c.arguments) if arguments else ""] for c in message.tool_calls]
-        return [message.role, message.content, message.tool_call_id, calls]
+        return [message.role, message.content, message.images, message.tool_call_id, calls]
 
     same_name = recorded.name == received.name or (recorded.role == "assistant" and recorded.name is None)
     same_reasoning = (received.reasoning or None) in (None, recorded.reasoning)

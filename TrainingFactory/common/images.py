@@ -99,6 +99,17 @@ def as_image(value: Any) -> Image:
     return image_from_pillow(value) if _is_pillow(value) else read_image(bytes(value))
 
 
+def thumbnail(image: Image, edge: int = 320) -> bytes:
+    """Return a JPEG file of the image, with at most `edge` pixels along an edge."""
+    from PIL import Image as Pillow
+
+    with Pillow.open(io.BytesIO(image.data), formats=("PNG",)) as picture:
+        picture.thumbnail((edge, edge))
+        file = io.BytesIO()
+        picture.save(file, "JPEG", quality=80)
+    return file.getvalue()
+
+
 # Texts with images
 
 

@@ -195,10 +195,10 @@ def _without_thought(turn: ContextTurn) -> ContextTurn:
 
 
 def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
-    """Replace tool results that are longer than the placeholder."""
+    """Replace tool results that have images or are longer than the placeholder."""
     replies = [
-        replace(reply, content=placeholder)
-        if reply.role == "tool" and len(reply.content) > len(placeholder)
+        replace(reply, content=placeholder, images=[])
+        if reply.role == "tool" and (reply.images or len(reply.content) > len(placeholder))
         else reply
         for reply in turn.replies
     ]

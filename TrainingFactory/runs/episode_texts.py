@@ -9,9 +9,14 @@ from TrainingFactory.common.images import as_text, label
 from TrainingFactory.types import Message, Reward, Trajectory
 
 
+def content_text(message: Message) -> str:
+    """Return the text of a message, with labels for its images."""
+    return as_text(message.content, message.images, label)
+
+
 def message_lines(message: Message) -> list[tuple[str, str]]:
     """Return a message as (speaker, text) lines: its content, with labels for images, then its tool calls."""
-    content = as_text(message.content, message.images, label)
+    content = content_text(message)
     lines = [(str(message.role), content)] if content or not message.tool_calls else []
     for call in message.tool_calls:
         arguments = json.dumps(call.arguments, ensure_ascii=False)

@@ -19,6 +19,7 @@ from TrainingFactory.apps.serving.served import ServedModel, load_served_model, 
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.common.images import moved
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.common.user_code import as_value_error
@@ -164,7 +165,11 @@ class PlayConversation:
             raise ValueError("the last message is the model's and calls no tool; add a message after it")
         cut, most = self.served.chat.truncate, self.config.sampling.max_reply_tokens
         step = await self.environment.step(message)
-        return [replace(reply, content=cut(reply.content, most)) for reply in step.replies]
+        contents = [cut(reply.content, most) for reply in step.replies]
+        return [
+            replace(reply, content=content, images=moved(reply.images, reply.content, content))
+            for reply, content in zip(step.replies, contents, strict=True)
+        ]
 
     async def _leave(self) -> None:
         environment, self.environment = self.environment, None

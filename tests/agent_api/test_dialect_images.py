@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.kits.pictures import GREEN, RED, picture
+from TrainingFactory.agent_api.conversations import _begins
 from TrainingFactory.agent_api.dialects.base import Dialect
 from TrainingFactory.agent_api.dialects.routes import CHAT, GEMINI, MESSAGES, RESPONSES
 from TrainingFactory.agent_api.turns.requests import check_size
@@ -22,6 +23,7 @@ from TrainingFactory.common.endpoints.names import make_endpoint
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.image_parts import data_of, data_url
 from TrainingFactory.common.images import split_text
+from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import (
     Completion,
@@ -118,6 +120,18 @@ def test_numbers_of_images_are_limited() -> None:
     check_size(body, 100, sees=True)
     with pytest.raises(ApiError, match="too many for the model's context"):
         check_size(body, 100)
+
+
+def test_a_request_with_another_image_continues_another_conversation() -> None:
+    prompt, answer = Message("user", "x", images=[PlacedImage(1, A)]), Message("assistant", "y")
+    other = Message("user", "x", images=[PlacedImage(1, B)])
+    assert _begins([prompt, answer, prompt], [parsed_again(prompt), answer])
+    assert not _begins([other, answer, prompt], [prompt, answer])
+
+
+def parsed_again(message: Message) -> Message:
+    [again] = parsed("chat", {"messages": [message_to_dict(message)]})
+    return again
 
 
 # Our requests

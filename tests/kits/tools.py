@@ -70,7 +70,7 @@ def no_turn_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     from TrainingFactory.models import chat_format
 
     def make_chat(config: Any, loaded: Any, day: Any = None, notify: Any = None) -> Any:
-        return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)))
+        return chat_format(loaded.tokenizer, stop_ids=range(len(loaded.tokenizer)), vision=loaded.vision)
 
     monkeypatch.setattr(sampler, "make_chat", make_chat)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image as Pillow
 
 from tests.data.test_data_images import seen_episode
 from tests.kits.page import Served, serving
@@ -18,7 +21,7 @@ from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.cli import show
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
-from TrainingFactory.types import PlacedImage, Trajectory
+from TrainingFactory.types import Message, PlacedImage, Trajectory
 
 A, B, C = (picture(color) for color in (RED, GREEN, BLUE))
 
@@ -99,6 +102,26 @@ def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         f"look at [image 8x6 {A.digest[:8]}]and" in printed
         and f"clicked[image 8x6 {B.digest[:8]}]" in printed
+    )
+
+
+def test_reports_have_small_copies(tmp_path: Path) -> None:
+    from TrainingFactory.apps.reports.pages import _content
+
+    wide = picture(RED, (1000, 500))
+    html = str(_content(Message("user", "<b>&", images=[PlacedImage(1, wide)])))
+    found = re.fullmatch(
+        r'&lt;<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]+)"[^>]*/>b&gt;&amp;', html
+    )
+    assert found and found[2] == f"[image 1000x500 {wide.digest[:8]}]"
+    with Pillow.open(io.BytesIO(base64.b64decode(found[1]))) as copy:
+        assert (copy.format, copy.size) == ("JPEG", (320, 160))
+    run = RunFolder(tmp_path / "a")
+    run.append_trajectories([only(wide)])
+    run.images.path(wide.digest).unlink()
+    [episode] = load_trajectories(run.path / TRAJECTORIES)
+    assert f"[image 1000x500 {wide.digest[:8]}] (image {wide.digest} cannot be read" in _content(
+        episode.prompt[0]
     )
 
 

@@ -13,6 +13,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.event_loop import run
+from TrainingFactory.common.image_parts import read_parts
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.envs.process.pool import PooledEpisode, ProcessPool, request_once
@@ -259,10 +260,14 @@ def _spec(row: Any) -> ToolSpec:
 
 
 def _message(row: Any) -> Message:
-    is_valid = isinstance(row, dict) and row.get("role") in ROLES and isinstance(row.get("content"), str)
+    is_valid = (
+        isinstance(row, dict) and row.get("role") in ROLES and isinstance(row.get("content"), str | list)
+    )
     if not is_valid:
         raise ValueError(f"the environment's message needs a `role` and a text `content`: {str(row)[:200]}")
-    return Message(row["role"], row["content"], tool_call_id=row.get("tool_call_id"), name=row.get("name"))
+    content, images = read_parts(row["content"])
+    fields = {"tool_call_id": row.get("tool_call_id"), "name": row.get("name"), "images": images}
+    return Message(row["role"], content, **fields)
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
