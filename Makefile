@@ -11,7 +11,7 @@ SERVERS := .servers
 HELLO := 0.2.9 1.0.0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects notebooks docs bench clean
+.PHONY: help setup servers agents demo check quick test test-slow lint format stubs compat dialects environments notebooks docs bench clean
 
 help:
 	@echo "make demo    watch an agent learn to use tools (a few minutes)"
@@ -26,6 +26,7 @@ help:
 	@echo "make docs    build the documentation site into build/docs and check its links"
 	@echo "make bench   measure sampling and tools"
 	@echo "make dialects  check the API dialects with the official SDKs and generate their page"
+	@echo "make environments  check the environments of other packages and generate the table of their page"
 	@echo "make agents  only install the agents and trainers of others that slow tests use, into $(SERVERS)"
 	@echo "make servers only install the servers and packages of others that tests use, into $(SERVERS)"
 	@echo "make setup   only install, into $(VENV)"
@@ -86,11 +87,23 @@ $(SERVERS)/gyms.installed: tests/servers/gyms.txt | $(STAMP)
 	else echo "pip failed: tests with reasoning-gym and BFCL will skip"; fi
 
 # Environments of other packages, each in a virtual environment of its own.
-ENVS := gymnasium
+ENVS := gymnasium openenv textarena trl
+# $(call add_envs,NAMES): install environments into $(SERVERS)/envs.
+add_envs = for name in $(1); do rm -rf $(SERVERS)/envs/$$name; \
+	TFACTORY_ENVS=$(SERVERS)/envs $(RUN) -m TrainingFactory.cli envs add $$name || exit 1; done
 $(SERVERS)/envs.installed: $(ENVS:%=TrainingFactory/envs/adapters/%.py) | $(STAMP)
-	@rm -rf $(SERVERS)/envs
-	@if $(call quietly,for name in $(ENVS); do TFACTORY_ENVS=$(SERVERS)/envs $(RUN) -m TrainingFactory.cli envs add $$name || exit 1; done); \
-	then touch $@; else echo "pip failed: tests with Gymnasium will skip"; fi
+	@if $(call quietly,$(call add_envs,$(ENVS))); then touch $@; \
+	else echo "pip failed: tests with environments of other packages will skip"; fi
+
+# Those of slow tests (1 GB): verifiers, and a server of OpenEnv.
+$(SERVERS)/verifiers.installed: TrainingFactory/envs/adapters/verifiers.py | $(STAMP)
+	@if $(call quietly,$(call add_envs,verifiers)); then touch $@; \
+	else echo "pip failed: tests with verifiers will skip"; fi
+
+$(SERVERS)/openenv.installed: tests/servers/openenv.txt | $(STAMP)
+	@rm -rf $(SERVERS)/openenv
+	@if $(call quietly,$(RUN) -m venv $(SERVERS)/openenv && $(call install,$(SERVERS)/openenv/bin/python) -r $<); \
+	then touch $@; else echo "pip failed: tests with a server of OpenEnv will skip"; fi
 
 # Both lines of HelloAgents, without what our own environment has or their tools for training need.
 $(SERVERS)/hello-%.installed: tests/servers/hello.txt | $(STAMP)
@@ -120,7 +133,7 @@ $(SERVERS)/swift-env.installed: tests/servers/swift_env.txt | $(STAMP)
 	else echo "pip failed: the test that trains with ms-swift will skip"; fi
 
 # Agents of others, for the slow tests (1.5 GB): npm's in node_modules, PyPI's in an environment of their own.
-agents: $(SERVERS)/agents.installed $(SERVERS)/swift-env.installed
+agents: $(SERVERS)/agents.installed $(SERVERS)/swift-env.installed $(SERVERS)/verifiers.installed $(SERVERS)/openenv.installed
 
 $(SERVERS)/agents.installed: tests/servers/agents/package.json tests/servers/agents/requirements.txt | $(STAMP)
 	@rm -rf $(SERVERS)/agents && $(RUN) -m venv $(SERVERS)/agents && cp $< $(SERVERS)/agents
@@ -202,6 +215,9 @@ compat: $(STAMP)
 
 dialects: $(STAMP) $(SERVERS)/sdks.installed
 	@$(RUN) -m tests.kits.dialect_page
+
+environments: $(STAMP) $(SERVERS)/envs.installed $(SERVERS)/verifiers.installed $(SERVERS)/openenv.installed
+	@OMP_NUM_THREADS=1 $(RUN) -m tests.kits.environments_table
 
 notebooks: $(STAMP)
 	@$(RUN) -m tests.kits.notebooks

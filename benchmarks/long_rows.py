@@ -20,9 +20,8 @@ import torch
 
 from benchmarks.gpu_shapes import random_model
 from TrainingFactory.apps.plan.shapes import find_shape
-from TrainingFactory.assembly.learner import make_learner, make_trainable
+from TrainingFactory.assembly.learner import make_algorithm, make_learner, make_trainable
 from TrainingFactory.assembly.memory import learner_bytes
-from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.models import LoadedModel
@@ -94,7 +93,9 @@ def main() -> None:
             finished = subprocess.run(command, capture_output=True, text=True)
             line = f"{size:>14} {kind:>13} {options.tokens:>7}"
             if "RESULT " not in finished.stdout:
-                reason = "does not fit" if "out of memory" in finished.stderr else finished.stderr.strip()[-300:]
+                reason = (
+                    "does not fit" if "out of memory" in finished.stderr else finished.stderr.strip()[-300:]
+                )
                 print(f"{line} {reason}", flush=True)
                 continue
             result = json.loads(finished.stdout.rpartition("RESULT ")[2])

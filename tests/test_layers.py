@@ -69,9 +69,9 @@ HEART = [
     "learning/learner.py", "learning/step.py", "learning/policy.py", "learning/forward.py", "learning/logprobs.py",
     "learning/optim.py",
 ]  # fmt: skip
-HEART_LINES = 7_350
-TOTAL_LINES = 65_850  # of Python in the package
-STATIC_LINES = 8_750  # of web/static
+HEART_LINES = 7_800
+TOTAL_LINES = 76_000  # of Python in the package
+STATIC_LINES = 8_900  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 
 NO_TORCH = ["types", "protocols", "common", "config", "tools", "envs", "rewards", "rollout", "web"]

@@ -187,6 +187,8 @@ def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunc
     }
     if unusable := ", ".join(key for key, value in options.items() if value):
         raise ValueError(f"{unusable} does not apply to self-play ({name}): remove it")
+    if config.sampling.deterministic and config.sampling.slots < 2:
+        raise ValueError(f"self-play ({name}) with sampling.deterministic needs sampling.slots of at least 2")
 
 
 async def check_tools(

@@ -11,8 +11,10 @@ import torch
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.branching import max_leaves
+from TrainingFactory.assembly.states import attention_layers, row_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.sampling.cache.store import free_memory
+from TrainingFactory.sampling.sizing import SNAPSHOTS
 
 # Maximum bytes of optimizer state per trained weight.
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 8}
@@ -64,6 +66,8 @@ def needed(
             parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
         slots = min(config.sampling.slots, episodes * (1 + ahead))
         parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
+        if states := state_bytes(shape, slots, counts.size):
+            parts["states"] = states
     return {name: float(count) for name, count in parts.items()}
 
 
@@ -138,7 +142,12 @@ def mlp_width(shape: Any) -> int:
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
     """Return the bytes of the native engine's KV cache with all slots full; `shape` is the text config."""
-    return 2 * shape.num_hidden_layers * attention_widths(shape)[1] * size * (slots + 1) * max_length
+    return 2 * attention_layers(shape) * attention_widths(shape)[1] * size * (slots + 1) * max_length
+
+
+def state_bytes(shape: Any, slots: int, size: int) -> int:
+    """Return the bytes of the states of recurrent layers in the native engine: of all slots, and their snapshots."""
+    return (1 + SNAPSHOTS) * slots * row_bytes(shape, size)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
@@ -155,7 +164,7 @@ def cache_limit(config: TrainingConfig, model: Any, needs: Set[str], max_length:
         return int(config.sampling.cache_gib * GIB)
     device = next(model.parameters()).device
     parts = estimate_model_memory(config, model, needs, max_length)
-    peak = sum(count for name, count in parts.items() if name != "cache")
+    peak = sum(count for name, count in parts.items() if name not in ("cache", "states"))
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
     free = free_memory(device)
     return int(max(free - max(0.0, peak - allocated), MIN_CACHE_SHARE * free))

@@ -97,8 +97,9 @@ class RunTools:
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise for a task without a column that the simulated user needs."""
-        for task in tasks if self._user is not None else ():
-            self._user.brief.instructions(task)
+        if self._user is not None:
+            for task in tasks:
+                self._user.brief.instructions(task)
 
     def record_to(self, folder: Path) -> None:
         """Record all calls from now on; call it after `equip`."""

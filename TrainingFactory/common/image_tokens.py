@@ -9,17 +9,22 @@ feeds the model; on disk an image token is negative (`to_disk`, `from_disk`).
 
 from __future__ import annotations
 
+import tempfile
 import threading
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from TrainingFactory.common.images import ImageStore
 from TrainingFactory.types import Image
 
 VIRTUAL = 1 << 30  # above every vocabulary; ids fit into 32 bits
 MAX_TOKENS = VIRTUAL - 1
+KEPT_BYTES = 1 << 30  # of pictures in memory; older ones are in a temporary folder
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,6 +56,9 @@ class _Numbers:
         self._starts: list[int] = []
         self._images: list[ImageTokens] = []
         self._next = VIRTUAL
+        self._kept: deque[tuple[str, int]] = deque()  # keys of the images whose pictures are in memory
+        self._kept_bytes = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def add(self, image: Image, count: int) -> ImageTokens:
         with self._lock:
@@ -66,7 +74,28 @@ class _Numbers:
                 self._by_digest[image.digest, count] = tokens
                 self._images.append(tokens)
                 self._starts.append(tokens.first)
+                self._keep(image, count)
             return tokens
+
+    def _keep(self, image: Image, count: int) -> None:
+        self._kept.append((image.digest, count))
+        self._kept_bytes += len(image.data)
+        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
+            key = self._kept.popleft()
+            tokens = self._by_digest[key]
+            self._kept_bytes -= len(tokens.image.data)
+            self._store().add(tokens.image)
+            tokens = replace(tokens, image=replace(tokens.image, data=b""))
+            self._by_digest[key] = self._images[bisect_right(self._starts, tokens.first) - 1] = tokens
+
+    def _store(self) -> ImageStore:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="tfactory-images-")
+        return ImageStore(Path(self._folder.name))
+
+    def picture(self, tokens: ImageTokens) -> Image:
+        with self._lock:
+            return tokens.image if tokens.image.data else self._store().read(tokens.image.digest)
 
     def find(self, token: int) -> ImageTokens:
         place = bisect_right(self._starts, token) - 1
@@ -86,6 +115,11 @@ def number_image(image: Image, count: int) -> ImageTokens:
 def find_image(token: int) -> ImageTokens:
     """Return the image of an id. Raises ValueError if it has none."""
     return _numbers.find(token)
+
+
+def picture_of(tokens: ImageTokens) -> Image:
+    """Return the image of these ids with its pixels, which may have left the memory."""
+    return _numbers.picture(tokens)
 
 
 def images_in(ids: Iterable[int]) -> list[ImageTokens]:

@@ -150,7 +150,7 @@ class ContextSection(Section):
 
 class UserSection(Section):
     model: PathText
-    """Model that plays the user: an endpoint (openai:MODEL@URL, anthropic:MODEL, gemini:MODEL, or a YAML file of endpoint
+    """Model that plays the user: an endpoint (openai:MODEL@URL, anthropic:MODEL, gemini:MODEL, or a YAML file of its
     options), or a model that the run starts, named as in model.name. Its tokens are not trained."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of an endpoint: {concurrency: 8, retries: 5, max_cost: 2, cache: user.sqlite}. Of a model that the run
@@ -176,8 +176,8 @@ class UserSection(Section):
 class EnvironmentSection(Section):
     environment_id: PathText | None = None
     """Environment: a registered name, a Python file that defines one (weather.py, weather.py:Weather), or one that runs
-    in another process (gymnasium:NAME, process:COMMAND). null, with data.tasks: a plain conversation, with the
-    configured tools if any."""
+    in another process (gymnasium:NAME, openenv:URL, process:COMMAND). null, with data.tasks: a plain conversation, with
+    the configured tools if any."""
     command: str | None = None
     """Your own agent instead of an environment: a program started once per episode that calls the model at
     OPENAI_BASE_URL, such as "python my_agent.py"."""
@@ -375,8 +375,8 @@ class LoraSection(Section):
     target_modules: str | list[str] = "all-linear"
     """Layers that get an adapter: all-linear, or a list of layer-name suffixes."""
     experts: bool | None = None
-    """Mixtures of experts: adapt the fused weights of the experts too. null: only in the families where PEFT counts them
-    as linear layers, such as Qwen3-MoE, Mixtral and GLM-4.5. Not with dropout or dora."""
+    """Mixtures of experts: adapt the fused weights of the experts too. null: only in families where PEFT counts
+    them as linear layers, such as Qwen3-MoE, Mixtral and GLM-4.5. Not with dropout or dora."""
     dora: bool = False
     """Train magnitude and direction of each weight row separately (DoRA): slower, better at low ranks."""
     rslora: bool = False

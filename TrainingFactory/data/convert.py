@@ -270,7 +270,7 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
 
 def _tagged(content: Any) -> str:
     """Return a content with the tag <image> for each image. Raise ValueError if the text itself has the tag."""
-    if isinstance(content, str):
+    if not isinstance(content, list):
         return content
     if any(TAG in part.get("text", "") for part in content):
         raise ValueError(f"a message with an image has the text {TAG}, which ms-swift takes for an image")

@@ -102,6 +102,7 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
 
 
 def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
+    """Return a task as JSON. Its images are put into the store; without a store, their data is in the JSON."""
     prompt = (
         task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
     )
@@ -109,6 +110,7 @@ def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
 
 
 def task_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Task:
+    """Return the task of `task_to_dict`."""
     prompt = row["prompt"]
     prompt = prompt if isinstance(prompt, str) else [_message_from_dict(message, store) for message in prompt]
     return Task(row["id"], prompt, row.get("answer"), row["metadata"])

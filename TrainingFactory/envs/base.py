@@ -39,6 +39,9 @@ class ToolEnvironment:
     """
 
     system_prompt: ClassVar[str] = ""
+    shows_images: ClassVar[bool] = (
+        False  # its messages or tools show images; `model.vision: null` asks for it
+    )
 
     def __init__(
         self,

@@ -36,8 +36,8 @@ class SelfPlayEnvironment(ABC):
             return {"buyer": 20 - self.price, "seller": self.price - 10}
     ```
 
-    A turn without a tool call is a move. `role_tools` may give a role tools of its own. `forfeited` names the role whose
-    message was cut at a length limit before the game was over."""
+    A turn without a tool call is a move. `role_tools` may give a role tools of its own. `forfeited` names the role
+    whose message was cut at a length limit before the game was over."""
 
     roles: ClassVar[tuple[str, str]]
     forfeited: str | None = None
@@ -79,7 +79,7 @@ class SelfPlayEnvironment(ABC):
             f"{type(self).__name__} is played by two roles: use it with tfactory train, eval or rollout"
         )
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - games without resources need not define it
         """Release the resources of the game, after both roles have their rewards."""
 
 

@@ -163,7 +163,7 @@ def _weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[st
                 }
                 module = copy.deepcopy(module, params)
                 layer: Any = module
-                while isinstance(layer, BaseTunerLayer):  # two weights of experts have nested adapters
+                while layer is not module.get_base_layer():  # two weights of experts have nested adapters
                     layer.merge()
                     layer = layer.base_layer
             module = module.get_base_layer()

@@ -44,7 +44,7 @@ class Routers:
     """The routers of `model`. `aux_loss` is the coefficient of the auxiliary loss; None: the model's own."""
 
     def __init__(self, model: PreTrainedModel, aux_loss: float | None) -> None:
-        self._experts = expert_modules(model)
+        self.layers = expert_modules(model)
         self._top_k = _balanced_experts(model)
         if aux_loss and not self._top_k:
             raise ValueError(
@@ -79,8 +79,7 @@ class Routers:
 
         hooks = [gate.register_forward_hook(add_logits) for gate in self._gates]
         hooks += [
-            module.register_forward_pre_hook(add_chosen, with_kwargs=True)
-            for module in self._experts.values()
+            module.register_forward_pre_hook(add_chosen, with_kwargs=True) for module in self.layers.values()
         ]
         try:
             yield routing
@@ -91,7 +90,7 @@ class Routers:
     def loads(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
         """Return how many tokens each expert of each layer computes. [layers, E]"""
         counts = [_counts(chosen, weights, module.num_experts) for chosen, module in
-                  zip(routing.chosen, self._experts.values(), strict=True)]  # fmt: skip
+                  zip(routing.chosen, self.layers.values(), strict=True)]  # fmt: skip
         return torch.stack(counts).cpu().numpy()
 
     def balance_counts(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
@@ -113,6 +112,16 @@ class Routers:
         token_weights = _padded(weights, len(first)).to(first.device)
         values = [logits.float().softmax(-1) @ shares @ token_weights for logits in routing.logits]
         return torch.stack(values).sum() * (first.shape[-1] / counts[-1])
+
+
+def changed_routes(left: Routing, right: Routing, tokens: int) -> float:
+    """Return the share of pairs of a token and a layer that two forward passes over the same tokens compute with
+    different experts. Only the first `tokens` of each layer count; padding may follow."""
+    shares = [
+        (one[:tokens].sort(-1).values != other[:tokens].sort(-1).values).any(-1).float().mean()
+        for one, other in zip(left.chosen, right.chosen, strict=True)
+    ]
+    return float(torch.stack(shares).mean())
 
 
 def find_routers(model: PreTrainedModel, aux_loss: float | None) -> Routers | None:
@@ -163,7 +172,7 @@ def routing_bias_count(model: torch.nn.Module) -> int:
 
 
 def _balanced_experts(model: PreTrainedModel) -> int:
-    """Return k of the auxiliary loss that transformers defines for the family; 0 if it defines none, or another loss."""
+    """Return k of the auxiliary loss that transformers defines for the family; 0: none, or another loss."""
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
     if function is None or not top_k or not experts:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models import composite
+from TrainingFactory.models.dtypes import convert_weights
 from TrainingFactory.models.encoding import decodes_unchanged
 from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.templates import set_chat_template
@@ -97,14 +98,12 @@ def load_model(
         model, tokenizer, processor = builtin_model(target, revision or str(seed))
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        weight_options = {
-            "dtype": torch_dtype,
-            **_quantization_options(quantization, torch_dtype, torch_device),
-        }
+        quantized = _quantization_options(quantization, torch_dtype, torch_device)
+        weight_options = {"dtype": torch_dtype, **quantized}
         sees = composite.was_trained_with_vision(adapter or target) if vision is None else vision
         model, tokenizer, notes, processor = _load_pretrained(name, target, options, weight_options, sees)
     if quantization == "none":
-        model = _converted(model, torch_device, torch_dtype)
+        model = convert_weights(model, torch_device, torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
         _keep_trainable(model)
     model_vision: Vision | None = None
@@ -112,23 +111,11 @@ def load_model(
         from TrainingFactory.models.vision import open_vision
 
         model_vision = open_vision(model, processor, tokenizer, image_tokens)
-    model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter)
+    model = model.eval() if adapter is None else _with_adapter(model.eval(), adapter, processor is not None)
     _check_finite(name, model)
     notes += remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
     return LoadedModel(target, model, tokenizer, notes, model_vision)
-
-
-def _converted(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Convert the weights, but leave the buffers in float32 that transformers keeps so: in bfloat16 the bias by which a
-    router chooses experts would choose others."""
-    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    kept = {name: value.float() for name, value in model.named_buffers() if exact and name.endswith(exact)}
-    model = model.to(device=device, dtype=dtype)
-    for name, value in kept.items():
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, value.to(device))
-    return model
 
 
 def _check_finite(name: str, model: Any) -> None:
@@ -386,7 +373,8 @@ def _gguf_of_package(name: str, package: str) -> Path:
     return files[0]
 
 
-def _with_adapter(model: Any, adapter: str) -> Any:
+def _with_adapter(model: Any, adapter: str, is_whole: bool) -> Any:
+    """Return the model with an adapter. Unless the model `is_whole`, it may be the text part of a composite one."""
     from peft import PeftModel
 
     folder = Path(adapter).expanduser()
@@ -396,7 +384,7 @@ def _with_adapter(model: Any, adapter: str) -> Any:
     task = f"model.adapter {adapter!r} does not fit the model"
     reading = partial(_reading, task, str(folder), {}, "adapter_config.json")
     with reading():
-        options = composite.adapter_options(folder)
+        options = {} if is_whole else composite.adapter_options(folder)
     if missing := composite.missing_modules(model, options):
         raise ValueError(
             f"{task}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "

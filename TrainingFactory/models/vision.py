@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, number_image
+from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, number_image, picture_of
 from TrainingFactory.types import Image
 
 MAX_IMAGE_TOKENS = 1024
@@ -287,7 +287,7 @@ class Vision:
         """Run the tower on one image, alone, so that its output does not depend on other images: [count, 1 + L, D]."""
         from PIL import Image as Pillow
 
-        with Pillow.open(io.BytesIO(tokens.image.data), formats=("PNG",)) as picture:
+        with Pillow.open(io.BytesIO(picture_of(tokens).data), formats=("PNG",)) as picture:
             inputs = self._process(picture.convert("RGB"))
         owner: Any = model.model
         accepted = inspect.signature(owner.get_image_features).parameters

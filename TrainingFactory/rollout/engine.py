@@ -110,7 +110,7 @@ class RolloutEngine:
             for episode in runs:
                 episode.leave()
         self._measure_tail(runs)
-        return [[episode.trajectory for episode in group] for group in groups]
+        return [[run.trajectory for run in group if run.dropped is None] for group in groups]
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
         await gather_or_cancel([self._run(episode, gate) for group in groups for episode in group])

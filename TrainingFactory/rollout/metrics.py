@@ -54,6 +54,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for role in sorted({episode.role for episode in trajectories if episode.role is not None}):
         of_role = [episode.reward for episode in trajectories if episode.role == role]
         scored = [reward.outcome + sum(reward.steps) for reward in of_role if reward is not None]
+        metrics[f"role/{role}/episodes"] = len(of_role)
         metrics[f"role/{role}/unscored"] = len(of_role) - len(scored)
         if scored:
             metrics[f"role/{role}/reward"] = fmean(scored)

@@ -17,12 +17,12 @@ from TrainingFactory.rollout.group_scoring import gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.types import Task, Trajectory
 
-UNLIMITED = asyncio.Semaphore(2**31)  # the match has its place already
+PLAYED = ("done", "truncated", "max_turns")
 
 
 class SelfPlayRollouts(RolloutEngine):
-    """Plays `group_size` games of each task. Game n is two episodes, members n and group_size + n of the task's group,
-    which take one place at the gate: each waits for the other's moves."""
+    """Plays `group_size` games of each task. Game n is two episodes, members n and group_size + n of the task's group.
+    They take one place at the gate, because each waits for the other's moves. A role without a turn has no episode."""
 
     def __init__(self, environment: type[SelfPlayEnvironment], *args: Any, **options: Any) -> None:
         super().__init__(environment, *args, **options)  # pyright: ignore[reportArgumentType]
@@ -46,17 +46,21 @@ class SelfPlayRollouts(RolloutEngine):
     ) -> list[EpisodeRun]:
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
-            matches = [Match(self._game) for _ in range(group_size)]
-            for role in self._game.roles:
-                for match in matches:
-                    member = len(runs) % (2 * group_size)
+            by_role: tuple[list[EpisodeRun], list[EpisodeRun]] = ([], [])
+            for number in range(group_size):
+                match = Match(self._game)
+                # Both sessions of a game are opened one after the other: a deterministic engine gives a slot to the
+                # next session in this order, and neither role can go on without the other.
+                for seat, role in enumerate(self._game.roles):
+                    member = seat * group_size + number
                     trajectory = Trajectory(task, group=f"{step}/{name}", member=member, role=role)
                     seed_of = functools.partial(turn_seed, self.seed, step, name, member)
                     run = self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member))
                     run.rules = dataclasses.replace(
                         self.rules, environment=functools.partial(match.seat, role)
                     )
-                    runs.append(run)
+                    by_role[seat].append(run)
+            runs += [*by_role[0], *by_role[1]]
         return runs
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
@@ -65,5 +69,14 @@ class SelfPlayRollouts(RolloutEngine):
         await gather_or_cancel([self._play_match(match, gate) for match in matches])
 
     async def _play_match(self, match: Sequence[EpisodeRun], gate: asyncio.Semaphore) -> None:
+        first, second = match
         async with gate:
-            await gather_or_cancel([self._run(run, UNLIMITED) for run in match])
+            try:
+                await gather_or_cancel([run.run() for run in match])
+            finally:
+                first.leave()
+                second.leave()
+        if first.trajectory.status in PLAYED and not second.trajectory.turns:
+            second.dropped = "the game was over before its first turn"
+        self._report(first)
+        self._report(second)

@@ -12,12 +12,13 @@ from typing import Any, Generic, NamedTuple
 import numpy as np
 import torch
 
+from TrainingFactory.sampling.batches import FlatBatch, SampledTokens
 from TrainingFactory.sampling.cache.attention import StepContext, Tiles
 from TrainingFactory.sampling.cache.store import PagedCache
 from TrainingFactory.sampling.gpu.graphs import to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
 from TrainingFactory.sampling.planning import EMPTY, StepPlan
-from TrainingFactory.sampling.runner import FlatBatch, Runner, SampledTokens
+from TrainingFactory.sampling.runner import Runner
 from TrainingFactory.sampling.tiles import plan_tiles
 
 log = logging.getLogger(__name__)

@@ -23,12 +23,14 @@ import numpy as np
 import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
+from TrainingFactory.sampling.batches import SampledTokens
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
+from TrainingFactory.sampling.compaction import exchange, scattered
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
-from TrainingFactory.sampling.runner import SampledTokens
-from TrainingFactory.sampling.table import MARGIN, AdmissionRound, SamplingRequest, SessionSlot, SlotTable
+from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
+from TrainingFactory.sampling.table import MARGIN, SlotTable
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ class NativeEngine:
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)
-        few_shapes = on_cuda and not is_recurrent  # no CUDA graphs with states
+        few_shapes = on_cuda and not is_recurrent and vision is None  # no CUDA graphs with states or images
         if few_shapes and not self._runner.tiled:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
@@ -140,6 +142,10 @@ class NativeEngine:
         self._sparse = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
+
+    @property
+    def model(self) -> Any:
+        return self._model
 
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
@@ -375,16 +381,16 @@ class NativeEngine:
         """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
-        pairs = self._table.scattered()
+        pairs = scattered(self._table)
         self._sparse = self._sparse + 1 if pairs else 0
         if self._sparse < COMPACT_AFTER:
             return
         self._sparse = 0
         self._land()
-        pairs = self._table.scattered()
+        pairs = scattered(self._table)
         if not pairs:
             return
-        self._table.exchange(pairs)
+        exchange(self._table, pairs)
         self._runner.copy_pages()
 
     def _deliver(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:

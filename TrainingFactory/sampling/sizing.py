@@ -28,7 +28,7 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> 
     if not shapes:
         return memory
     row_bytes = sum(shape.row_bytes for shape in shapes)
-    rows = memory // 2 // row_bytes - 1  # without the spare one
+    rows = memory // 2 // row_bytes
     if rows < 2:
         raise ValueError(
             f"the states of one sequence need {row_bytes / 2**20:.1f} MiB, and a snapshot as much, but "
@@ -45,7 +45,7 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> 
             )  # fmt: skip
             table.resize(slots, table.max_length)
     table.state_snapshots = min(SNAPSHOTS * slots, rows - slots)
-    return memory - (slots + 1 + table.state_snapshots) * row_bytes
+    return memory - (slots + table.state_snapshots) * row_bytes
 
 
 def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:

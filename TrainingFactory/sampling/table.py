@@ -10,70 +10,20 @@ one that needs pages release theirs and are prefilled again later: idle sessions
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.sampling.cache.snapshots import Snapshots
-from TrainingFactory.types import Completion, SamplingParams
+from TrainingFactory.sampling.requests import AdmissionRound, EngineStats, SamplingRequest, SessionSlot
+from TrainingFactory.types import Completion
 
 CHUNK = 32  # deterministic mode: tokens of one prefill forward, which starts at a multiple of CHUNK
 WAIT_FOR = 4  # a request waits for a prefix that is being computed if that saves at least this many tokens
 MARGIN = 16  # tokens that the steps before the next reservation may add to a sequence
 EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting request may evict it
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """Counters since the engine was created."""
-
-    prefilled: int = 0  # prompt and reply tokens fed in chunks, including twins that are computed only once
-    shared: int = 0  # prompt tokens shared with another slot, or still present in a freed one
-    kept_tokens: int = 0  # tokens of earlier turns that are still in the session's slot
-    sampled: int = 0
-    forwards: int = 0
-    decodes: int = 0  # forwards with decoding rows
-    rows: int = 0  # decoding rows fed, including unused rows if they are fed
-    guessed: int = 0  # draft tokens fed
-    evictions: int = 0  # sessions that lost their slot to another one
-    preemptions: int = 0  # sessions that released their pages to an older one
-    recomputed: int = (
-        0  # cached tokens fed again, because no state of the recurrent layers was stored after them
-    )
-
-
-@dataclass(slots=True, eq=False)
-class SessionSlot:
-    """State of a session in the table."""
-
-    order: int  # number of the session, in the order of opening
-    slot: int | None = None
-    closed: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class SamplingRequest:
-    """A turn to sample."""
-
-    seat: SessionSlot
-    prompt: np.ndarray  # int32
-    params: SamplingParams
-    future: asyncio.Future[Completion]
-    cancelled: bool = False
-    # Log-probs of the tokens at the end of `prompt` that were sampled before a preemption.
-    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-
-
-@dataclass(slots=True)
-class AdmissionRound:
-    """State of one round of admissions."""
-
-    must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
-    full: bool = False  # no slot is free, and no idle session can be evicted
 
 
 class SlotTable:
@@ -244,19 +194,7 @@ class SlotTable:
     def chunk_end(self, slot: int) -> int:
         """Return the end of the chunk that the slot prefills next, if the budget allows."""
         end = int(self.chunked[slot])
-        if self.snapshots is None or not self.snapshots.stops[slot]:
-            return end
-        return min([end, *(stop for stop in self.snapshots.stops[slot] if stop > self.stored[slot])])
-
-    def _snapshot(self, slots: np.ndarray) -> None:
-        """Take snapshots of the slots whose prefilling has reached a stop."""
-        assert self.snapshots is not None
-        for slot in slots.tolist():
-            stops, stored = self.snapshots.stops[slot], int(self.stored[slot])
-            if stored in stops:
-                stops.remove(stored)
-                if self.pure[slot] == stored:
-                    self.snapshots.take(slot, stored)
+        return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
     def _continue(
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
@@ -491,7 +429,7 @@ class SlotTable:
         self.pure[slots] = stored_lengths
         self.pages.leave_window(slots, self.stored[slots])
         if self.snapshots is not None and any(self.snapshots.stops):
-            self._snapshot(slots)
+            self.snapshots.reach(slots, self.stored, self.pure)
 
     def expect(self, slots: np.ndarray) -> None:
         """Count an in-flight token as known, with the id -1 - slot, so that the next step can be planned."""
@@ -533,35 +471,3 @@ class SlotTable:
         self.flying[slot] = 0
         self.epoch[slot] += 1
         return request
-
-    # -- compaction
-
-    def scattered(self) -> list[tuple[int, int]]:
-        """Return pairs of slots whose exchange moves the running slots to the front, if that halves the rows."""
-        running_slots = np.flatnonzero(self.running)
-        count = len(running_slots)
-        if self.deterministic or not count or running_slots[-1] + 1 < max(2 * count, 4):
-            return []
-        high = running_slots[running_slots >= count]
-        low = np.flatnonzero(~self.running[:count])
-        return list(zip(low.tolist(), high.tolist(), strict=True))
-
-    def exchange(self, pairs: list[tuple[int, int]]) -> None:
-        low, high = (np.array(side) for side in zip(*pairs, strict=True))
-        all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
-        self.changes += 1
-        self.pages.exchange(low, high, int(self.stored[all_slots].max()))
-        for array in (
-            self.ids, self.rope, self.logprobs, self.stored, self.lengths, self.pure, self.chunked, self.running,
-            self.used, self.limit, self.seed, self.stops, self.temperature, self.top_p, self.top_k,
-            self.min_p, self.hashes, self.head, self.mark, self.free,
-        ):  # fmt: skip
-            array[all_slots] = array[swapped]
-        for a, b in pairs:
-            if self.snapshots is not None:
-                self.snapshots.exchange(a, b)
-            self.seats[a], self.seats[b] = self.seats[b], self.seats[a]
-            self.requests[a], self.requests[b] = self.requests[b], self.requests[a]
-            for slot in (a, b):
-                if (session_slot := self.seats[slot]) is not None:
-                    session_slot.slot = slot

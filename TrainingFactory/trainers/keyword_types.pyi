@@ -101,6 +101,8 @@ class Keywords(TypedDict, total=False):
     max_grad_norm: float
     token_budget: int
     gradient_checkpointing: bool
+    activation_offload: bool
+    router_aux_loss: float | None
     update_epochs: int
     minibatches: int
     eval_every: int | None
@@ -154,6 +156,7 @@ class Keywords(TypedDict, total=False):
     alpha: int
     dropout: float
     target_modules: str | list[str]
+    experts: bool | None
     dora: bool
     rslora: bool
     backend: Literal["local", "ray"]

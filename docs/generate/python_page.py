@@ -35,7 +35,11 @@ PARTS = [
         "TrainingFactory.tools",
         "tool as_tool FunctionTool MCPTools ToolOptions ToolCache ToolRuntime AsyncToolExecutor",
     ),
-    ("Environments", "TrainingFactory.envs", "ToolEnvironment CalculatorEnvironment SearchEnvironment"),
+    (
+        "Environments",
+        "TrainingFactory.envs",
+        "ToolEnvironment SelfPlayEnvironment CalculatorEnvironment SearchEnvironment",
+    ),
     (
         "Rewards",
         "TrainingFactory.rewards",

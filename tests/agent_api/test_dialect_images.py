@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +15,19 @@ from typing import Any
 import pytest
 
 from tests.kits.pictures import GREEN, RED, picture
+from tests.kits.serve import live
 from TrainingFactory.agent_api.conversations import _begins
 from TrainingFactory.agent_api.dialects.base import Dialect
 from TrainingFactory.agent_api.dialects.routes import CHAT, GEMINI, MESSAGES, RESPONSES
 from TrainingFactory.agent_api.turns.requests import check_size
+from TrainingFactory.apps.serving.server import make_server
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.endpoints.names import make_endpoint
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.image_parts import data_of, data_url
 from TrainingFactory.common.images import split_text
 from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards.judge.model_judge import model_judge
 from TrainingFactory.types import (
     Completion,
@@ -228,3 +232,42 @@ def test_judges_get_the_last_images_of_an_episode(count: int) -> None:
 def test_judges_of_pairs_get_no_images() -> None:
     with pytest.raises(ValueError, match="images"):
         model_judge(model=FakeJudge(), images=1, verdict="pairwise")  # type: ignore[arg-type]
+
+
+# A served model
+
+PATHS = {
+    "chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses",
+    "gemini": "/v1beta/models/{model}:generateContent",
+}  # fmt: skip
+
+
+def asked(server: Any, name: str, image: Image) -> Any:
+    body = json.loads(json.dumps(BODIES[name]).replace(data_of(A), data_of(image)))
+    if name == "gemini":
+        body["generationConfig"] = {"maxOutputTokens": 4, "temperature": 0}
+    else:
+        body |= {"model": server.name, "temperature": 0}
+        body["max_output_tokens" if name == "responses" else "max_tokens"] = 4
+    with live(server) as client:
+        return client.post(PATHS[name].format(model=server.name), json=body)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_served_model_sees_the_image(name: str) -> None:
+    answers = []
+    for image in (picture(RED, (56, 56)), picture(GREEN, (56, 56)), picture(RED, (112, 112))):
+        server = make_server(TrainingConfig(model={"name": "builtin:tiny-vl"}), "tiny-vl")  # type: ignore[arg-type]
+        answer = asked(server, name, image)
+        assert answer.status_code == 200, answer.text
+        answers.append(answer.json())
+    counts = [
+        re.search(r'"(?:prompt_tokens|input_tokens|promptTokenCount)": ?(\d+)', json.dumps(a))
+        for a in answers
+    ]
+    small, other, large = (int(count[1]) for count in counts if count)
+    assert small == other < large  # 16 and 49 tokens an image
+    text = make_server(TrainingConfig(model={"name": "builtin:tiny"}), "tiny")  # type: ignore[arg-type]
+    refused = asked(text, name, A)
+    assert refused.status_code == 400 and "sees no images" in refused.text

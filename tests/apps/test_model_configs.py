@@ -83,7 +83,7 @@ def test_plan_and_forecast_of_a_mixture_of_experts() -> None:
 
 
 def test_unknown_sizes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown size.*qwen3-30b-a3b"):
+    with pytest.raises(ValueError, match=r"unknown size.*qwen3-30b-a3b"):
         find_shape("somebody/Model-8B-A1B", None)  # not that of a dense model with 8B
     config = BY_KEY["deepseek_v3"].config().to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))

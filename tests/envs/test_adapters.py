@@ -101,7 +101,7 @@ def test_an_opponent_takes_listed_actions_or_those_of_the_config() -> None:
     _, prompt, steps = stepped(environment, moves[0])
     assert "Available Moves" in prompt[0].content and "[Player 1]" in steps[0].replies[0].content
     rocks = factory_of("textarena:IteratedRockPaperScissors-v0", args={"opponent": ["[scissors]"]})
-    _, _, steps = stepped(rocks, *[text("rock")] * 5)
+    _, _, steps = stepped(rocks, *[text("rock")] * 9)
     assert steps[-1].done and steps[-1].signals["stop/won"] == 1
 
 

@@ -5,6 +5,7 @@ on its path. Prints one JSON line."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from swift.infer_engine import RequestConfig
@@ -42,6 +43,8 @@ requests = [
     )
     for number, row in enumerate(rows)
 ]
+unscored = json.loads(rows[0]["tf_task"]) | {"answer": None}  # then the environment's reward raises
+requests.append(replace(requests[0], uuid="4", data_dict={"tf_task": json.dumps(unscored)}))
 scheduler = multi_turns["training_factory"](max_turns=4, tokenizer=tokenizer)
 invoke_async_hook(scheduler.on_trajectory_start(requests))
 prompts = [[dict(message) for message in request.messages] for request in requests]
@@ -49,11 +52,12 @@ specs = [tool.spec for tool in SearchEnvironment(task_of(requests[0].data_dict))
 
 
 def turns_of(request):
-    """The reference solution, a wrong answer, a solution that is cut off, and calls without end."""
+    """The reference solution, a wrong answer, a solution that is cut off, calls without end, and
+    the reference solution of a task that cannot be scored."""
     number = int(request.uuid)
     solution = SearchEnvironment(task_of(request.data_dict)).expert()
     call = Message("assistant", tool_calls=[ToolCall("search", {"query": "Oslo <|im_end|>"})])
-    return [solution, [Message("assistant", "nowhere")], solution, [call] * 5][number % 4]
+    return [solution, [Message("assistant", "nowhere")], solution, [call] * 5, solution][number]
 
 
 turns = {request.uuid: iter(turns_of(request)) for request in requests}

@@ -117,19 +117,25 @@ def test_ms_swift_plays_the_environment(exported: Path) -> None:
     lines = done.stdout.splitlines()
     result = json.loads(next(line for line in lines if line.startswith("{")))
     tasks = list(SearchEnvironment.tasks("train", 3, 4))
-    assert [prompt[-1]["content"] for prompt in result["prompts"]] == [task.prompt for task in tasks]
-    # the reference solution, a wrong answer, a turn that was cut off, and calls up to the limit
-    assert result["rewards"] == [1.0, 0.0, 0.0, 0.0]
-    assert [infos["tf_status"] for infos in result["infos"]] == ["done", "done", "truncated", "max_turns"]
-    assert [infos["tool_calls"] for infos in result["infos"]] == [2, 0, 0, 4]
-    assert [infos["num_turns"] for infos in result["infos"]] == [3, 1, 1, 4]
+    assert [prompt[-1]["content"] for prompt in result["prompts"][:4]] == [task.prompt for task in tasks]
+    # the reference solution, a wrong answer, a turn that was cut off, calls up to the limit, and an unscored episode
+    infos = result["infos"]
+    assert result["rewards"] == [1.0, 0.0, 0.0, 0.0, 0.0]
+    assert [info["total_reward"] for info in infos] == [1.0, 0.0, 0.0, 0.0, None]
+    assert [info["tf_status"] for info in infos] == ["done", "done", "truncated", "max_turns", "done"]
+    assert [info["tool_calls"] for info in infos] == [2, 0, 0, 4, 2]
+    assert [info["num_turns"] for info in infos] == [3, 1, 1, 4, 3]
+    assert "has no answer" in infos[4]["tf_error"] and "has no reward" in done.stderr
     assert result["roles"][0] == ["system", "user", *["assistant", "tool_response"] * 2, "assistant"]
     facts = {text for _, text in tasks[0].metadata["facts"]}
     assert set(result["replies"]) <= facts and len(result["replies"]) == 2
     assert result["trained"] == result["sampled"]
     assert result["added_paths"] == []
     assert result["control_texts"] == 1 and "message contains <|im_start|>" in done.stderr
-    assert lines[-1] == "TrainingFactory: 4 episodes, 2 done, 1 truncated, 1 max_turns, 1 control texts"
+    assert (
+        lines[-1]
+        == "TrainingFactory: 5 episodes, 3 done, 1 truncated, 1 unscored, 1 max_turns, 1 control texts"
+    )
 
 
 @pytest.mark.slow
@@ -238,6 +244,11 @@ def test_other_algorithms_and_output_folders_are_imported(tmp_path: Path) -> Non
         ("run.sh", "echo hello", "has no training command"),
         ("run.sh", "swift sft --model a\nswift sft --model b", "has 2 training commands"),
         ("run.sh", "swift rlhf --rlhf_type gkd --model m", "rlhf_type gkd has no counterpart"),
+        (
+            "run.sh",
+            "swift sft --per_device_train_batch_size auto",
+            "size is 'auto'; it must be a",
+        ),
         ("run.sh", "swift sft --model 'a", "invalid shell command"),
         ("args.yaml", "- a", "must be a mapping"),
         ("args.json", "{", "cannot be read"),

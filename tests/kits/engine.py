@@ -47,10 +47,10 @@ def tiny(kind: str = "gqa_tied", seed: int = 0, vocab_size: int = VOCABULARY) ->
     if kind == "mha":
         return LlamaForCausalLM(LlamaConfig(**common, num_key_value_heads=4, attention_dropout=0.5)).train()
     if kind == "moe":
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        return Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**common, **experts, num_key_value_heads=2, head_dim=8)
-        ).train()
+        experts: dict[str, Any] = {
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8,
+        }  # fmt: skip
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, **experts, num_key_value_heads=2)).train()
     config = DeepseekV3Config(
         **common, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8,
         qk_rope_head_dim=8, v_head_dim=12, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,

@@ -30,7 +30,7 @@ OPENENV = SERVERS / "openenv"
 SERVER = Path(__file__).resolve().parents[1] / "servers" / "openenv_server.py"
 needs_openenv = pytest.mark.skipif(
     not (OPENENV.with_suffix(".installed").exists() and (ENVS / "openenv").is_dir()),
-    reason="openenv is not installed: make servers",
+    reason="a server of openenv is not installed: make servers agents",
 )
 GAME = "textarena:GuessTheNumber-v0"
 HIGHEST = 15
@@ -40,7 +40,8 @@ MAX_TURNS = 4
 def needs(name: str) -> pytest.MarkDecorator:
     """Skip a test if the environment's package is not installed."""
     is_installed = (ENVS / name / "requirements.lock").is_file()
-    return pytest.mark.skipif(not is_installed, reason=f"{name} is not installed: make servers")
+    targets = "agents" if name == "verifiers" else "servers"
+    return pytest.mark.skipif(not is_installed, reason=f"{name} is not installed: make {targets}")
 
 
 def options_of(environment_id: str, **options: Any) -> dict[str, Any]:
@@ -184,7 +185,7 @@ def print_results(environment_id: str, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+    num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 90
     print_results(GAME, num_steps)
     with openenv_server() as address:
         print_results(address, num_steps)

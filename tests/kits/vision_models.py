@@ -70,14 +70,15 @@ def vision_model(family: str) -> LoadedModel:
 
 
 def _make(family: str, tokenizer: Any) -> tuple[Any, Any]:
-    import transformers as hf
+    import transformers
 
+    hf: Any = transformers
     token, text = tokenizer.convert_tokens_to_ids, TEXT | {"vocab_size": len(tokenizer)}
     llama = text | {"model_type": "llama", "head_dim": 32, "pad_token_id": tokenizer.pad_token_id}
     qwen3 = text | {"model_type": "qwen3", "head_dim": 32, "tie_word_embeddings": True}
     if family == "qwen2_5_vl":
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-        config: Any = getattr(hf, "Qwen2_5_VLConfig")(  # noqa: B009
+        config = hf.Qwen2_5_VLConfig(
             text_config=text | {"rope_parameters": rope, "tie_word_embeddings": True},
             vision_config={
                 "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": 8,

@@ -59,7 +59,7 @@ def test_gradients_are_equal_and_only_layer_inputs_are_copied(
     layers = learner.causal.config.num_hidden_layers
     # Besides the layers' inputs, the operations of the final norm save theirs.
     large = [shape for shape in copied_shapes if shape == (1, tokens, width)]
-    assert len(large) == layers + 3
+    assert len(large) in (layers + 2, layers + 3)  # fewer if its weight is frozen
     assert len(batch.packs) == 1 and len(copied_shapes) <= len(large) + 6
 
 
@@ -79,5 +79,5 @@ def test_estimate_of_offloaded_activations() -> None:
 
 def test_offload_needs_checkpointing() -> None:
     config = TrainingConfig(training={"activation_offload": True})
-    with pytest.raises(ValueError, match="training.gradient_checkpointing=true"):
+    with pytest.raises(ValueError, match=r"training\.gradient_checkpointing=true"):
         check_options(config, False)

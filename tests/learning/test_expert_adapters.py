@@ -68,14 +68,15 @@ def test_adapter_of_experts_is_trained_sampled_and_published(tmp_path: Path) -> 
 
 
 def test_auxiliary_loss_under_an_adapter_of_experts_and_routers() -> None:
-    model, rows = add_lora(tiny("moe"), r=4, alpha=8), tree_rows()
+    base, rows = tiny("moe"), tree_rows()
+    model = add_lora(base, r=4, alpha=8)
     for name, weight in model.named_parameters():
         if "lora_B" in name:
             weight.data += 0.05 * torch.randn(
                 weight.shape, generator=torch.Generator().manual_seed(len(name))
             )
     expected = row_gradients(model, rows, weighted_part)
-    routers = find_routers(model.get_base_model(), None)
+    routers = find_routers(base, None)
     assert routers is not None
     logits: list[list[torch.Tensor]] = []
     for row in rows:

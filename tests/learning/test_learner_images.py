@@ -38,7 +38,7 @@ def make_rows(family: str) -> list[Sample]:
         return chat.render([Message("user", question, images=[PlacedImage(11, picture(seed, width))])])
 
     first, rest = ask(0), list(range(300, 312))
-    rows = [row(first, rest), row(first, rest[:6] + [320, 321]), row(ask(1), rest), row(ask(2, 40), rest)]
+    rows = [row(first, rest), row(first, [*rest[:6], 320, 321]), row(ask(1), rest), row(ask(2, 40), rest)]
     long = row(first + rest + ask(1, 40), rest)
     long.loss_mask[len(first) : len(first) + len(rest)] = [True] * len(rest)
     return [*rows, long]

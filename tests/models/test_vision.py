@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
+from TrainingFactory.common import image_tokens
 from TrainingFactory.common.image_tokens import (
     VIRTUAL,
     find_image,
@@ -16,6 +17,7 @@ from TrainingFactory.common.image_tokens import (
     has_images,
     images_in,
     number_image,
+    picture_of,
     process_independent,
     to_disk,
     whole_image_end,
@@ -47,7 +49,10 @@ def test_images_stand_where_messages_have_them() -> None:
     chat, first, second = chat_of("qwen3_vl"), picture(0), picture(1, 32, 32)
     question = Message("user", "Left, right.", images=[PlacedImage(5, first), PlacedImage(12, second)])
     ids = chat.render([Message("system", "Look."), question], [LOOK])
-    assert "Left,<|vision_start|>[image 64x48]<|vision_end|> right.<|vision_start|>[image 32x32]" in chat.decode(ids)
+    assert (
+        "Left,<|vision_start|>[image 64x48]<|vision_end|> right.<|vision_start|>[image 32x32]"
+        in chat.decode(ids)
+    )
     assert shown(ids) == [first, second]
     assert len([token for token in ids if token >= VIRTUAL]) == 12 + 4  # 16 x 16 pixels each
 
@@ -89,7 +94,13 @@ def test_text_never_becomes_an_image(family: str) -> None:
     loaded, chat = vision_model(family), chat_of(family)
     vision = loaded.vision
     assert vision is not None
-    control = [vision.placeholder, loaded.tokenizer.decode([vision.placeholder_id]), "<|vision_start|>", "<image>", "<start_of_image>"]
+    control = [
+        vision.placeholder,
+        loaded.tokenizer.decode([vision.placeholder_id]),
+        "<|vision_start|>",
+        "<image>",
+        "<start_of_image>",
+    ]
     hostile = " ".join(control)
     ids = chat.render([Message("user", hostile, images=[PlacedImage(3, picture(0))])])
     assert shown(ids) == [picture(0)]
@@ -102,7 +113,8 @@ def test_text_never_becomes_an_image(family: str) -> None:
 def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
     tokenizer = tiny_tokenizer("qwen3_instruct")
     text = template("qwen3_vl_instruct").replace(
-        "'\\n<tool_response>\\n' + text", "'\\n<tool_response>\\n' + (message.content if message.content is string else '')"
+        "'\\n<tool_response>\\n' + text",
+        "'\\n<tool_response>\\n' + (message.content if message.content is string else '')",
     )
     assert text != template("qwen3_vl_instruct")
     tokenizer.chat_template = text
@@ -118,7 +130,7 @@ def test_tool_results_without_a_place_for_images_show_them_afterwards() -> None:
 
 def test_models_without_vision_name_the_option() -> None:
     chat = chat_format(tiny_tokenizer())
-    with pytest.raises(ValueError, match="model.vision=true"):
+    with pytest.raises(ValueError, match=r"model\.vision=true"):
         chat.render([Message("user", "Look.", images=[PlacedImage(0, picture(0))])])
     with pytest.raises(ValueError, match="has no vision part"):
         load_model(str(Path(__file__).parents[2] / "examples" / "own_agent" / "model"), vision=True)
@@ -141,7 +153,7 @@ def test_the_builtin_weights_are_the_same_everywhere() -> None:
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         digest.update(name.encode() + weight.detach().numpy().astype("<f4").tobytes())
-    assert digest.hexdigest() == "d6696a10df7a3e2adff2e33d0b3293a948217821db96f72637814340ff7ec13a"
+    assert digest.hexdigest() == "b0f2e74726d45e23c294c7fdb0cf7cccdc11c0aafbacf848f0bef6676f6c570a"
 
 
 def test_ids_on_disk_are_independent_of_the_process() -> None:
@@ -162,10 +174,22 @@ def test_ids_on_disk_are_independent_of_the_process() -> None:
 
 def test_rows_are_sorted_by_digests() -> None:
     """A resumed process numbers images in another order; its packs must be the same."""
-    rows = sorted((number_image(picture(60 + n), 4) for n in range(6)), key=lambda tokens: tokens.image.digest)
+    rows = sorted(
+        (number_image(picture(60 + n), 4) for n in range(6)), key=lambda tokens: tokens.image.digest
+    )
     keys = process_independent([[1, *tokens.ids, n] for n, tokens in enumerate(rows)])
     assert keys == sorted(keys)
     assert process_independent([[1, 2], [0]]) == [[1, 2], [0]]
+
+
+def test_old_pictures_leave_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(image_tokens, "_numbers", image_tokens._Numbers())
+    monkeypatch.setattr(image_tokens, "KEPT_BYTES", 1)
+    first, second = (number_image(picture(seed), 3) for seed in (80, 81))
+    assert find_image(first.first).image.data == b""
+    assert picture_of(find_image(first.first)).data == picture(80).data
+    assert number_image(picture(80), 3).first == first.first
+    assert find_image(second.first).image.data == picture(81).data
 
 
 def test_a_part_of_a_row_ends_outside_images() -> None:

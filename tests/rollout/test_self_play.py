@@ -13,6 +13,7 @@ import pytest
 
 from tests.kits.rollout import PARAMS, FakeChat, FakeSampler, call_text
 from tests.kits.run import Quiet, brief, rows, train
+from tests.kits.warm import WARM
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.assembly.export import export
 from TrainingFactory.config import TrainingConfig
@@ -80,7 +81,7 @@ def haggling(session: int, turn: int, prompt: str) -> str:
     """The buyer offers 3, then accepts. The seller of game n asks for 5 + n."""
     if "buyer." in prompt:
         return "deal" if turn else "3"
-    return f"{5 + session % 4}"
+    return f"{5 + session // 2 % 4}"
 
 
 def texts(episode: Trajectory) -> list[tuple[str, str]]:
@@ -177,9 +178,12 @@ def test_a_failed_role_drops_the_other_one_too() -> None:
 
 
 def test_a_game_that_ends_before_the_second_role_moves() -> None:
-    [[buyer, seller]] = play(lambda *_: "deal")
-    assert buyer.status == "done" and buyer.reward is not None
-    assert seller.status == "error" and "before the first turn of seller" in (seller.error or "")
+    """There is nothing to train for the second role, which has no episode then."""
+    reported: list[Trajectory] = []
+    [[buyer]] = play(lambda *_: "deal", on_episode=reported.append)
+    assert (buyer.role, buyer.status) == ("buyer", "done") and buyer.reward is not None
+    assert reported == [buyer]
+    assert rollout_metrics([buyer])["role/buyer/episodes"] == 1 and Haggle.closed == 1
 
 
 def test_roles_may_have_tools() -> None:
@@ -223,7 +227,13 @@ def test_unsupported_combinations_are_rejected(tmp_path: Path) -> None:
 
 
 class Numbers(Haggle):
-    """Both roles say a number once; scored by the sampled text, so that rewards differ."""
+    """Both roles write twice, which the warm model can; scored by the text, so that rewards differ."""
+
+    def opening(self, role: str) -> list[Message]:
+        return [
+            Message("system", "Look up, then answer."),
+            Message("user", "Anna?" if role == "buyer" else "Bob?"),
+        ]
 
     def move(self, role: str, text: str) -> str | None:
         self.offers.append((role, text))
@@ -238,15 +248,21 @@ class Numbers(Haggle):
 def test_a_run_trains_both_roles(tmp_path: Path) -> None:
     config = brief(
         tmp_path,
-        training={"max_steps": 1, "batch_size": 2, "group_size": 3, "eval_every": 1},
-        data={"count": 4, "heldout_count": 2},
-        sampling={"max_tokens": 12, "slots": 3},
+        training={"max_steps": 1, "batch_size": 1, "group_size": 3, "eval_every": 1},
+        data={"count": 2, "heldout_count": 1},
+        model={"name": str(WARM)},
+        sampling={"max_tokens": 24, "slots": 5},
     )
     assert train(config, "run", environment=Numbers).state == "finished"
-    metrics = rows(tmp_path / "run" / "metrics.jsonl")
-    assert metrics[-1]["episodes"] == 12
+    [row] = [row for row in rows(tmp_path / "run" / "metrics.jsonl") if "episodes" in row]
     episodes = rows(tmp_path / "run" / "trajectories.jsonl")
-    assert [episode["role"] for episode in episodes[:6]] == ["buyer"] * 3 + ["seller"] * 3
+    assert len(episodes) == row["episodes"] > 3
+    for role in Numbers.roles:
+        of_role = [episode for episode in episodes if episode["role"] == role]
+        assert len(of_role) == row[f"role/{role}/episodes"] > 0 and row[f"role/{role}/unscored"] == 0
+        outcomes = [episode["reward"]["outcome"] for episode in of_role]
+        assert row[f"role/{role}/reward"] == pytest.approx(sum(outcomes) / len(outcomes))
+    assert [episode["member"] for episode in episodes if episode["role"] == "buyer"] == [0, 1, 2]
 
 
 COLOURS = ("red", "blue", "green", "white", "black", "brown")

@@ -11,6 +11,8 @@ import torch
 
 from tests.kits.engine import Turns, episode, grouped_prompts, play, sample_each, words, worst
 from tests.kits.families import BY_KEY
+from TrainingFactory.assembly.memory import cache_bytes, state_bytes
+from TrainingFactory.assembly.states import attention_layers, row_bytes
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
 from TrainingFactory.types import SamplingParams, Weights
@@ -143,8 +145,8 @@ def test_states_take_part_of_the_memory(caplog: pytest.LogCaptureFixture) -> Non
         shape.row_bytes for shape in NativeEngine(model, slots=1, max_length=64)._runner.states.shapes
     )
     engine = NativeEngine(model, slots=60, max_length=64, cache_bytes=40 * state)
-    assert engine._table.slots == 12 and engine._table.snapshots and engine._table.snapshots.count == 7
-    assert "12 slots instead of 60" in caplog.text
+    assert engine._table.slots == 13 and engine._table.snapshots and engine._table.snapshots.count == 7
+    assert "13 slots instead of 60" in caplog.text
     check(model, play(engine, grouped_prompts(1, 14, 20, 5), turns=1))
     with pytest.raises(ValueError, match=r"states of one sequence need .* sampling\.cache_gib"):
         NativeEngine(model, slots=2, max_length=64, cache_bytes=3 * state)
@@ -250,3 +252,32 @@ def test_every_hybrid_family(key: str) -> None:
     model = hybrid(key)
     for slots in (9, 4):
         check(model, play(NativeEngine(model, slots=slots, max_length=256), grouped_prompts(3, 3)))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "lfm2",
+        "qwen3_5",
+        "falcon_h1",
+        *(
+            pytest.param(k, marks=pytest.mark.slow)
+            for k in ("qwen3_next", "qwen3_5_moe", "nemotron_h", "granitemoehybrid", "kimi_linear", "minimax")
+        ),
+    ],
+)
+def test_the_estimate_of_states_is_their_size(key: str) -> None:
+    """The doctor computes from the config what the engine allocates."""
+    model = hybrid(key)
+    config, slots = model.config.get_text_config(), 3
+    runner = NativeEngine(model, slots=slots, max_length=64)._runner
+    state = sum(shape.row_bytes for shape in runner.states.shapes)
+    assert row_bytes(config, 4) == state
+    assert attention_layers(config) == len(runner.shapes)
+    snapshots = runner.table.snapshots
+    assert snapshots is not None and snapshots.rows == 3 * slots
+    shape = runner.shapes[0]
+    if key != "kimi_linear":  # latent attention has one vector for all heads
+        cache = len(runner.shapes) * shape.token_bytes * 64 * (slots + 1)
+        assert cache_bytes(config, slots, 64, 4) == cache
+    assert state_bytes(config, slots, 4) == snapshots.rows * state

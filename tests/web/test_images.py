@@ -21,7 +21,7 @@ from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.cli import show
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
-from TrainingFactory.types import Message, PlacedImage, Trajectory
+from TrainingFactory.types import Message, PlacedImage, ToolSpec, Trajectory
 
 A, B, C = (picture(color) for color in (RED, GREEN, BLUE))
 
@@ -94,6 +94,17 @@ def test_an_episode_without_a_folder_carries_its_images() -> None:
     assert (
         sources(view)[0] == f"data:image/png;base64,{data}" and "data" not in view["prompt"][0]["images"][0]
     )
+
+
+def test_tools_that_take_thousandths_are_named() -> None:
+    episode = seen_episode()
+    thousandth = {"type": "integer", "maximum": 1000}
+    episode.tools = [
+        ToolSpec("tap", "", {"type": "object", "properties": {"x": thousandth, "y": thousandth}}),
+        ToolSpec("click", "", {"type": "object", "properties": {"x": thousandth, "y": {"type": "integer"}}}),
+        ToolSpec("wait"),
+    ]
+    assert episode_view(episode, 1).thousandths == ["tap"]
 
 
 def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:

@@ -185,7 +185,7 @@ def test_every_request_needs_the_token(tmp_path: Path, host: str) -> None:
     with serving(tmp_path / "runs", host) as page:
         port = urlsplit(page.url).port
         routes = page.get("/api/openapi.json")["paths"]
-        paths = [path.format(name="mine", other="mine", number=1, id="x") for path in routes]
+        paths = [path.format(name="mine", other="mine", number=1, id="x", digest="0" * 64) for path in routes]
         for path in [*paths, "/api/openapi.json", "/", "/docs", "/?token=wrong", f"/docs?token={TOKEN}"]:
             for cookie in ("", f"tfactory-{port}=wrong"):
                 status, text = asked(page, path, key=False, cookie=cookie)

@@ -8,17 +8,26 @@ from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ContextSection
+from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import turn_spans
+from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.learning.routers import changed_routes, find_routers
 from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
 from TrainingFactory.models.round_trip import same_turn
 from TrainingFactory.runs.diagnosis import Diagnosis
+from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.training.forecasts import forecast_rows
 from TrainingFactory.training.source import StepGroups, most_frequent_error
-from TrainingFactory.types import Message, ToolCall, ToolSpec, Trajectory
+from TrainingFactory.types import Message, Sample, SamplingParams, ToolCall, ToolSpec, Trajectory
 
+ROUTED_TOKENS = 256  # of a row, whose routes are compared
+MAX_CHANGED_ROUTES = 0.1
 PROBE_TOOL = ToolSpec(
     "probe_tool", "A probe.", {"type": "object", "properties": {"text": {"type": "string"}}}
 )
@@ -183,3 +192,41 @@ def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
             diagnosis.add(
                 "mask", f"the trained tokens of row {number} of the step differ from its sampled tokens"
             )
+
+
+async def measure_routers(engine: NativeEngine, learner: Learner, row: Sample) -> float | None:
+    """Return the share of routes that differ between the engine's forward pass over the beginning of a row and the
+    learner's, before an update. None: the model has no experts."""
+    if learner.routers is None:
+        return None
+    ids = [row.token_ids[-1], *row.token_ids][
+        :ROUTED_TOKENS
+    ]  # another first token, so that nothing is in the cache
+    engine_routers = find_routers(causal_model(engine.model), 0.0)
+    assert engine_routers is not None
+    with engine_routers.recording() as sampled:
+        await engine.sample(ids, SamplingParams(max_tokens=1))
+    layers = len(engine_routers.layers)
+    sampled.chosen = sampled.chosen[:layers]  # without steps after the prompt
+    zeros = [0.0] * len(ids)
+    probe = Sample(ids, [False] + [True] * (len(ids) - 1), zeros, zeros, zeros, [0] * len(ids))
+    (pack,) = make_batch([probe], sharing=learner.sharing).packs
+    learner.model.eval()
+    with torch.no_grad(), learner.routers.recording() as trained:
+        learner.states(pack)
+    return changed_routes(sampled, trained, len(ids))
+
+
+def check_routers(diagnosis: Diagnosis, changed: float) -> None:
+    diagnosis.facts["routers"] = (
+        f"{changed:.2%} of the tokens' choices of experts differ between sampling and training with the same weights"
+    )
+    if changed > MAX_CHANGED_ROUTES:
+        diagnosis.add(
+            "router_mismatch",
+            f"{changed:.0%} of the tokens' choices of experts differ between sampling and training with the same "
+            "weights, so that gradients reach experts that did not sample the token",
+            "warning",
+            "Set model.dtype=float32, or optimization.importance_cap and optimization.importance_mask, which bound the "
+            "effect of such tokens.",
+        )

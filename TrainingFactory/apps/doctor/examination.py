@@ -26,11 +26,15 @@ from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.learning.policy import LocalPolicy
+from TrainingFactory.learning.routers import find_routers, routing_bias_count
 from TrainingFactory.models import LoadedModel, TemplateChatFormat
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import Watcher
+from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.trainers.loop_setup import make_loop, make_order, steps_in
 from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
@@ -109,11 +113,30 @@ def _check_model(
 ) -> None:
     checks.check_format(diagnosis, loaded_model, chat, config.model.family)
     checks.check_tools(diagnosis, chat, [checks.PROBE_TOOL])
+    _describe_experts(diagnosis, config, loaded_model.model)
     limit = build_sampler.max_length(config, loaded_model)
     parts = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit)
     shape = dense_shape(config.model.name, loaded_model.model.config.to_dict())
     estimate_other = None if shape is None else partial(_estimate_shape, shape, limit)
     check_memory(diagnosis, config, parts, next(loaded_model.model.parameters()).device, estimate_other)
+
+
+def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) -> None:
+    """Report how the experts of a model are balanced."""
+    routers = find_routers(causal_model(model), config.training.router_aux_loss)
+    if routers is None:
+        return
+    balance = "no auxiliary loss"
+    if routers.coefficient:
+        balance = f"auxiliary loss with coefficient {routers.coefficient:g}"
+    biased = routing_bias_count(model)
+    bias = (
+        f"; the biases by which {pluralize(biased, 'router')} choose experts stay as loaded" if biased else ""
+    )
+    count = max(module.num_experts for module in routers.layers.values())
+    diagnosis.facts["experts"] = (
+        f"{count} in each of {pluralize(len(routers.layers), 'layer')}; {balance}{bias}"
+    )
 
 
 class DryRun(Training):
@@ -179,6 +202,11 @@ class DryRun(Training):
         checks.check_mask(self.diagnosis, batch)
         if batch.problem is not None:
             self.diagnosis.add("unscored", batch.problem)
+        policy, sampler = loop.policy, loop.sampler
+        if batch.rows and isinstance(policy, LocalPolicy) and isinstance(sampler, NativeEngine):
+            changed = await checks.measure_routers(sampler, policy.learner, batch.rows[0])
+            if changed is not None:
+                checks.check_routers(self.diagnosis, changed)
         start_time = time.perf_counter()
         metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         spent = time.perf_counter() - start_time

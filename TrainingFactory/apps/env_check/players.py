@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from TrainingFactory.assembly.endpoint_rollouts import TextFormat
+from TrainingFactory.assembly.endpoint_rollouts import ClosedSession, TextFormat
 from TrainingFactory.common.user_code import load_objects
 from TrainingFactory.protocols import Environment, EnvironmentFactory
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
@@ -16,18 +16,6 @@ from TrainingFactory.types import Completion, Message, SamplingParams, Task, Tra
 Player = Callable[[Sequence[Message]], Message]
 MakePlayer = Callable[[Environment, Task], Player]
 JUNK = "I do not know."
-
-
-class ClosedSession:
-    """Stands for the sampling session of an episode, which a function does not have."""
-
-    async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        raise AssertionError("a played episode samples nothing")
-
-    def fork(self) -> ClosedSession:
-        return self
-
-    def close(self) -> None: ...
 
 
 class PlayedEpisode(EpisodeRun):

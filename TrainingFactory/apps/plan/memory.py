@@ -24,6 +24,7 @@ REDUCING_OPTIONS = {
     "optimizer": ["training.optimizer", "lora.enabled"],
     "weights": ["model.quantization"],
     "cache": ["sampling.slots", "model.max_length"],
+    "states": ["sampling.slots"],
     "all": ["lora.enabled"],  # all other parts, which grow with the number of trained weights
 }
 MAX_MEMORY_SHARE = 0.9  # share of the device's memory above which the doctor reports a finding
@@ -80,7 +81,7 @@ def _limited_cache(
         return {}
     rest = available - sum(needed.values()) + full
     if config.sampling.cache_gib is not None:
-        rest = config.sampling.cache_gib * GIB
+        rest = config.sampling.cache_gib * GIB - needed.get("states", 0.0)
     slots = config.sampling.slots
     episodes = min(slots, int(rest / full * slots))  # of full length that the cache holds
     if episodes < 1:

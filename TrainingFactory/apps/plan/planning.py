@@ -250,7 +250,8 @@ class RunPlanner:
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
             "advice": advice, "tokens_per_second": tokens / seconds, "step_seconds_without": without,
             "step_seconds_by_bound": modes, "step_seconds_by_learners": splits,
-            "model": self.shape.name, "parameters": self.shape.params, "active_parameters": self.shape.computed, "gpus": self.gpus,
+            "model": self.shape.name, "parameters": self.shape.params, "active_parameters": self.shape.computed,
+            "gpus": self.gpus,
             "figures": {name: figure._asdict() for name, figure in self.figures.items()},
         }  # fmt: skip
 

@@ -67,7 +67,8 @@ class ModelShape(NamedTuple):
         return self.active or self.params
 
     def adapter(self, rank: int, experts: bool | None = None) -> int:
-        """Return the number of weights of a LoRA adapter on all linear layers, and on `experts`: rank x (inputs + outputs) of each."""
+        """Return the number of weights of a LoRA adapter on all linear layers, and on `experts`:
+        rank x (inputs + outputs) of each."""
         if self.total:
             with_experts = self.all_linear_has_experts if experts is None else experts
             return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)

@@ -19,7 +19,7 @@ from TrainingFactory.apps.plan.memory import format_bytes
 from TrainingFactory.apps.serving.served import ServedModel, load_served_model, serving_config
 from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.assembly.fleet import samples_elsewhere
-from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models
+from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models, state_bytes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.loading import pick_device, pick_dtype
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
@@ -150,7 +150,8 @@ def needed_bytes(config: TrainingConfig, current: ServedModel) -> int:
         shape = current.model.config
         total += sum(param.nbytes for param in current.model.parameters())
     slots, length = config.sampling.slots, current.sampler.max_length
-    return total + cache_bytes(shape.get_text_config(), slots, length, size)
+    text = shape.get_text_config()
+    return total + cache_bytes(text, slots, length, size) + state_bytes(text, slots, size)
 
 
 def _values(folder: Path) -> int:

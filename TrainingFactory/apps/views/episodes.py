@@ -81,7 +81,9 @@ def episode_view(source: bytes | Trajectory, number: int, run: str | None = None
         with problems.reading("prompt"):
             view.prompt = [dict(message) for message in data["prompt"]]
         with problems.reading("tools"):
-            view.tools = [spec.get("function", spec)["name"] for spec in data["tools"]]
+            specs = [spec.get("function", spec) for spec in data["tools"]]
+            view.tools = [spec["name"] for spec in specs]
+            view.thousandths = [spec["name"] for spec in specs if _takes_thousandths(spec)]
         with problems.reading("reward"):
             if (reward := data.get("reward")) is not None:
                 view.reward = Reward(*(reward[key] for key in ("outcome", "steps", "parts")))
@@ -104,6 +106,13 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
         policy_version=sampled.get("policy_version", 0), fold=turn.get("fold"), summary=bool(turn.get("summary")),
         prompt_tokens=turn["new_ids"] if turn.get("fold") else None,
     )  # fmt: skip
+
+
+def _takes_thousandths(spec: Json) -> bool:
+    properties = spec.get("parameters", {}).get("properties", {})
+    return all(
+        isinstance(properties.get(n), dict) and properties[n].get("maximum") == 1000 for n in ("x", "y")
+    )
 
 
 def _set_sources(data: Json, run: str | None) -> None:

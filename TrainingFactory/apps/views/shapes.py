@@ -191,6 +191,7 @@ class EpisodeView(BaseModel):
     answer: str = ""  # the model's last message
     task: Json = {}  # id, prompt, answer, metadata
     tools: list[str] = []
+    thousandths: list[str] = []  # tools whose points x, y are in thousandths of an image, not in pixels
     problem: str | None = None  # unreadable parts of the line
     credit: CreditView | None = None  # computed by the worker process
     tree: list[EpisodeRow] = []  # all episodes of its group, if some of them were forked

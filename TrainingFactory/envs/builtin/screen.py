@@ -202,7 +202,9 @@ class Screens(ForeignEnvironment):
                 "cells; make the screen larger"
             )
         if checked.widgets == 1 and "switches" in checked.kinds:
-            raise ValueError("environment.options.widgets=1 has too few widgets for the kind switches; set 2 or more")
+            raise ValueError(
+                "environment.options.widgets=1 has too few widgets for the kind switches; set 2 or more"
+            )
         return cls(checked)
 
     def as_environment(self) -> type[ScreenEnvironment]:

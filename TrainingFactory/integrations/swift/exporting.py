@@ -10,20 +10,18 @@ from typing import Any
 
 import yaml
 
-from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.named_files import map_files
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.event_loop import run
-from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
+from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.convert import swift_messages
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import task_to_dict
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
 from TrainingFactory.integrations.swift.keys import FOR_LORA, SAME_MEANING, VALUES
-from TrainingFactory.integrations.swift.scheduler import check_config
-from TrainingFactory.models.names import BUILTIN, resolve_model_name
+from TrainingFactory.integrations.swift.scheduler import as_swift_messages, check_config, swift_environment
+from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.training.dataset import make_tasks
@@ -60,7 +58,7 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
     config = map_files(config, _absolute)
     resolved = factories.resolve_ids(config, notify)
     tools = RunTools(resolved, (), None)
-    environment = make_environment(resolved, tools.is_needed, notify)
+    environment = swift_environment(resolved, tools)
     tasks = make_tasks(resolved, environment)
     rows = run(lambda: _rows(tools, environment, tasks))
     arguments, remaining = swift_arguments(config, folder)
@@ -133,7 +131,7 @@ def _model(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments that load the config's model: a folder, a hub id, or an adapter of one."""
     section = with_resolved_model(config).model
     name = resolve_model_name(section.name)
-    if name == BUILTIN or name.startswith("package:") or name.endswith(".gguf"):
+    if name in BUILTINS or name.startswith("package:") or name.endswith(".gguf"):
         raise ValueError(
             f"model.name: ms-swift cannot load {section.name}. Name a folder or a hub id; `tfactory export` writes the "
             "folder of a trained model."
@@ -164,7 +162,7 @@ async def _row(environment: Any, task: Task) -> dict[str, Any]:
         text = json.dumps(task_to_dict(task), ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"task {task.id}: answer and metadata must be JSON values ({error})") from error
-    row: dict[str, Any] = {"messages": swift_messages(map(message_to_dict, messages))}
+    row: dict[str, Any] = {"messages": as_swift_messages(messages)}
     if tools:
         row["tools"] = json.dumps(tools, ensure_ascii=False)
     return row | {TASK_COLUMN: text}

@@ -135,24 +135,32 @@ class SwiftTranslation:
                 self._note(name, others, BY_HAND, "only one file is supported; merge the rows of all files")
 
     def _batch(self) -> None:
-        sizes = {name: self._remaining.pop(name) for name in BATCH if name in self._remaining}
-        rows = int(sizes.get("per_device_train_batch_size", 1)) * int(
-            sizes.get("gradient_accumulation_steps", 1)
-        )
+        sizes = {name: self._count(name) for name in BATCH if name in self._remaining}
         text = ", ".join(f"{name} {value}" for name, value in sizes.items()) or "the default batch size"
+        per_device = sizes.get("per_device_train_batch_size", 1)
+        accumulated = sizes.get("gradient_accumulation_steps", 1)
         if self.algorithm != "grpo":
-            self._set("training.batch_size", rows)
+            self._set("training.batch_size", per_device * accumulated)
             return
-        members = int(self._remaining.get("num_generations", 8))
-        completions = int(sizes.get("generation_batch_size", 0)) or int(
-            sizes.get("per_device_train_batch_size", 1)
-        ) * int(sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1)))
+        members = self._count("num_generations") if "num_generations" in self._remaining else 8
+        completions = sizes.get(
+            "generation_batch_size", per_device * sizes.get("steps_per_generation", accumulated)
+        )
         self._set("training.batch_size", max(1, completions // members))
         self._set("training.group_size", members)
         note = f"training.batch_size counts tasks: {completions} completions of {members} each, on one device"
         if completions % members:
             note += "; it was rounded"
         self.notes.append(f"{text}: {BY_HAND}: {note}")
+
+    def _count(self, name: str) -> int:
+        """Remove a positive integer and return it."""
+        value = self._remaining.pop(name)
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{self.path}: {name} is {value!r}; it must be a positive integer")
+        return value
 
     def _reward(self) -> None:
         functions = self._remaining.pop("reward_funcs", None)

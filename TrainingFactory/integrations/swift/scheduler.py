@@ -23,6 +23,7 @@ from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.convert import swift_messages
 from TrainingFactory.data.trajectories import task_from_dict
+from TrainingFactory.envs.self_play import is_self_play
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, TASK_COLUMN
 from TrainingFactory.integrations.swift.episodes import SampledTurn, SwiftEpisode, SwiftFormat
 from TrainingFactory.models import chat_format
@@ -60,7 +61,7 @@ class SwiftRun:
         check_config(config)
         self._config = config = factories.resolve_ids(config, log.info)
         self._tools = RunTools(config, (), None)
-        self._environment = make_environment(config, self._tools.is_needed, log.info)
+        self._environment = swift_environment(config, self._tools)
         self._exit_stack = AsyncExitStack()
         self._opening = asyncio.Lock()
         self._rules: EpisodeSettings | None = None
@@ -181,7 +182,7 @@ class EnvironmentScheduler:
     def _as_swift_messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         for message in messages:
             self._count_control_texts(message)
-        return swift_messages(map(message_to_dict, messages))
+        return as_swift_messages(messages)
 
     def _count_control_texts(self, message: Message) -> None:
         text = next((text for text in self._control_texts if text in message.content), None)
@@ -196,10 +197,9 @@ class EnvironmentScheduler:
         self._counts["control texts"] += 1
 
     def _close(self) -> None:
-        if not self._counts:
-            return
-        counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
-        print(f"TrainingFactory: {counts}", flush=True)
+        if self._counts:
+            counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
+            print(f"TrainingFactory: {counts}", flush=True)
         self._loop.close(self._close_all())
 
     async def _close_all(self) -> None:
@@ -221,6 +221,7 @@ def check_config(config: TrainingConfig) -> None:
     unsupported = {
         "environment.command": environment.command,
         "environment.context": environment.context,
+        "environment.user": environment.user,
         "training.branching": training.branching,
         "training.filters": training.filters,
         "grpo.state_groups": config.grpo.state_groups,
@@ -236,6 +237,14 @@ def check_config(config: TrainingConfig) -> None:
         )
 
 
+def swift_environment(config: TrainingConfig, tools: RunTools) -> Any:
+    """Return the environment of the config; raise ValueError if ms-swift cannot play it."""
+    environment = make_environment(config, tools.is_needed, log.info)
+    if is_self_play(environment):
+        raise ValueError("environment: self-play does not work in ms-swift. Train with tfactory train.")
+    return environment
+
+
 def task_of(columns: dict[str, Any] | None) -> Task:
     """Return the task in the columns of a dataset row."""
     text = (columns or {}).get(TASK_COLUMN)
@@ -245,6 +254,13 @@ def task_of(columns: dict[str, Any] | None) -> Task:
             "vllm_mode=server, also set --vllm_server_pass_dataset true."
         )
     return task_from_dict(json.loads(text))
+
+
+def as_swift_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return messages in ms-swift's roles. Raise ValueError for images."""
+    if any(message.images for message in messages):
+        raise ValueError("a message of the environment has an image. Only texts are passed to ms-swift.")
+    return swift_messages(map(message_to_dict, messages))
 
 
 def neutral_rewards(

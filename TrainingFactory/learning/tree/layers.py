@@ -87,7 +87,11 @@ def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iter
     """Replace the forward of supported models' layers by the fused one inside the block; patched layers are skipped."""
     config = model.config.get_text_config()
     supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
-    layers: list[Any] = list(filter(_is_unpatched, model.base_model.layers)) if supported else []  # pyright: ignore
+    base: Any = model.base_model
+    text = getattr(
+        base, "language_model", getattr(base, "text_model", base)
+    )  # inside a vision-language model
+    layers: list[Any] = list(filter(_is_unpatched, text.layers)) if supported else []
     for layer in layers:
         layer.forward = functools.partial(_forward, layer, attend, make)
     try:

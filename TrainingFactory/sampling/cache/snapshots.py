@@ -1,8 +1,7 @@
 """Which states of recurrent layers are stored: the current state of every slot, and snapshots of earlier ones.
 
 Keys and values of any prefix can be reused, a state only at the position where it was taken. The rows of the state
-cache are the current states of the slots, a spare row, and the snapshots. Slots with a common prefix share its
-snapshots.
+cache are the current states of the slots, then the snapshots. Slots with a common prefix share its snapshots.
 """
 
 from __future__ import annotations
@@ -17,12 +16,11 @@ class Snapshots:
 
     def __init__(self, slots: int, count: int) -> None:
         self.slots, self.count = slots, count
-        self.spare = slots
         self.clear()
 
     @property
     def rows(self) -> int:
-        return self.slots + 1 + self.count
+        return self.slots + self.count
 
     def clear(self) -> None:
         """Forget all snapshots and pending copies."""
@@ -32,7 +30,7 @@ class Snapshots:
         ]  # where prefilling pauses for a snapshot
         self.copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
         self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
-        self._free = list(range(self.slots + 1, self.rows))
+        self._free = list(range(self.slots, self.rows))
 
     def usable(self, lengths: np.ndarray, stored: np.ndarray) -> np.ndarray:
         """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""
@@ -52,6 +50,18 @@ class Snapshots:
             self.copies.append((slot, row))
         self._refer(slot, position, row)
         return row
+
+    def next_stop(self, slot: int, stored: int, end: int) -> int:
+        """Return the first stop after `stored`; without one, `end`."""
+        return min([end, *(stop for stop in self.stops[slot] if stop > stored)])
+
+    def reach(self, slots: np.ndarray, stored: np.ndarray, pure: np.ndarray) -> None:
+        """Take snapshots of these slots where `stored` is a stop, if other sessions may use all tokens before it."""
+        for slot in slots.tolist():
+            if (position := int(stored[slot])) in self.stops[slot]:
+                self.stops[slot].remove(position)
+                if pure[slot] == position:
+                    self.take(slot, position)
 
     def _refer(self, slot: int, position: int, row: int) -> None:
         self.at[slot][position] = row
@@ -103,12 +113,3 @@ class Snapshots:
         if not self._slots_of[row]:
             del self._slots_of[row]
             self._free.append(row)
-
-    def exchange(self, first: int, second: int) -> None:
-        """Exchange the states of two slots."""
-        self.copies += [(first, self.spare), (second, first), (self.spare, second)]
-        self.at[first], self.at[second] = self.at[second], self.at[first]
-        self.stops[first], self.stops[second] = self.stops[second], self.stops[first]
-        for row, slots in self._slots_of.items():
-            swapped = {first: second, second: first}
-            self._slots_of[row] = {swapped.get(slot, slot) for slot in slots}

@@ -185,7 +185,7 @@ def state_rows(
     padding: int, device: torch.device,
 ) -> list[StateRows]:  # fmt: skip
     """Return the rows of a forward: the first `dense` tokens, one per row, of `slots` [N], where `padding` has no
-    state; then the tokens of `chunks`, which have `counts` tokens from position `starts` on, at flat token `begin`."""
+    state of its own; then the tokens of `chunks`, `counts` tokens each from `starts`, at flat token `begin`."""
     rows: list[StateRows] = []
     if dense:
         rows.append(_dense_rows(slots[:dense], padding, device))

@@ -35,13 +35,15 @@ function shown(image, name, taps) {
   ];
 }
 
-/** The point at which a call taps, if its arguments x and y are within the image; else null. */
-export function tapOf(call, image) {
+/** The point {x, y, image} at which a call taps, if its arguments are within the image; else null. `thousandths`: the names of
+ *  tools whose points are in thousandths of the image; those of others are in pixels. */
+export function tapped(call, image, thousandths = []) {
   try {
-    const given = (call.function ?? call).arguments;
-    const { x, y } = typeof given === "string" ? JSON.parse(given) : given;
+    const { name, arguments: given } = call.function ?? call;
+    let { x, y } = typeof given === "string" ? JSON.parse(given) : given;
+    if (thousandths.includes(name)) [x, y] = [(x * image.width) / 1000, (y * image.height) / 1000];
     const inside = [x, y].every(Number.isFinite) && x >= 0 && y >= 0 && x <= image?.width && y <= image?.height;
-    return inside ? { x, y } : null;
+    return inside ? { x, y, image } : null;
   } catch {
     return null;
   }

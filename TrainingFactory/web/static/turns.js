@@ -2,7 +2,7 @@
 import { h, scroller, visible } from "./dom.js";
 import { counted, duration, signed } from "./format.js";
 import { icon } from "./icons.js";
-import { imagesOf, picture, piecesOf, tapOf } from "./pictures.js";
+import { imagesOf, picture, piecesOf, tapped } from "./pictures.js";
 import { tokens } from "./tokens.js";
 
 const LONG = 1200; // characters above which a text is folded
@@ -21,13 +21,13 @@ export function contentOf(message) {
 export function conversation(view, credit, way) {
   let screen = view.prompt.flatMap(imagesOf).at(-1); // the image that the model saw last
   return view.turns.map((turn, at) => {
-    const drawn = turnOf(turn, at, way === "text" ? null : credit?.turns[at]?.pieces, way, credit, screen);
+    const drawn = turnOf(turn, at, way === "text" ? null : credit?.turns[at]?.pieces, way, credit, { screen, view });
     screen = turn.replies.flatMap(imagesOf).at(-1) ?? screen;
     return drawn;
   });
 }
 
-function turnOf(turn, at, pieces, way, credit, screen) {
+function turnOf(turn, at, pieces, way, credit, { screen, view }) {
   const {
     message,
     tool_results: results,
@@ -55,7 +55,7 @@ function turnOf(turn, at, pieces, way, credit, screen) {
     callOf(
       call,
       results.find((result) => result.id === call.id),
-      screen,
+      tapped(call, screen, view.thousandths),
     ),
   );
   const others = results
@@ -98,9 +98,8 @@ export function reasoning({ reasoning_content: thought }) {
   );
 }
 
-/** A call with its result; `screen` is the image that the model saw when it called. */
-export function callOf(call, result, screen = null) {
-  const tap = tapOf(call, screen);
+/** A call with its result; `touched` is the point at which the call taps. */
+export function callOf(call, result, touched = null) {
   const { name, arguments: given } = call.function ?? call;
   const shown = call.error ? h("span", { class: "bad" }, visible(call.error)) : argumentsOf(given);
   return h(
@@ -112,7 +111,7 @@ export function callOf(call, result, screen = null) {
       icon("call", 14),
       h("code", {}, h("b", {}, visible(name || "unreadable call")), " ", shown),
     ),
-    tap && picture(screen, [tap]),
+    touched && picture(touched.image, [touched]),
     result && resultOf(result, null),
   );
 }

@@ -1,0 +1,59 @@
+"""Sessions and requests of the engine, and its counters."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from TrainingFactory.types import Completion, SamplingParams
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was created."""
+
+    prefilled: int = 0  # prompt and reply tokens fed in chunks, including twins that are computed only once
+    shared: int = 0  # prompt tokens shared with another slot, or still present in a freed one
+    kept_tokens: int = 0  # tokens of earlier turns that are still in the session's slot
+    sampled: int = 0
+    forwards: int = 0
+    decodes: int = 0  # forwards with decoding rows
+    rows: int = 0  # decoding rows fed, including unused rows if they are fed
+    guessed: int = 0  # draft tokens fed
+    evictions: int = 0  # sessions that lost their slot to another one
+    preemptions: int = 0  # sessions that released their pages to an older one
+    recomputed: int = (
+        0  # cached tokens fed again, because no state of the recurrent layers was stored after them
+    )
+
+
+@dataclass(slots=True, eq=False)
+class SessionSlot:
+    """State of a session in the table."""
+
+    order: int  # number of the session, in the order of opening
+    slot: int | None = None
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class SamplingRequest:
+    """A turn to sample."""
+
+    seat: SessionSlot
+    prompt: np.ndarray  # int32
+    params: SamplingParams
+    future: asyncio.Future[Completion]
+    cancelled: bool = False
+    # Log-probs of the tokens at the end of `prompt` that were sampled before a preemption.
+    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+
+
+@dataclass(slots=True)
+class AdmissionRound:
+    """State of one round of admissions."""
+
+    must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
+    full: bool = False  # no slot is free, and no idle session can be evicted
