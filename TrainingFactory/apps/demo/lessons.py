@@ -105,8 +105,8 @@ LESSONS = {
     "screen": Lessons(
         picture_drill,
         "tap in pictures with few buttons, without mistakes",
-        drills=3200,
-        short=640,
+        drills=4800,
+        short=320,
         num_dialogues=960,
         num_demonstrations=960,
         mistakes=0.55,
