@@ -199,7 +199,7 @@ def test_an_own_function_keeps_the_sampled_ids_of_unchanged_turns(function: Call
         (lambda messages: [], "no user message"),
         (lambda messages: [*messages, Message("developer", "x")], "role 'developer'"),  # type: ignore[arg-type]
         (lambda messages: [Message("user", None)], "content is no str"),  # type: ignore[arg-type]
-        (lambda messages: [Message("user", "a", tool_calls=None)], "is no list"),  # type: ignore[arg-type]
+        (lambda messages: [Message("user", "a", tool_calls=None)], "tool_calls no list"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_result_of_an_own_function_ends_the_episode_with_the_reason(result: Any, words: str) -> None:
