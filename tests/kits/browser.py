@@ -215,9 +215,10 @@ class Tab:
 
     def fill(self, selector: str, text: str) -> None:
         """Put the text into a field, in place of what stands there, as by typing."""
-        self.wait(f"document.querySelector({json.dumps(selector)})")
-        self.run(
-            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.focus(); it.select?.() }})()"
+        # One expression, because the page may draw the field anew between two.
+        self.wait(
+            f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it?.focus(); it?.select?.(); "
+            "return it !== null })()"
         )
         self.send("Input.insertText", text=text)
 
