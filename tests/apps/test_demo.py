@@ -149,7 +149,8 @@ def test_the_screen_demo_sees_pictures_and_is_evaluated_blind(tmp_path: Path) ->
     assert [e.task.id for e in load_trajectories(after)] == [e.task.id for e in load_trajectories(blind)]
     assert "With empty pictures" in (tmp_path / "out" / "report.html").read_text("utf-8")
     rows = [json.loads(line) for line in (tmp_path / "out-demonstrations.jsonl").read_text().splitlines()]
-    shown = [part for row in rows for part in row["messages"][-2]["content"] if part["type"] != "text"]
+    asked = [next(message for message in row["messages"] if message["role"] == "user") for row in rows]
+    shown = [part for message in asked for part in message["content"] if part["type"] == "image_url"]
     assert len(rows) == len(shown) == 24
 
 

@@ -43,9 +43,9 @@ def word_drill(rng: random.Random) -> tuple[str, str]:
 
 
 def picture_drill(rng: random.Random) -> tuple[Message, Message]:
-    """Return a picture with its task, and the right tap. Two of three pictures have only two buttons: with fewer
-    buttons, a model learns sooner to connect colors and places."""
-    environment = Screens.from_options({"widgets": rng.choice((2, 2, 3))}).as_environment()
+    """Return a picture with its task, and the right tap. Every third picture has only one button: from those a model
+    learns first what places are, and then to connect them with colors."""
+    environment = Screens.from_options({"widgets": rng.choice((1, 2, 2))}).as_environment()
     [task] = environment.tasks("train", rng.getrandbits(32), 1)
     screen = environment(task)
     prompt = Message("user", str(task.prompt), images=[PlacedImage(0, screen.screenshot())])
@@ -105,10 +105,10 @@ LESSONS = {
     "screen": Lessons(
         picture_drill,
         "tap in pictures with few buttons, without mistakes",
-        drills=4800,
+        drills=3200,
         short=320,
-        num_dialogues=960,
-        num_demonstrations=960,
+        num_dialogues=1920,
+        num_demonstrations=1500,
         mistakes=0.55,
         model=BUILTIN_VL,
         configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
