@@ -198,6 +198,8 @@ def split_words(text: str) -> list[str]:
 class WordChat:
     """A `ChatFormat` with one token for each word. Roles and `end` are tokens too; unknown words are one token."""
 
+    sees_images = False
+
     def __init__(self, words: Sequence[str]) -> None:
         listed = dict.fromkeys(["pad", "end", "unknown", "call", *ROLES, *words])
         self.ids = {word: number for number, word in enumerate(listed)}

@@ -61,7 +61,7 @@ def _make_brief(config: TrainingConfig, section: UserSection) -> UserBrief:
         try:
             template = Path(section.template).expanduser().read_text(encoding="utf-8").strip()
         except OSError as error:
-            text = f"cannot be read: {error.strerror}"
+            text = f"cannot be read ({Path(section.template).name}: {error.strerror})"
             raise config.wrong([Problem((*KEY, "template"), text, section.template)]) from error
     if "{stop}" not in template and section.stop not in template:
         text = "has no {stop}: without it the user model does not know how to end the conversation"

@@ -18,6 +18,7 @@ def plugin() -> None:
     """Print the path of the plugin for `swift rlhf --external_plugins`.
 
     ```
+    tfactory swift plugin
     TF_CONFIG=run.yaml swift rlhf --rlhf_type grpo --external_plugins $(tfactory swift plugin) ...
     ```
     """

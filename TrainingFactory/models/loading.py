@@ -373,7 +373,7 @@ def _gguf_of_package(name: str, package: str) -> Path:
     return files[0]
 
 
-def _with_adapter(model: Any, adapter: str, is_whole: bool) -> Any:
+def _with_adapter(model: Any, adapter: str, is_whole: bool = False) -> Any:
     """Return the model with an adapter. Unless the model `is_whole`, it may be the text part of a composite one."""
     from peft import PeftModel
 

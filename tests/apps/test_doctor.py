@@ -212,6 +212,9 @@ def test_the_remedy_is_for_the_largest_parts_and_leaves_out_what_is_set() -> Non
     pack, cache = "training.token_budget=4096", "sampling.slots=16"
     assert told(activations) == f"training.gradient_checkpointing=true, {pack}, {cache}."
     saving = {"gradient_checkpointing": True}
+    offload = "training.activation_offload=true"
+    assert told(activations, training=saving) == f"{pack}, {offload}, {cache}."
+    saving["activation_offload"] = True
     assert told(activations, training=saving) == f"{pack}, {cache}."
     adapted = told(activations, training=saving, lora={"enabled": True})
     assert adapted == f"{pack}, {cache}, model.quantization=4bit."

@@ -111,7 +111,7 @@ def test_mistakes(tmp_path: Path) -> None:
     config = tmp_path / "own" / "adapter_config.json"
     about = json.loads(config.read_text()) | {"base_model_name_or_path": "builtin:tiny"}
     config.write_text(json.dumps(about))
-    with pytest.raises(ValueError, match=r"belongs to builtin:tiny.*export it merged"):
+    with pytest.raises(ValueError, match=r"belongs to a built-in model.*export it merged"):
         export(str(tmp_path / "own"), tmp_path / "out")
     with pytest.raises(ValueError, match="dtype is for whole models"):
         export(str(tmp_path / "own"), tmp_path / "out", dtype="bfloat16")

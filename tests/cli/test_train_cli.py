@@ -157,7 +157,7 @@ def test_the_panel_plots_the_whole_run() -> None:
 def test_the_configs_load(path: Path) -> None:
     config = load_config(path)
     family, _, algorithm = path.stem.removesuffix("_lora").removesuffix("_ray").partition("_")
-    algorithm = {"text2sql": "grpo", "folding": "grpo"}.get(
+    algorithm = {"text2sql": "grpo", "folding": "grpo", "screen": "grpo"}.get(
         algorithm, algorithm
     )  # called after what they show
     has_task = family in ("smollm2", "qwen25", "gemma3")  # their task comes before it

@@ -37,6 +37,8 @@ def test_every_option_of_an_endpoint_is_listed_with_its_default():
 
 def test_the_sdk_versions_are_those_of_the_captured_requests():
     for file in (ROOT / "tests/fixtures/sdk_requests").iterdir():
+        if file.name == "images.json":  # bodies of all three, which have no version
+            continue
         version = re.findall(r'"sdk": "([^"]+)"', file.read_text(encoding="utf-8"))
         assert version[0] in PAGE.text
 

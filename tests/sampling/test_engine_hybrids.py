@@ -37,7 +37,9 @@ def test_a_group_computes_its_prompt_once(key: str) -> None:
     runs = play(engine, grouped_prompts(groups, members, system, question), turns=1)
     check(model, runs)
     siblings = groups * (members - 1) * (system + question - 1)
-    assert engine.stats.shared == siblings + (groups - 1) * system
+    # A group that is admitted before the state after the system prompt is stored computes those tokens again.
+    assert siblings <= engine.stats.shared <= siblings + (groups - 1) * system
+    assert engine.stats.shared + engine.stats.recomputed == siblings + (groups - 1) * system
     # The last token of a prompt is fed by a decoding row.
     assert engine.stats.prefilled == system + groups * (question - 1)
     assert engine.stats.recomputed == 0 and engine.metrics() == {"cache/recomputed_tokens": 0.0}

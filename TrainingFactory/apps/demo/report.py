@@ -72,9 +72,9 @@ class DemoReport:
     versions: dict[str, str] = field(repr=False)
     before: Stats
     after: Stats
-    blind: Stats | None  # after GRPO, with empty pictures; None: the environment shows no images
     curve: list[float] = field(repr=False)  # share of right answers by step
     trial: Trial = field(repr=False)
+    blind: Stats | None = None  # after GRPO, with empty pictures; None: the environment shows no images
 
     @classmethod
     def read(cls, warm_run: RunFolder, trained_run: RunFolder) -> DemoReport:
