@@ -105,10 +105,10 @@ LESSONS = {
     "screen": Lessons(
         picture_drill,
         "tap in pictures with few buttons, without mistakes",
-        drills=3200,
+        drills=4800,
         short=320,
-        num_dialogues=1920,
-        num_demonstrations=1500,
+        num_dialogues=2880,
+        num_demonstrations=2000,
         mistakes=0.55,
         model=BUILTIN_VL,
         configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
