@@ -1,4 +1,4 @@
-"""Whether a run loads its model with the vision part: as `model.vision` says, or if the data show images."""
+"""Decide whether a run loads the vision part of its model: by `model.vision`, or if its data show images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def with_vision(
     examples: Examples | None = None,
 ) -> TrainingConfig:
     """Return the config with `model.vision` set, if it is null and the environment, a task or a row shows images. An
-    environment says so by the attribute `shows_images`."""
+    environment has the attribute `shows_images`."""
     if config.model.vision is None and (
         getattr(environment, "shows_images", False)
         or any(_shows_images(task.prompt) for task in tasks if not isinstance(task.prompt, str))

@@ -158,7 +158,7 @@ class UserSection(Section):
     persona: str | None = None
     """Who the user is: a text with columns of the task, such as "a hurried {job}". null: the task's column persona."""
     goal: str | None = None
-    """What the user wants: a text with columns of the task. null: the task's column goal; with first=user, without that
+    """Goal of the user: a text with columns of the task. null: the task's column goal; with first=user, without that
     column, the task's prompt."""
     template: PathText | None = None
     """Instructions of the user model: a text with {persona}, {goal}, {stop} and columns of the task, or a .txt or .md

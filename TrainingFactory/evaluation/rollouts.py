@@ -164,7 +164,7 @@ class Rollouts:
 
     @property
     def loads_model(self) -> bool:
-        """Whether the model is loaded here, not behind an endpoint."""
+        """Return whether this process loads the model, instead of asking an endpoint."""
         return not is_endpoint(self.config.model.name)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:

@@ -69,6 +69,7 @@ def coloured(tab: Tab, title: str) -> tuple[int, int]:
 def test_the_loss_at_the_last_step_is_the_last_loss(tab: Tab, page: Served) -> None:
     show(tab, page, "run/sft", ".tiles")
     tab.wait(r"/Loss\s+0\.122\s+at the last step/.test(document.querySelector('.tiles')?.innerText)")
+    assert "at the last step" in tab.text(".tiles")
 
 
 def test_one_step_is_a_dot_and_zeros_are_a_line(tab: Tab, page: Served) -> None:

@@ -230,7 +230,7 @@ def merge_messages(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 class SentText:
-    """What of a choice's reasoning and content a stream has sent."""
+    """Position of a stream in a choice's reasoning and content."""
 
     def __init__(self) -> None:
         self._sent = {"reasoning": "", "content": ""}

@@ -56,7 +56,7 @@ class AndroidOptions(FarmOptions):
     """`environment.options` of the environment `android`."""
 
     observation: Literal["elements", "screenshot", "both"] = "elements"
-    """What the model sees after an action: the screen's elements as text, a screenshot, or both. With `screenshot`, its
+    """Observation after an action: the screen's elements as text, a screenshot, or both. With `screenshot`, its
     actions take points instead of elements. Screenshots need a model with images."""
     settle: NotNegative = 0.5
     """Seconds between an action and the reading of the screen."""

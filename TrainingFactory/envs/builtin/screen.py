@@ -48,7 +48,7 @@ class ScreenOptions:
     cell: Annotated[int, Field(ge=16, le=256)] = 16
     """Width and height of a button's cell in pixels."""
     tap: Literal["cell", "point"] = "cell"
-    """What `tap` takes: the number of a cell, from 1 in reading order, or x and y in thousandths of the picture."""
+    """Arguments of `tap`: the number of a cell, from 1 in reading order, or x and y in thousandths of the picture."""
     blind: bool = False
     """Show an empty picture of the same size instead, to measure the success of a model that sees nothing."""
 

@@ -39,7 +39,7 @@ class UserModel(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class UserBrief:
-    """What the user model is told and when it speaks. The fields are keys of `environment.user`."""
+    """Instructions of the user model and limits of the conversation. The fields are keys of `environment.user`."""
 
     persona: str | None = None  # template over the task's columns; None: its column `persona`, if it has one
     goal: str | None = None  # template; None: the column `goal`, or with first=user the task's prompt

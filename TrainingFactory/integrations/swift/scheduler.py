@@ -55,7 +55,7 @@ class EpisodeLoop:
 
 
 class SwiftRun:
-    """What all episodes of an ms-swift process share: environment, tools and reward of a config."""
+    """Environment, tools and reward of a config, shared by all episodes of an ms-swift process."""
 
     def __init__(self, config: TrainingConfig) -> None:
         check_config(config)

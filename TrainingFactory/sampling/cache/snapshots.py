@@ -1,4 +1,4 @@
-"""Which states of recurrent layers are stored: the current state of every slot, and snapshots of earlier ones.
+"""Stored states of recurrent layers: the current state of every slot, and snapshots of earlier ones.
 
 Keys and values of any prefix can be reused, a state only at the position where it was taken. The rows of the state
 cache are the current states of the slots, then the snapshots. Slots with a common prefix share its snapshots.
