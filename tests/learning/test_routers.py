@@ -49,7 +49,14 @@ def own_gradients(model: Any, rows: list[Sample]) -> tuple[float, dict[str, torc
     return float(aux_loss.detach()), expected
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "mixtral", "granitemoe"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        "gpt_oss",
+        *(pytest.param(key, marks=pytest.mark.slow) for key in ("mixtral", "granitemoe")),
+    ],
+)
 def test_auxiliary_loss_and_its_gradient_are_the_models_own_over_unpacked_rows(family: str) -> None:
     model, rows = build(family), tree_rows()
     expected_loss, expected = own_gradients(model, rows)
