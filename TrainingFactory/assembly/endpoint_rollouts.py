@@ -140,27 +140,27 @@ class EndpointRun(EpisodeRun):
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
         self._sampler = sampler
 
-    async def _turns(self, environment: Environment) -> None:
-        await self._first_prompt(environment)
+    async def _play_turns(self, environment: Environment) -> None:
+        await self._render_first_prompt(environment)
         messages = list(self.trajectory.prompt)
         originals: dict[int, Any] = {}
         for number in range(self.rules.max_turns):
             try:
                 reply = await self._ask(messages, originals, number)
             except ModelFailure as failure:
-                return self._end("error", str(failure))
+                return self._end_episode("error", str(failure))
             originals[len(messages)] = reply.original
             is_cut = reply.fault == "cut"
             turn = Turn([], Completion([], [], "length" if is_cut else "stop"), reply.message)
             self.trajectory.turns.append(turn)
             try:
                 if is_cut:
-                    return self._end("truncated", None)
-                await self._step(environment, turn)
+                    return self._end_episode("truncated", None)
+                await self._step_environment(environment, turn)
             finally:  # the step replaces the signals, and ends the episode by an exception
                 turn.signals |= self._spent(reply)
             messages += [turn.message, *turn.replies]
-        return self._end("max_turns", None)
+        return self._end_episode("max_turns", None)
 
     async def _ask(self, messages: Sequence[Message], originals: dict[int, Any], number: int) -> ModelReply:
         params, trajectory = self.rules.params, self.trajectory
@@ -182,12 +182,12 @@ class EndpointRollouts(RolloutEngine):
 
     finished: AbstractSet[tuple[str, int]] = frozenset()
 
-    async def _run(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
+    async def _run_episode(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
         # A group reward needs whole groups, whose recorded replies cost nothing, so it does not come here.
         if (episode.trajectory.task.id, episode.trajectory.member) not in self.finished:
-            await super()._run(episode, gate)
+            await super()._run_episode(episode, gate)
 
-    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+    def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
         assert isinstance(sampler, EndpointSampler)
         return EndpointRun(self.rules, trajectory, sampler, *args)
 

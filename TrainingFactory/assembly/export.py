@@ -126,7 +126,8 @@ def _convert(
 ) -> None:
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
-    from TrainingFactory.models.loading import pick_dtype, stored_dtype
+    from TrainingFactory.models.dtypes import pick_dtype
+    from TrainingFactory.models.loading import stored_dtype
 
     if exported.kind == "model":
         loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")

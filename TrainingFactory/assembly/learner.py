@@ -123,7 +123,7 @@ def make_learner(
 def make_processes(config: TrainingConfig) -> Processes:
     """Make the FSDP2 sharding of weights over the processes of torch.distributed."""
     from TrainingFactory.learning.sharding import ShardedProcesses
-    from TrainingFactory.models.loading import pick_device
+    from TrainingFactory.models.dtypes import pick_device
 
     check_sharded(config)
     return ShardedProcesses(pick_device(config.model.device), config.optimization.offload_reference)

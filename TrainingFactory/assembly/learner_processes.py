@@ -200,7 +200,7 @@ async def _end_of(worker: Any, address: list[Any]) -> str:
 
 
 def _device(config: TrainingConfig) -> Any:
-    from TrainingFactory.models.loading import pick_device
+    from TrainingFactory.models.dtypes import pick_device
 
     return pick_device(config.model.device)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Set
 from typing import Any, NamedTuple
 
@@ -13,6 +14,9 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.branching import max_leaves
 from TrainingFactory.assembly.states import attention_layers, row_bytes
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.models.tower_shape import ImageUse, TowerShape, loaded_tower
+from TrainingFactory.models.vision import CACHE_BYTES
 from TrainingFactory.sampling.cache.store import free_memory
 from TrainingFactory.sampling.sizing import SNAPSHOTS
 
@@ -42,25 +46,30 @@ class WeightCounts(NamedTuple):
 
 
 def estimate_model_memory(
-    config: TrainingConfig, model: Any, needs: Set[str], max_length: int
+    config: TrainingConfig, model: Any, needs: Set[str], max_length: int, images: ImageUse | None = None
 ) -> dict[str, float]:
     """Return the bytes that a run needs for a loaded model, by part."""
-    return needed(config, model.config.get_text_config(), WeightCounts.of(model), needs, max_length)
+    counts, shape = WeightCounts.of(model), model.config.get_text_config()
+    return needed(config, shape, counts, needs, max_length, loaded_tower(causal_model(model)), images)
 
 
 def needed(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int
-) -> dict[str, float]:
-    """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config."""
+    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int,
+    tower: TowerShape | None = None, images: ImageUse | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config, and
+    `images` are those that the run shows, by default as many and as large as possible."""
     training, learners, ahead = (
         config.training,
         config.compute.learners or 1,
         config.optimization.effective_max_staleness,
     )
     episodes = training.batch_size * max_leaves(config)
-    parts = learner_bytes(
-        config, shape, counts, needs, learners, min(training.token_budget, episodes * max_length)
-    )
+    tokens = min(training.token_budget, episodes * max_length)
+    parts = learner_bytes(config, shape, counts, needs, learners, tokens)
+    if tower is not None:
+        images = images or ImageUse.largest(config.model.image_tokens)
+        parts |= image_bytes(config, tower, images, tokens, counts.size)
     if KINDS[training.algorithm].samples:
         if ahead or learners > 1:  # the sampler of a sharded learner has a full copy
             parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
@@ -116,6 +125,27 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
     return tokens * size * (layers * per_layer + layer * checkpointing)
 
 
+def image_bytes(
+    config: TrainingConfig, tower: TowerShape, images: ImageUse, tokens: int, size: int
+) -> dict[str, float]:
+    """Return the bytes of the images of a run: encoded ones in the engine's cache and in a pack of `tokens` tokens, and
+    what the tower keeps while it encodes. A frozen tower encodes one image at a time, layer by layer; a trained one
+    keeps the layers of all images of the pack for backward."""
+    in_pack = images.share * tokens  # image tokens
+    image_tokens = min(images.tokens, config.model.image_tokens)
+    cached = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * size)
+    if config.model.train_tower:
+        patches, layers = math.ceil(in_pack * tower.patches), tower
+        checkpointing = config.training.gradient_checkpointing
+    else:
+        patches, layers = math.ceil(image_tokens * tower.patches), tower._replace(num_hidden_layers=1)
+        checkpointing = False
+    return {
+        "encoded images": cached + in_pack * tower.outputs * size,
+        "vision activations": float(activation_bytes(layers, patches, checkpointing, size)),
+    }
+
+
 def active_experts(shape: Any) -> int:
     """Return the number of experts that compute a token; 0 for a dense model."""
     names = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
@@ -146,8 +176,9 @@ def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
 
 
 def state_bytes(shape: Any, slots: int, size: int) -> int:
-    """Return the bytes of the states of recurrent layers in the native engine: of all slots, and their snapshots."""
-    return (1 + SNAPSHOTS) * slots * row_bytes(shape, size)
+    """Return the bytes of the states of recurrent layers in the native engine: of all slots, their snapshots, and a row
+    for padding."""
+    return ((1 + SNAPSHOTS) * slots + 1) * row_bytes(shape, size)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:

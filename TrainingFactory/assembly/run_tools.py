@@ -16,6 +16,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.process.pool import ProcessPool
 from TrainingFactory.envs.users import with_simulated_user
+from TrainingFactory.envs.web_page.devtools import SharedBrowser
 from TrainingFactory.protocols import ToolSource
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
@@ -43,7 +44,7 @@ class RunTools:
         self._sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
         self._environment_metrics: Callable[[], dict[str, float]] = dict
-        self._pool: ProcessPool | None = None
+        self._pool: ProcessPool | SharedBrowser | None = None
         self._user = make_user(config, replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
         self._borrowed = cache is not None

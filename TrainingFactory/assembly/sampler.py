@@ -101,7 +101,7 @@ def check_chat_template(config: TrainingConfig) -> str | None:
 def load_trainable(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
     """Load the model to train. For several learners it is loaded on the CPU, from where each takes its share layer by
     layer."""
-    from TrainingFactory.models.loading import pick_device, pick_dtype
+    from TrainingFactory.models.dtypes import pick_device, pick_dtype
 
     model = config.model
     if (config.compute.learners or 1) > 1:

@@ -1,12 +1,24 @@
-"""Sizes of the states of recurrent layers, from a text config: the doctor has no model to probe."""
+"""Sizes and costs of recurrent layers, from a text config: the doctor has no model to probe."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 ATTENTION_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
 STATE_TYPES = {"linear_attention", "hybrid", "conv"}
 FLOAT32 = 4  # bytes: recurrent states have this precision in every model
+DELTA_CHUNK = 64  # tokens per chunk of the delta rule's kernels
+CHUNK = 256  # the same of other recurrent layers, if the config does not set it
+
+
+class RecurrentSizes(NamedTuple):
+    """Sizes of a recurrent layer, and its cost beside that of its weights."""
+
+    channels: int = 0  # of the convolution
+    kernel: int = 0
+    state: int = 0  # numbers
+    state_bytes: int = FLOAT32  # of a number
+    flops: int = 0  # per token: matrix products with the state and within a chunk
 
 
 def _types(shape: Any) -> list[str]:
@@ -19,17 +31,23 @@ def attention_layers(shape: Any) -> int:
     return sum(kind in ATTENTION_TYPES for kind in types) if types else shape.num_hidden_layers
 
 
+def recurrent_layers(shape: Any) -> int:
+    """Return the number of layers with a state."""
+    return sum(kind in STATE_TYPES for kind in _types(shape))
+
+
 def row_bytes(shape: Any, size: int) -> int:
     """Return the bytes of one sequence's states in all recurrent layers; convolutions have `size` bytes a number."""
-    layers = sum(kind in STATE_TYPES for kind in _types(shape))
-    if not layers:
+    if not (layers := recurrent_layers(shape)):
         return 0
-    channels, kernel, recurrent, recurrent_size = _layer(shape, size)
-    return layers * (channels * kernel * size + recurrent * recurrent_size)
+    layer = recurrent_layer(shape, size)
+    return layers * (layer.channels * layer.kernel * size + layer.state * layer.state_bytes)
 
 
-def _layer(shape: Any, size: int) -> tuple[int, int, int, int]:
-    """Return the channels and kernel size of a layer's convolution, and size and bytes per number of its state."""
+def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
+    """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` may know them already."""
+    if (known := getattr(shape, "recurrent", None)) is not None:  # foreign object
+        return known
 
     def get(*names: str) -> int:
         return next((int(value) for name in names if (value := getattr(shape, name, None)) is not None), 0)
@@ -39,15 +57,30 @@ def _layer(shape: Any, size: int) -> tuple[int, int, int, int]:
             get(name) for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads")
         )
         channels = 2 * key_heads * key + heads * value
-        return channels, get("linear_conv_kernel_dim"), heads * key * value, FLOAT32
+        flops = heads * _delta_flops(key, value)
+        return RecurrentSizes(channels, get("linear_conv_kernel_dim"), heads * key * value, FLOAT32, flops)
     if heads := get("linear_num_heads"):  # Kimi's delta attention
         dim = get("linear_head_dim")
-        return 3 * heads * dim, get("linear_conv_kernel_dim"), heads * dim * dim, FLOAT32
+        flops = heads * _delta_flops(dim, dim)
+        return RecurrentSizes(
+            3 * heads * dim, get("linear_conv_kernel_dim"), heads * dim * dim, FLOAT32, flops
+        )
     if heads := get("mamba_n_heads", "mamba_num_heads"):  # Mamba-2
         inner, states = heads * get("mamba_d_head", "mamba_head_dim"), get("mamba_d_state", "ssm_state_size")
-        channels = inner + 2 * get("mamba_n_groups", "n_groups") * states
-        return channels, get("mamba_d_conv", "conv_kernel"), inner * states, FLOAT32
+        groups, chunk = get("mamba_n_groups", "n_groups"), get("mamba_chunk_size", "chunk_size") or CHUNK
+        channels = inner + 2 * groups * states
+        flops = 4 * inner * states + 2 * chunk * (groups * states + inner)
+        return RecurrentSizes(channels, get("mamba_d_conv", "conv_kernel"), inner * states, FLOAT32, flops)
     if kernel := get("conv_L_cache"):
-        return shape.hidden_size, kernel, 0, size
+        return RecurrentSizes(shape.hidden_size, kernel)
     head = get("head_dim") or shape.hidden_size // shape.num_attention_heads  # lightning attention
-    return 0, 0, shape.num_attention_heads * head * head, size
+    state = shape.num_attention_heads * head * head
+    chunk = get("block_size") or CHUNK
+    return RecurrentSizes(0, 0, state, size, 4 * state + 4 * chunk * shape.num_attention_heads * head)
+
+
+def _delta_flops(key: int, value: int) -> int:
+    """Return the FLOPs per token of one head. With the state: what it holds for a key, the answer to a query, and the
+    update. Within a chunk: products of keys with keys, queries with keys and of the inverse with keys (all `key` wide);
+    of the inverse and of the attention with values."""
+    return 6 * key * value + DELTA_CHUNK * (6 * key + 4 * value)

@@ -18,6 +18,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "text2sql": "TrainingFactory.envs.builtin.text2sql:Text2SqlEnvironment",
         "screen": "TrainingFactory.envs.builtin.screen:Screens",
         "charts": "TrainingFactory.envs.builtin.charts:Charts",
+        "web_page": "TrainingFactory.envs.web_page.environment:WebPages",
         "android": "TrainingFactory.envs.android.environment:AndroidDevices",
         "containers": "TrainingFactory.envs.containers.environment:ContainerTasks",
         "reasoning_gym/": "TrainingFactory.integrations.reasoning_gym:environment",
@@ -27,6 +28,7 @@ _CATALOG: dict[str, dict[str, str]] = {
         "textarena:": "TrainingFactory.envs.process.environment:environment",
         "trl:": "TrainingFactory.envs.process.environment:environment",
         "verifiers:": "TrainingFactory.envs.process.environment:environment",
+        "verifiers_v0:": "TrainingFactory.envs.process.environment:environment",
         "process:": "TrainingFactory.envs.process.environment:environment",
         "conversation": "TrainingFactory.envs:ToolEnvironment",  # the task's prompt and the model's answer
         "env_search": "search",

@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from TrainingFactory.common.images import ImageStore
+from TrainingFactory.common.images import ImageStore, LazyImage
 from TrainingFactory.types import Image
 
 VIRTUAL = 1 << 30  # above every vocabulary; ids fit into 32 bits
@@ -74,7 +74,8 @@ class _Numbers:
                 self._by_digest[image.digest, count] = tokens
                 self._images.append(tokens)
                 self._starts.append(tokens.first)
-                self._keep(image, count)
+                if not isinstance(image, LazyImage):
+                    self._keep(image, count)
             return tokens
 
     def _keep(self, image: Image, count: int) -> None:
@@ -95,7 +96,8 @@ class _Numbers:
 
     def picture(self, tokens: ImageTokens) -> Image:
         with self._lock:
-            return tokens.image if tokens.image.data else self._store().read(tokens.image.digest)
+            is_kept = isinstance(tokens.image, LazyImage) or tokens.image.data
+            return tokens.image if is_kept else self._store().read(tokens.image.digest)
 
     def find(self, token: int) -> ImageTokens:
         place = bisect_right(self._starts, token) - 1

@@ -53,6 +53,14 @@ def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
         raise ValueError(f"the image is damaged: {describe(error)}") from None
 
 
+def read_image_file(path: Path) -> Image:
+    try:
+        with path.open("rb") as file:
+            return read_image(file.read(LIMITS.max_bytes + 1))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+
+
 def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:
     """Return a PIL image as an `Image`, turned upright. Transparent pixels become white."""
     from PIL import Image as Pillow
@@ -205,18 +213,23 @@ def limited(images: Sequence[PlacedImage], content: str, room: int) -> tuple[str
 # Storage
 
 
-class ImageOfStore(Image):
-    """An image of a store, whose file is read when its data is needed."""
+class LazyImage(Image):
+    """An image whose file is read each time its data is needed, so that it takes no memory."""
 
-    __slots__ = ("_store",)
+    __slots__ = ("_source",)
 
-    def __init__(self, digest: str, width: int, height: int, store: ImageStore) -> None:
-        for name, value in (("digest", digest), ("width", width), ("height", height), ("_store", store)):
+    def __init__(self, digest: str, width: int, height: int, source: ImageStore | Path) -> None:
+        for name, value in (("digest", digest), ("width", width), ("height", height), ("_source", source)):
             object.__setattr__(self, name, value)
 
     @property
     def data(self) -> bytes:  # type: ignore[override]
-        return self._store.read(self.digest).data
+        if isinstance(self._source, ImageStore):
+            return self._source.read(self.digest).data
+        image = read_image_file(self._source)
+        if image.digest != self.digest:
+            raise ValueError(f"{self._source} has changed since it was read; restore it, or start again")
+        return image.data
 
     def __repr__(self) -> str:
         """Return the text of any other image: fingerprints hash it."""
@@ -295,6 +308,6 @@ def images_from_rows(rows: Iterable[Mapping[str, Any]], store: ImageStore | None
             raise ValueError(f"image {digest} is in no folder of images")
         else:
             store.path(digest)  # checks the digest
-            image = ImageOfStore(digest, width, height, store)
+            image = LazyImage(digest, width, height, store)
         images.append(PlacedImage(int(row["place"]), image))
     return images

@@ -68,11 +68,11 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     failure raise OSError and leave an existing folder as it is."""
     folder = Path(folder)
     weights = learner.processes.state_of(learner.model, learner.dtype)
-    tensors, numbers = _state(learner)
+    tensors, numbers = _gather_training_state(learner)
     learner_info = {
         "format": FORMAT,
         "steps": learner.steps,
-        "model": _identity(learner),
+        "model": _describe_identity(learner),
         "optimizers": numbers,
     }
     files = {"learner.json": json.dumps(learner_info, indent=1), "state.json": json.dumps(state, indent=1)}
@@ -81,7 +81,7 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
         if learner.processes.rank == 0:
             remove_folder(partial_folder)
             partial_folder.mkdir(parents=True)
-            _write(partial_folder, learner, tokenizer, weights, tensors)
+            _write_checkpoint(partial_folder, learner, tokenizer, weights, tensors)
             for name, content in files.items():
                 (partial_folder / name).write_text(content, encoding="utf-8")
             write_checksums(partial_folder)
@@ -109,7 +109,7 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
         raise ValueError(
             f"{folder} has format {learner_info.get('format')}; this version reads format {FORMAT}"
         )
-    if differences := _differences(learner_info["model"], _identity(learner)):
+    if differences := _describe_differences(learner_info["model"], _describe_identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
     state_file = next((folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()), None)
     if state_file is None:
@@ -136,7 +136,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _write(
+def _write_checkpoint(
     partial_folder: Path, learner: Learner, tokenizer: Any, weights: Tensors | None, tensors: Tensors
 ) -> None:
     """Write the model's files and the training state; `weights` and `tensors` are gathered, not sharded."""
@@ -156,9 +156,9 @@ def _write(
     save_file(tensors, partial_folder / TRAINING_STATE_FILES[0])
 
 
-def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
+def _gather_training_state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
     """Return master weights and optimizer tensors by name (rank 0 only), and each optimizer's other state values."""
-    masters, processes = _masters(learner), learner.processes
+    masters, processes = _master_weights(learner), learner.processes
     names = {id(master): name for name, master in masters.items()}
     shards: dict[str, torch.Tensor] = {f"weight/{name}": master for name, master in masters.items()}
     numbers: list[dict[str, dict[str, Any]]] = []
@@ -179,19 +179,19 @@ def _state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
     return tensors, numbers
 
 
-def _masters(learner: Learner) -> dict[str, torch.nn.Parameter]:
+def _master_weights(learner: Learner) -> dict[str, torch.nn.Parameter]:
     return dict(zip(learner._weights.names, learner._weights.masters, strict=True))
 
 
 @torch.no_grad()
 def _load_weights(learner: Learner, file: Any) -> None:
-    for name, master in _masters(learner).items():
+    for name, master in _master_weights(learner).items():
         master.copy_(learner.processes.share(file.get_tensor(f"weight/{name}"), master))
     learner._weights.write_back()
 
 
 def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
-    masters = _masters(learner)
+    masters = _master_weights(learner)
     names = {id(master): name for name, master in masters.items()}
     state_by_parameter: dict[tuple[int, str], dict[str, Any]] = {}
     for tensor_name in file.keys():  # noqa: SIM118  (a safetensors object, not a mapping)
@@ -213,17 +213,17 @@ def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[s
         optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def _identity(learner: Learner) -> dict[str, Any]:
+def _describe_identity(learner: Learner) -> dict[str, Any]:
     """Return what must be equal in a checkpoint and in the learner that loads it."""
     return {
         "architecture": type(learner.causal).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
-        "trained": {name: list(master.shape) for name, master in _masters(learner).items()},
+        "trained": {name: list(master.shape) for name, master in _master_weights(learner).items()},
         "frozen": learner.frozen,
     }
 
 
-def _differences(saved_model: dict[str, Any], current: dict[str, Any]) -> list[str]:
+def _describe_differences(saved_model: dict[str, Any], current: dict[str, Any]) -> list[str]:
     if saved_model["architecture"] != current["architecture"]:
         return [f"it holds a {saved_model['architecture']}, the model is a {current['architecture']}"]
     old, new, differences = saved_model["trained"], current["trained"], []

@@ -65,7 +65,7 @@ def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions, images = pack.token_ids, pack.positions, {}
     if vision is not None:
-        positions = _tree_rope(pack, vision) if vision.has_rope else positions
+        positions = _tree_rotary_positions(pack, vision) if vision.has_rope else positions
         (ids,), images = vision.model_inputs(model, ids[None], fresh=vision.trains)
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (ids, positions))
     return decoder(model)(
@@ -74,7 +74,7 @@ def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None
     ).last_hidden_state[0, :size]  # fmt: skip
 
 
-def _tree_rope(pack: Pack, vision: Vision) -> np.ndarray:
+def _tree_rotary_positions(pack: Pack, vision: Vision) -> np.ndarray:
     """Return the rotary positions [3, N] of a tree, in which images take fewer positions than tokens."""
     positions = np.empty((3, len(pack.token_ids)), np.int64)
     ends: list[int] = []  # position after each node
@@ -125,7 +125,7 @@ def output_head(model: PreTrainedModel) -> Head:
 def check_head(model: PreTrainedModel) -> None:
     """Raise ValueError if `head_of` does not reproduce the model's own logits from its hidden states."""
     # A few tokens suffice: whatever happens after the output layer happens to every token.
-    ids = torch.from_numpy(_probe(model, sharing=False).token_ids[:32]).to(model.device)[None]
+    ids = torch.from_numpy(_make_probe_pack(model, sharing=False).token_ids[:32]).to(model.device)[None]
     model.eval()  # `update` switches back to train mode
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
     head_logits = output_head(model)(
@@ -151,7 +151,7 @@ def sharing_problem(model: PreTrainedModel) -> str | None:
 
 def _probe_problem(model: PreTrainedModel) -> str | None:
     """Compare the hidden states of a few rows over a tree with those row by row."""
-    unshared, probe = _probe(model, sharing=False), _probe(model, sharing=True)
+    unshared, probe = _make_probe_pack(model, sharing=False), _make_probe_pack(model, sharing=True)
     try:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
         train = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
@@ -164,8 +164,8 @@ def _probe_problem(model: PreTrainedModel) -> str | None:
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
     with tree_mode(model, enabled=False):
-        rows = row_states(model, unshared)[_positions(unshared)]
-    trees = shared[_positions(probe)]
+        rows = row_states(model, unshared)[_row_positions(unshared)]
+    trees = shared[_row_positions(probe)]
     layers = model.config.get_text_config().num_hidden_layers
     rounding = max(5e-2, 1.5e-2 * layers**0.5)  # 16-bit errors grow like a random walk
     limit = rounding if model.dtype != torch.float32 else 1e-3
@@ -195,7 +195,7 @@ def short_windows(model: PreTrainedModel) -> Iterator[None]:
             setattr(owner, name, length)
 
 
-def _positions(pack: Pack) -> torch.Tensor:
+def _row_positions(pack: Pack) -> torch.Tensor:
     """Return the positions of the rows' tokens in the pack, rows in the order of the samples."""
     return torch.from_numpy(pack.source[np.argsort(pack.row, kind="stable")])
 
@@ -204,7 +204,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).abs().mean() / expected.float().abs().mean())
 
 
-def _probe(model: PreTrainedModel, sharing: bool) -> Pack:
+def _make_probe_pack(model: PreTrainedModel, sharing: bool) -> Pack:
     """Return a pack of three rows that form a prefix tree of three levels."""
     vocabulary = model.config.get_text_config().vocab_size
     ids = [(13 + 7919 * place) % vocabulary for place in range(200)]

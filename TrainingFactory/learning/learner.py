@@ -87,7 +87,7 @@ class Learner:
             self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
         self.sharing = all(
-            run(module, partial(_can_share, causal_model(module), vision)) for module in models
+            run(module, partial(_can_share_prefixes, causal_model(module), vision)) for module in models
         )
         self._weights = MixedPrecision(self._named_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
@@ -118,17 +118,17 @@ class Learner:
         """Fill in reference log-probs, old log-probs and values, as far as in `needs`, by the current weights."""
         self._set_training(False)
         precomputed = {"reference"} if all(pack.reference is not None for pack in batch.packs) else set()
-        self._annotate(batch.packs, [name for name in ANNOTATIONS if name in needs - precomputed])
-        self._annotate(batch.mismatched, ["reference", "old"])
+        self._annotate_packs(batch.packs, [name for name in ANNOTATIONS if name in needs - precomputed])
+        self._annotate_packs(batch.mismatched, ["reference", "old"])
         return batch
 
-    def _annotate(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
+    def _annotate_packs(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
         for pack in self.processes.deal(packs) if names else ():
             if "reference" in names:
-                pack.reference = self._reference_logprobs(pack)
+                pack.reference = self._compute_reference_logprobs(pack)
             if "old" in names or "values" in names:
                 places = pack.source if "values" in names else None
-                logprobs, _, values = self._outputs(pack, "old" in names, places)
+                logprobs, _, values = self._compute_outputs(pack, "old" in names, places)
                 pack.old = logprobs.cpu().numpy() if "old" in names else pack.old
                 pack.values = pack.values if values is None else values.cpu().numpy()
         self.processes.exchange(packs, names)
@@ -151,9 +151,11 @@ class Learner:
                     for model in self._trained_models():
                         stack.enter_context(tree_mode(causal_model(model), self.sharing))
                     routing = stack.enter_context(self.routers.recording()) if self.routers else None
-                    loss_value, pack_metrics = self._loss(pack, batch, loss, needs)
+                    loss_value, pack_metrics = self._pack_loss(pack, batch, loss, needs)
                     if routing is not None:
-                        aux_loss, pack_loads = self._aux_loss(pack, batch, routing, balance, pack_metrics)
+                        aux_loss, pack_loads = self._share_of_aux_loss(
+                            pack, batch, routing, balance, pack_metrics
+                        )
                         loss_value, loads = loss_value + aux_loss, pack_loads + (loads if loads.size else 0.0)
                     loss_value.backward()
                 self._weights.gather_grads()
@@ -163,7 +165,7 @@ class Learner:
             if self.routers:
                 metrics |= load_metrics(self.processes.sum_array(loads))
             # The optimizer skips weights without a gradient; weight decay and momentum do not apply to them either.
-            metrics["grad_norm"] = norm = self._step()
+            metrics["grad_norm"] = norm = self._step_optimizers()
             metrics["skipped"] = float(not math.isfinite(norm))
         metrics["learning_rate"] = self.options.learning_rate * self.options.factor(self.steps)
         self.steps += 1
@@ -186,7 +188,7 @@ class Learner:
         self._set_training(True)
         return self.processes.sum_array(np.asarray(counts))
 
-    def _aux_loss(
+    def _share_of_aux_loss(
         self,
         pack: Pack,
         batch: Batch,
@@ -211,15 +213,15 @@ class Learner:
         sums: dict[str, float] = defaultdict(float)
         self._set_training(False)
         for pack in self.processes.deal(batch.packs):
-            for name, value in self._loss(pack, batch, loss, needs)[1].items():
+            for name, value in self._pack_loss(pack, batch, loss, needs)[1].items():
                 sums[name] += value
         return self.processes.total(sums)
 
-    def _loss(
+    def _pack_loss(
         self, pack: Pack, batch: Batch, loss: Loss, needs: frozenset[str]
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the pack's share of the step's loss and metrics; a pack without rows yields 0 and no metrics."""
-        tokens = self._trained(pack, batch, needs)
+        tokens = self._compute_trained_tokens(pack, batch, needs)
         if not len(pack.rows):
             outputs = (tokens.logprobs, tokens.values, tokens.scores)
             return torch.stack([output.sum() for output in outputs if output is not None]).sum() * 0.0, {}
@@ -232,10 +234,10 @@ class Learner:
     def states(self, pack: Pack, model: PreTrainedModel | None = None) -> torch.Tensor:
         """Return the hidden states [N, D] of the pack's tokens."""
         causal = model or self.causal
-        with tree_mode(causal, self.sharing), self._offloading():
+        with tree_mode(causal, self.sharing), self._offload_saved_tensors():
             return (tree_states if self.sharing else row_states)(causal, pack, self.vision)
 
-    def _offloading(self) -> contextlib.AbstractContextManager[object]:
+    def _offload_saved_tensors(self) -> contextlib.AbstractContextManager[object]:
         """Copy what autograd saves inside the block to CPU memory: with checkpointing, the inputs of the layers."""
         if not (self.activation_offload and torch.is_grad_enabled()):
             return contextlib.nullcontext()
@@ -254,7 +256,7 @@ class Learner:
         outputs = token_logprobs(hidden, output_head(causal), source, target, vocabulary, self.temperature)
         return outputs[0].index_select(0, index), outputs[1].index_select(0, index)
 
-    def _outputs(
+    def _compute_outputs(
         self, pack: Pack, logprobs: bool, places: np.ndarray | None, values_only: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return log-probs and entropies of the trained tokens, if requested, and the scalar head's outputs at these
@@ -289,10 +291,10 @@ class Learner:
             self.processes.run(self.critic, lambda: scalars(self.states(pack, critic))),
         )
 
-    def _trained(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> TrainedTokens:
+    def _compute_trained_tokens(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> TrainedTokens:
         needs_scores, needs_values = "scores" in needs, "values" in needs
         places = pack.place if needs_scores else pack.source if needs_values else None
-        logprobs, entropy, scalars = self._outputs(pack, not needs_scores, places, batch.values_only)
+        logprobs, entropy, scalars = self._compute_outputs(pack, not needs_scores, places, batch.values_only)
         sampled_logprobs, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
         episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
         extra = (pack.reference, pack.old, pack.values, pack.returns, pack.weights, pack.lengths)
@@ -309,7 +311,7 @@ class Learner:
     def _on_device(self, *arrays: np.ndarray) -> list[torch.Tensor]:
         return [torch.from_numpy(array).to(self.causal.device) for array in arrays]
 
-    def _reference_logprobs(self, pack: Pack) -> np.ndarray:
+    def _compute_reference_logprobs(self, pack: Pack) -> np.ndarray:
         model = self.model if self.reference is None else self.reference
         assert self.reference is not None or model is not self.causal, (
             "no reference model: neither a frozen copy nor an adapter"
@@ -319,7 +321,7 @@ class Learner:
             logprobs = self.processes.run(model, lambda: self.logprobs(pack, causal_model(model))[0])
             return logprobs.cpu().numpy()
 
-    def _step(self) -> float:
+    def _step_optimizers(self) -> float:
         # A separate critic is clipped separately: its large initial errors must not slow the policy down.
         parts = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
         limit = self.options.max_grad_norm
@@ -338,7 +340,7 @@ class Learner:
         return norm
 
 
-def _can_share(model: PreTrainedModel, vision: Vision | None) -> bool:
+def _can_share_prefixes(model: PreTrainedModel, vision: Vision | None) -> bool:
     reason = sharing_problem(model)
     if reason is None and vision is not None and vision.sees_whole_images:
         reason = "the tokens of an image attend to each other in both directions"

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
 from TrainingFactory.learning.routers import expert_modules
-from TrainingFactory.models.loading import set_adapter_dtype
+from TrainingFactory.models.adapters import set_adapter_dtype
 
 # Model types whose fused Mamba kernels read this layer's weight without calling the layer; PEFT rejects it there.
 MAMBA_TYPES, MAMBA_OUTPUT = {"falcon_h1", "nemotron_h"}, "out_proj"
@@ -37,7 +37,7 @@ def add_lora(
         names = linear_layers(model)
         if experts is False:
             targets = _without_experts(names, model)
-        elif len(names) < len(_linear_names(model)):
+        elif len(names) < len(_find_linear_names(model)):
             targets = names
     maps_to_experts = _maps_to_experts(model, targets)
     parameters = expert_weights(model) if experts and not maps_to_experts else []
@@ -68,7 +68,7 @@ def linear_layers(model: Any) -> list[str]:
     is_mamba = model.config.model_type in MAMBA_TYPES
     return [
         name
-        for name in _linear_names(model)
+        for name in _find_linear_names(model)
         if not hasattr(model.get_submodule(name), "top_k")
         and not (is_mamba and name.endswith(f".{MAMBA_OUTPUT}"))
     ]
@@ -92,7 +92,7 @@ def adapter_sizes(model: Any) -> tuple[int, int, bool]:
     return sum(layer.in_features + layer.out_features for layer in layers), size, maps_to_experts
 
 
-def _linear_names(model: Any) -> list[str]:
+def _find_linear_names(model: Any) -> list[str]:
     head = model.get_output_embeddings()
     modules = model.named_modules()
     return [name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head]

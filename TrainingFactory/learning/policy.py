@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -30,7 +30,8 @@ class WeightPublisher(Protocol):
 
 class LocalPolicy:
     """Trains on one thread of this process, so that an update never blocks the event loop. Samplers in this process
-    share the weights; others need a `publisher`. The published version counts training steps, even skipped ones."""
+    share the weights; others need a `publisher`. The published version counts training steps, even skipped ones.
+    `before_step` gets the rows and the number of a step before its update, and returns further metrics."""
 
     def __init__(
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,
@@ -39,38 +40,40 @@ class LocalPolicy:
         self.publisher = publisher
         self.learner, self.algorithm = learner, algorithm
         self._tokenizer, self._options = tokenizer, options
-        self._thread = OneThread("policy")
+        self.thread = OneThread("policy")
+        self.before_step: Callable[[Sequence[Sample], int], Awaitable[dict[str, float]]] | None = None
         self._version = 0
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         args = (self.learner, self.algorithm, rows, step, self._options)
-        metrics = await self._thread.call(train_step, *args)
+        checked = {} if self.before_step is None else await self.before_step(rows, step)
+        metrics = await self.thread.call(train_step, *args)
         self._version = step + 1
-        return metrics
+        return checked | metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         args = (self.learner, self.algorithm, rows, step, self._options)
-        return await self._thread.call(evaluate_rows, *args)
+        return await self.thread.call(evaluate_rows, *args)
 
     async def score(self, rows: Sequence[Sample]) -> list[list[float]]:
-        return await self._thread.call(score_rows, self.learner, rows, self._options)
+        return await self.thread.call(score_rows, self.learner, rows, self._options)
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
-        await self._thread.call(save_checkpoint, folder, self.learner, self._tokenizer, state)
+        await self.thread.call(save_checkpoint, folder, self.learner, self._tokenizer, state)
 
     async def load(self, folder: str) -> dict[str, Any]:
-        state = await self._thread.call(load_checkpoint, folder, self.learner)
+        state = await self.thread.call(load_checkpoint, folder, self.learner)
         self._version = state["step"]
         return state
 
     async def publish(self) -> Weights:
         if self.publisher is None:
             return Weights(self._version)
-        return await self._thread.call(self.publisher.publish, self._version)
+        return await self.thread.call(self.publisher.publish, self._version)
 
     async def close(self) -> None:
         if self.publisher is not None:
             with suppress(TimeoutError):  # queued behind a running `publish`, which would recreate its folder
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await self._thread.call(self.publisher.close)
-        self._thread.close()
+                    await self.thread.call(self.publisher.close)
+        self.thread.close()

@@ -61,9 +61,9 @@ class Publisher:
         config = self._skeleton.config
         config.architectures, config.dtype = [type(self._causal).__name__], learner.dtype
         self.dtype, self.model_folder = str(config.dtype).removeprefix("torch."), str(self._home / "model")
-        self.rank = _adapter_rank(learner.model) if adapters else None
+        self.rank = _get_adapter_rank(learner.model) if adapters else None
         if self.rank is not None:
-            self._write(self._home / "model", merged=False)
+            self._write_weights(self._home / "model", merged=False)
         elif self._is_writer:
             config.save_pretrained(self.model_folder)
         rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
@@ -74,7 +74,7 @@ class Publisher:
         """Write the current weights, and return their folder with their log-probs of the canary. Rank 0 writes."""
         target = self._home / f"{next(self._numbers):06d}-version-{version}"
         if self.rank is None:
-            self._write(target, merged=True)
+            self._write_weights(target, merged=True)
         else:
             model = self._learner.model
             weights = self._learner.processes.state_of(model, self._learner.dtype)
@@ -86,7 +86,7 @@ class Publisher:
             if self._is_writer:
                 shutil.rmtree(old)
         kind, base = ("full", "") if self.rank is None else ("adapter", self.model_folder)
-        return Weights(version, str(target), kind, base, (self._canary, self._score()))
+        return Weights(version, str(target), kind, base, (self._canary, self._score_canary()))
 
     def close(self) -> None:
         """Remove all published folders. Further calls do nothing."""
@@ -95,10 +95,10 @@ class Publisher:
             self._guard.stdin.close()
             self._guard.wait()
 
-    def _write(self, folder: Path, merged: bool) -> None:
+    def _write_weights(self, folder: Path, merged: bool) -> None:
         weights: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            for name, weight in _weights(self._learner, self._skeleton, merged):  # gathered one by one
+            for name, weight in _gather_weights(self._learner, self._skeleton, merged):  # gathered one by one
                 if self._is_writer:
                     weights[name] = weight.cpu()
 
@@ -121,7 +121,7 @@ class Publisher:
         if failure := self._learner.processes.agree(failure):
             raise OSError(f"Could not write the weights to {self._home}: {failure}")
 
-    def _score(self) -> tuple[float, ...]:
+    def _score_canary(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1, and restore the learner's settings."""
         learner, zeros = self._learner, [0.0] * CANARY_TOKENS
         training, temperature = learner.model.training, learner.temperature
@@ -135,7 +135,7 @@ class Publisher:
             learner._set_training(training)
 
 
-def _adapter_rank(model: Any) -> int | None:
+def _get_adapter_rank(model: Any) -> int | None:
     """Return the rank of an adapter that vLLM supports (LoRA matrices of inner layers only), else None."""
     if not isinstance(model, PeftModel):
         return None
@@ -148,7 +148,7 @@ def _adapter_rank(model: Any) -> int | None:
     return max([config.r, *config.rank_pattern.values()]) if is_lora_only and not unsupported else None
 
 
-def _weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights under their names without PEFT, in the model's dtype, with the adapter `merged` or without.
     PEFT's wrapper around fully trained modules needs no case of its own: it forwards attribute access to them."""
     gather = learner.processes.gather

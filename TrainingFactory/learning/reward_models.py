@@ -139,7 +139,7 @@ class RewardScorer:
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Return the head's output at the last token of every turn (process) or of the last turn (outcome)."""
         with self._lock:
-            rows = [self._rows(trajectory) for trajectory in trajectories]
+            rows = [self._make_rows(trajectory) for trajectory in trajectories]
             samples = [row for episode in rows for row in episode]
             by_row: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
@@ -152,7 +152,7 @@ class RewardScorer:
         row_scores = iter(by_row)
         return [[score for _ in episode for score in next(row_scores)] for episode in rows]
 
-    def _rows(self, trajectory: Trajectory) -> list[Sample]:
+    def _make_rows(self, trajectory: Trajectory) -> list[Sample]:
         rendered = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
         rows = to_samples(rendered, turns="all" if self.kind == "process" else "last", tokens="last")
         limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)

@@ -45,7 +45,7 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel, aux_loss: float | None) -> None:
         self.layers = expert_modules(model)
-        self._top_k = _balanced_experts(model)
+        self._top_k = _get_balanced_top_k(model)
         if aux_loss and not self._top_k:
             raise ValueError(
                 f"training.router_aux_loss is {aux_loss:g}, but a {model.config.model_type!r} model defines no "
@@ -60,7 +60,7 @@ class Routers:
                 "training.router_aux_loss to choose another coefficient, such as 0.001", own,
             )  # fmt: skip
         self.coefficient = 0.0 if not self._top_k else own if aux_loss is None else aux_loss
-        self._gates, self._logits_index = _gates(model) if self.coefficient else ([], 0)
+        self._gates, self._logits_index = _find_gates(model) if self.coefficient else ([], 0)
 
     @contextmanager
     def recording(self) -> Iterator[Routing]:
@@ -89,7 +89,7 @@ class Routers:
 
     def loads(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
         """Return how many tokens each expert of each layer computes. [layers, E]"""
-        counts = [_counts(chosen, weights, module.num_experts) for chosen, module in
+        counts = [_count_tokens_by_expert(chosen, weights, module.num_experts) for chosen, module in
                   zip(routing.chosen, self.layers.values(), strict=True)]  # fmt: skip
         return torch.stack(counts).cpu().numpy()
 
@@ -98,7 +98,7 @@ class Routers:
         of tokens times layers. [E + 1]"""
         total = torch.stack(
             [
-                _counts(logits.topk(self._top_k).indices, weights, logits.shape[-1])
+                _count_tokens_by_expert(logits.topk(self._top_k).indices, weights, logits.shape[-1])
                 for logits in routing.logits
             ]
         ).sum(0)
@@ -109,7 +109,7 @@ class Routers:
         `balance_counts` of the whole update."""
         first = routing.logits[0]
         shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first.device, torch.float32)
-        token_weights = _padded(weights, len(first)).to(first.device)
+        token_weights = _pad_weights(weights, len(first)).to(first.device)
         values = [logits.float().softmax(-1) @ shares @ token_weights for logits in routing.logits]
         return torch.stack(values).sum() * (first.shape[-1] / counts[-1])
 
@@ -171,7 +171,7 @@ def routing_bias_count(model: torch.nn.Module) -> int:
     return sum(name.endswith("e_score_correction_bias") for name in names)
 
 
-def _balanced_experts(model: PreTrainedModel) -> int:
+def _get_balanced_top_k(model: PreTrainedModel) -> int:
     """Return k of the auxiliary loss that transformers defines for the family; 0: none, or another loss."""
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
@@ -179,7 +179,7 @@ def _balanced_experts(model: PreTrainedModel) -> int:
         return 0
     generator, size = torch.Generator().manual_seed(0), 10
     logits = torch.randn(size, experts, generator=generator)
-    counts = _counts(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
+    counts = _count_tokens_by_expert(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
     own = experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
     if abs(own - float(function((logits,), experts, top_k))) > 1e-4 * own:
         log.warning(
@@ -189,7 +189,7 @@ def _balanced_experts(model: PreTrainedModel) -> int:
     return top_k
 
 
-def _gates(model: PreTrainedModel) -> tuple[list[Any], int]:
+def _find_gates(model: PreTrainedModel) -> tuple[list[Any], int]:
     """Return the modules whose outputs transformers records as router logits, and the logits' place in them."""
     decoder: Any = model.base_model
     recorder = type(decoder)._can_record_outputs["router_logits"]
@@ -201,13 +201,13 @@ def _gates(model: PreTrainedModel) -> tuple[list[Any], int]:
     return gates, recorder.index
 
 
-def _counts(chosen: torch.Tensor, weights: np.ndarray, experts: int) -> torch.Tensor:
+def _count_tokens_by_expert(chosen: torch.Tensor, weights: np.ndarray, experts: int) -> torch.Tensor:
     """Return the weighted number of tokens by expert. chosen: [T, k] -> [E]; a number beyond the experts is ignored."""
     chosen = chosen.reshape(-1, chosen.shape[-1])
-    values = _padded(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
+    values = _pad_weights(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
     counts = values.new_zeros(experts + 1, dtype=torch.float64)
     return counts.index_add_(0, chosen.reshape(-1).clamp(max=experts), values.double())[:experts]
 
 
-def _padded(weights: np.ndarray, size: int) -> torch.Tensor:
+def _pad_weights(weights: np.ndarray, size: int) -> torch.Tensor:
     return torch.from_numpy(np.pad(weights, (0, size - len(weights))))

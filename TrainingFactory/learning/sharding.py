@@ -34,12 +34,12 @@ class ShardedProcesses(Processes):
     def __init__(self, device: torch.device, offload: bool = False) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._device, self._offload = device, offload and device.type == "cuda"
-        self._enter()
+        self._select_device()
         self._mesh = init_device_mesh(device.type, (self.count,))
         self._roots: dict[int, _Root] = {}
 
     def shard(self, model: Any, head: nn.Module | None = None) -> None:
-        self._enter()
+        self._select_device()
         causal: Any = causal_model(model)
         if getattr(causal, "is_quantized", False):  # third-party object
             raise ValueError(
@@ -52,11 +52,11 @@ class ShardedProcesses(Processes):
         # Children before parents; the root last, with all weights outside the layers.
         for module in reversed(list(causal.modules())):
             if type(module).__name__ in layers:
-                self._divide(module, offload)
+                self._shard_module(module, offload)
         for module in (root,) if head is None else (head, root):
-            self._divide(module, offload)
+            self._shard_module(module, offload)
 
-    def _divide(self, module: nn.Module, offload: OffloadPolicy) -> None:
+    def _shard_module(self, module: nn.Module, offload: OffloadPolicy) -> None:
         unsharded = (param for param in module.parameters() if not isinstance(param, DTensor))
         trainable = [param for param in unsharded if param.requires_grad]
         dtypes = {param.dtype for param in trainable}
@@ -78,7 +78,7 @@ class ShardedProcesses(Processes):
         sharded.set_force_sum_reduction_for_comms(True)
 
     def run(self, model: Any, call: Callable[[], Any]) -> Any:
-        self._enter()
+        self._select_device()
         return self._roots[id(model)](call)
 
     def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
@@ -93,7 +93,9 @@ class ShardedProcesses(Processes):
     def deal(self, packs: Sequence[Pack]) -> list[Pack]:
         by_length = sorted(packs, key=lambda pack: len(pack.token_ids), reverse=True)
         own_packs = by_length[self.rank :: self.count]
-        return own_packs if len(own_packs) * self.count >= len(by_length) else [*own_packs, _dummy_pack()]
+        return (
+            own_packs if len(own_packs) * self.count >= len(by_length) else [*own_packs, _make_dummy_pack()]
+        )
 
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
         own_packs = {id(pack) for pack in self.deal(packs)}
@@ -126,17 +128,17 @@ class ShardedProcesses(Processes):
         return self._all_gather(text)[0]
 
     def _all_gather(self, value: Any) -> list[Any]:
-        self._enter()
+        self._select_device()
         values: list[Any] = [None] * self.count
         dist.all_gather_object(values, value)
         return values
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._enter()
+        self._select_device()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def share(self, tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        self._enter()
+        self._select_device()
         if not isinstance(reference, DTensor):
             return tensor
         local = tensor.to(reference.device)
@@ -157,7 +159,7 @@ class ShardedProcesses(Processes):
                 tensors_by_id[id(tensor)] = (whole.to(dtype) if cast else whole).cpu()
         return {name: tensors_by_id[id(tensor)] for name, tensor in state.items()}
 
-    def _enter(self) -> None:
+    def _select_device(self) -> None:
         if self._device.type == "cuda":  # the current device is a per-thread setting
             torch.cuda.set_device(self._device.index or 0)
 
@@ -178,7 +180,7 @@ def rounds_cost(packs: Sequence[Pack], count: int) -> int:
     return sum(sorted((len(pack.token_ids) for pack in packs), reverse=True)[::count])
 
 
-def _dummy_pack() -> Pack:
+def _make_dummy_pack() -> Pack:
     """Return a pack without rows that still runs every part of the model."""
     zeros = [0.0, 0.0]
     (dummy,) = pack([Sample([0, 0], [False, True], zeros, zeros, zeros, [0, 0])])

@@ -38,14 +38,17 @@ def train_step(
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
     parts = split_minibatches(rows, options.minibatches, seed)
-    batches = [_annotated(learner, algorithm.needs, minibatch, options.token_budget) for minibatch in parts]
+    batches = [
+        _make_annotated_batch(learner, algorithm.needs, minibatch, options.token_budget)
+        for minibatch in parts
+    ]
     algorithm.prepare(batches, step)
     measured = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
-    return merge_metrics(updates) | measured | _budget_excess(batches, options.token_budget)
+    return merge_metrics(updates) | measured | _measure_budget_excess(batches, options.token_budget)
 
 
-def _budget_excess(batches: Sequence[Batch], token_budget: int) -> dict[str, float]:
+def _measure_budget_excess(batches: Sequence[Batch], token_budget: int) -> dict[str, float]:
     """Return the tokens of the largest pack over the budget, if they exceed it."""
     largest = max((len(pack.token_ids) for batch in batches for pack in batch.packs), default=0)
     return {"budget_excess": largest / token_budget} if largest > token_budget else {}
@@ -71,14 +74,14 @@ def evaluate_rows(
     learner: Learner, algorithm: Algorithm, rows: Sequence[Sample], step: int, options: StepOptions
 ) -> dict[str, float]:
     """Return the loss and its metrics over the rows, without an update."""
-    batch = _annotated(learner, algorithm.needs, rows, options.token_budget)
+    batch = _make_annotated_batch(learner, algorithm.needs, rows, options.token_budget)
     algorithm.prepare([batch], step)
     return algorithm.evaluated(learner.evaluate(batch, algorithm.loss, algorithm.needs))
 
 
 def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -> list[list[float]]:
     """Return each row's log-probs of its trained tokens by the current weights; 0 for other tokens."""
-    batch = _annotated(learner, frozenset({"old", "lengths"}), rows, options.token_budget)
+    batch = _make_annotated_batch(learner, frozenset({"old", "lengths"}), rows, options.token_budget)
     logprobs = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     for pack in batch.packs:
         assert pack.old is not None
@@ -87,7 +90,9 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
     return [values.tolist() for values in logprobs]
 
 
-def _annotated(learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int) -> Batch:
+def _make_annotated_batch(
+    learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int
+) -> Batch:
     def packed(budget: int) -> Batch:
         return make_batch(
             rows, budget, learner.sharing, "mismatched" in needs, learner.below, "lengths" in needs

@@ -3,8 +3,8 @@
 History is never decoded and re-encoded. `render` writes the first prompt; after that a turn keeps its sampled ids, and
 `extend` appends the text that the template puts between this turn and the next one. That text is cut out of a
 rendering of the template itself (`probes.py`), so no family is special-cased here; families differ in how completions
-are parsed (`families.py`, `forms.py`). Untrusted text cannot produce a control token (`encoding.py`). `write` only
-writes messages that `parse` reads back unchanged.
+are parsed (`turn_parser.py`, `families.py`, `forms.py`). Untrusted text cannot produce a control token
+(`encoding.py`). `write` only writes messages that `parse` reads back unchanged.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from functools import lru_cache
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from TrainingFactory.common.openai_format import message_from_dict, spec_from_dict
 from TrainingFactory.models import probes
-from TrainingFactory.models.encoding import Control, TextEncoder, cache_short_texts
-from TrainingFactory.models.families import FAMILIES, THINK_TAGS, Family, get_family
-from TrainingFactory.models.forms import TaggedCallReader, learn_reader
+from TrainingFactory.models.assistant_turns import AssistantTurns
+from TrainingFactory.models.encoding import TextEncoder, cache_short_texts
+from TrainingFactory.models.families import get_family
+from TrainingFactory.models.family_detection import FamilyDetector
+from TrainingFactory.models.forms import TaggedCallReader
 from TrainingFactory.models.message_images import (
-    IMAGE,
     IMAGES_NOTE,
     NO_IMAGE,
     ImagePlaces,
-    check_all_shown,
     decode_with_images,
     images_after_results,
     images_of,
@@ -36,23 +35,19 @@ from TrainingFactory.models.message_images import (
     without_images,
 )
 from TrainingFactory.models.outlines import Outlines, Texts
-from TrainingFactory.models.probes import CallStyle
+from TrainingFactory.models.renderings import Pieces, RenderingEncoder
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
 from TrainingFactory.models.templates import ChatTemplate
-from TrainingFactory.types import Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
+from TrainingFactory.models.turn_parser import TurnParser
+from TrainingFactory.types import Message, PlacedImage, ToolCall, ToolSpec, Turn
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
-# A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
-Pieces = list[tuple[int, ...] | list[str | int]]
-MAX_SKELETONS = 512  # cached renderings
-MAX_KEY = 50_000  # characters; renderings with longer cache keys are not cached
 TOOLS_ADVICE = (
     "set model.chat_template to a corrected template, set model.family=generic to put the tool list into the system "
     "message instead, or add a family with TrainingFactory.models.register_family"
 )
-PROBE_CALL = ToolCall("probe_tool", {"text": "a b"})
 
 
 class TemplateChatFormat:
@@ -73,35 +68,40 @@ class TemplateChatFormat:
         requested = get_family(family) if family else None
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
+        control_texts = self._encoder.control_texts
         self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # many prompts have the same end
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
         self._template.takes_parts = probes.reads_only_parts(self._template)
-        self.sees_images, self._places = vision is not None, ImagePlaces(vision, self._encoder)
-        placeholder = self._marks[0]
-        self._start = self._template.text([probes.user(placeholder)])
-        self._header = self._start.rpartition(placeholder)[2].rstrip()
-        self._thought = probes.find_thought_style(self._template, self._start, self._encoder.control_texts)
-        self._end = probes.end_of_turn(self._template, self._encoder.control_texts)
-        self._style, self.family = self._find_family(requested)
+        self.sees_images = vision is not None
+        self._places = ImagePlaces(vision, self._encoder)
+        self._turns = AssistantTurns(self._template, control_texts)
+        detector = FamilyDetector(self._template, self._turns, control_texts)
+        self._style, self.family = detector.find(requested)
         self._one_call = self._style is not None and probes.renders_one_call(self._template, self._style)
-        # turns of a dataset have different texts but few different outlines
-        self._turn = cache_short_texts(self._written_turn)
-        self._turn_pieces = cache_short_texts(self._pieces)
-        native = self._reads_template(self.family)
-        self._template_tools = native and probes.renders_tools(self._template)
-        results = probes.shows_tool_results(self._template, self._style, self._end)
-        self._replies_as_user = self.family.replies_as_user and not (native or (results and not requested))
-        self._opens_thinking = self._header.endswith(self.family.think[0])
-        self._outlines = Outlines(self._template, self._style, self._encoder, self._thought.key)
-        self._skeletons: dict[str | tuple[Any, ...], Pieces] = {}
+        self._turn = cache_short_texts(self._render_turn)
+        self._renderings = RenderingEncoder(self._encoder, self._marks, self._places)
+        self._parser = TurnParser(self.family, control_texts)
+        can_read_calls = detector.can_read(self.family, self._style)
+        self._template_tools = can_read_calls and probes.renders_tools(self._template)
+        renders_results = probes.shows_tool_results(self._template, self._style, self._turns.end)
+        self._replies_as_user = self.family.replies_as_user and not (
+            can_read_calls or (renders_results and not requested)
+        )
+        self._opens_thinking = self._turns.prompt_opens_thought(self.family.think)
+        self._outlines = Outlines(self._template, self._style, self._encoder, self._turns.thought.key)
+        self._calls_end = control_texts.get(
+            probes.end_of_calls(self._template, self._style, control_texts) or ""
+        )
         self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
-        self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
         # The family writes calls for templates that render none, or that drop the text or thought beside a call.
-        self._calls_text = None if native and not self._misread() else self.family.calls_text
+        self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
+        if not can_read_calls or self._find_misread():
+            self._calls_text = self.family.calls_text
         self._outlines.settle(calls_as_json=self._calls_text is not None)
-        self._refusal = self._misread() if requested or native else self._why_no_tools()
+        self._no_tools = f"{detector.explain_no_tools(self.family, self._style)}; {TOOLS_ADVICE}"
+        self._refusal = self._find_misread() if requested or can_read_calls else self._no_tools
         self.warning = self._check_example()
         # Images of tool results go into a user message after the results.
         self._images_as_user = vision is not None and not self._replies_as_user
@@ -127,14 +127,18 @@ class TemplateChatFormat:
         if specs and not self._template_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
-        if (pieces := self._skeletons.get(key)) is None:
+        pieces = self._renderings.cached(key)
+        if pieces is None:
             text = self._template.text(outlines, schemas)
             rendered = self._marks.numbers(text)
-            for role, content in ((outline["role"], outline["content"]) for outline in outlines):
-                if role != "assistant" and not rendered.issuperset(self._marks.numbers(json.dumps(content))):
-                    raise ValueError(f"the chat template drops a {role} message of this conversation")
-            pieces = self._remember(key, text)
-        return self._fill(pieces, texts, images_of(conversation))
+            for outline in outlines:
+                marks = self._marks.numbers(json.dumps(outline["content"]))
+                if outline["role"] != "assistant" and not rendered.issuperset(marks):
+                    raise ValueError(
+                        f"the chat template drops a {outline['role']} message of this conversation"
+                    )
+            pieces = self._renderings.split_and_cache(key, text)
+        return self._renderings.fill(pieces, texts, images_of(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
@@ -142,14 +146,16 @@ class TemplateChatFormat:
             raise ValueError("cannot extend a turn that was cut before its stop token")
         messages = self._as_user([as_message(reply) for reply in replies])
         texts: Texts = ["", ""]  # marks 0 and 1 are in the part before the replies
-        following: Texts = []  # texts after the images of a reply
+        texts_after_images: Texts = []
         for message in messages:
             content, *more = self._outlines.contents(message)
             texts += [content, message.name or "tool"]
-            following += more
-        ids = self._fill(self._continuation(messages), texts + following, images_of(messages))
+            texts_after_images += more
+        ids = self._renderings.fill(
+            self._continuation(messages), texts + texts_after_images, images_of(messages)
+        )
         # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
-        return ids[1:] if self._end is None and ids[:1] == sampled_ids[-1:] else ids
+        return ids[1:] if self._turns.end is None and ids[:1] == sampled_ids[-1:] else ids
 
     def write(
         self,
@@ -174,12 +180,16 @@ class TemplateChatFormat:
             except ValueError as error:
                 problem = problem or error
                 continue
-            ids = self._fill(self._turn_pieces(body), texts)
-            end = self._encoder.control_texts[self._end] if self._end else self.stop_ids[0]
-            ids += [] if ids[-1:] in ([end], [self._calls_end]) else [end]
-            if not exact or same_turn(read := self.parse(ids, prompt_ids, tools), message):
+            ids = self._renderings.fill(self._renderings.split_turn(body), texts)
+            end = self._encoder.control_texts[self._turns.end] if self._turns.end else self.stop_ids[0]
+            if ids[-1:] not in ([end], [self._calls_end]):
+                ids.append(end)
+            if not exact:
                 return ids
-            problem = problem or RoundTripError(describe_difference(self.family.name, message, read))
+            parsed = self.parse(ids, prompt_ids, tools)
+            if same_turn(parsed, message):
+                return ids
+            problem = problem or RoundTripError(describe_difference(self.family.name, message, parsed))
         assert problem is not None
         raise problem
 
@@ -196,17 +206,14 @@ class TemplateChatFormat:
             raise ValueError("the chat template opens a thought in this turn, but not in the first turn")
         # the header of the first turn opens a thought, the header of this turn does not
         think_start, think_end = self.family.think
-        thought, _, rest = body.partition(think_end)
-        return (
-            f"{think_start}\n{thought.strip()}\n{think_end}{rest}" if message.reasoning else rest.lstrip("\n")
-        )
+        thought, _, answer = body.partition(think_end)
+        if not message.reasoning:
+            return answer.lstrip("\n")
+        return f"{think_start}\n{thought.strip()}\n{think_end}{answer}"
 
-    def _written_turn(self, outline: str) -> str:
-        """Return the template's text of an outline, which is given as JSON to be cacheable."""
-        body = probes.assistant_body(
-            self._template, self._start, json.loads(outline), self.family.think, self._thought.key
-        )
-        return self._cut_end(body)
+    def _render_turn(self, outline: str) -> str:
+        """Return the template's text of an outline, which is JSON so that it can be cached."""
+        return self._turns.render(json.loads(outline), self.family.think)
 
     def _in_parts(self, message: Message, texts: Texts, opens_thought: bool) -> str:
         """Compose a turn of thought, text and calls, each rendered alone, for templates that cannot combine them."""
@@ -228,9 +235,6 @@ class TemplateChatFormat:
             return f"{'' if opens_thought else think_start}{thought}{message_break}{text}"
         return f"{'' if opens_thought else think_start + chr(10)}{thought}\n{think_end}\n\n{text}"
 
-    def _cut_end(self, body: str) -> str:
-        return body[: body.rindex(self._end)] if self._end and self._end in body else body
-
     # reading
 
     def parse(
@@ -241,39 +245,12 @@ class TemplateChatFormat:
             ids.pop()
         quotes: Texts = []
         text = self._encoder.quoted(ids, lambda quote: self._outlines.mark(quote, quotes))
-        message = self._read(text, self.opens_thought(prompt_ids), tools)
+        message = self._parser.parse(text, self.opens_thought(prompt_ids), tools)
         return self._outlines.unquote(message, quotes) if quotes else message
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
         """Parse an assistant's text as a message; tags in it count as control tokens."""
-        return self._read(text, self._opens_thinking, tools)
-
-    def _read(self, text: str, opens_thought: bool, tools: Sequence[ToolSpec]) -> Message:
-        """Parse a turn. Calls inside its reasoning are ignored."""
-        if self.family.read_turn is not None:
-            return self.family.read_turn(text, tools)
-        reasoning, text = self._split_thoughts(text, opens_thought)
-        content, calls = self.family.read_calls(text, tools)
-        return Message("assistant", content.strip(), calls, reasoning=reasoning)
-
-    def _split_thoughts(self, text: str, opens_thought: bool) -> tuple[str | None, str]:
-        """Return the thoughts of a turn (None if there are none) and its other text. A thought that does not end takes
-        the rest of the turn."""
-        think_start, think_end = self.family.think
-        thoughts = list[str]()
-        starts_as_token = any(think_start.startswith(token) for token in self._encoder.control_texts)
-        ends_as_token = think_end in text and think_end in self._encoder.control_texts
-        begins = text.lstrip().startswith(think_start)
-        is_first = starts_as_token and think_start in text.partition(think_end)[0] and not begins
-        if opens_thought or begins or (ends_as_token and not is_first):
-            thought, _, text = text.lstrip().removeprefix(think_start).partition(think_end)
-            thoughts.append(thought.strip())
-        while starts_as_token and think_start in text:
-            before, _, rest = text.partition(think_start)
-            thought, _, after = rest.partition(think_end)
-            thoughts.append(thought.strip())
-            text = before + after
-        return "\n".join(thoughts) if thoughts else None, text
+        return self._parser.parse(text, self._opens_thinking, tools)
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
         """Return whether a turn after this prompt begins inside a thought. Empty prompt: the first turn of a chat."""
@@ -290,56 +267,17 @@ class TemplateChatFormat:
     def truncate(self, text: str, max_tokens: int) -> str:
         return self._encoder.truncate(text, max_tokens)
 
-    # marks and pieces
-
-    def _pieces(self, text: str) -> Pieces:
-        """Split a rendering at its control tokens; the text between two of them is encoded as one string."""
-        parts, pieces = list[Any](), Pieces()
-        for part in self._marks.split(text):
-            parts += [part] if isinstance(part, int) else self._places.split(part)
-        for is_control, group in groupby(parts, lambda part: isinstance(part, Control)):
-            run = list(group)
-            if is_control:
-                pieces.append(tuple(part.token for part in run))
-            else:
-                if any(isinstance(part, str) and self._marks.is_damaged(part) for part in run):
-                    raise ValueError(
-                        "the chat template cuts or rewrites a name or text of a tool or call, so its tokens cannot be "
-                        "attributed; set model.chat_template to a template that prints it unchanged"
-                    )
-                without_marks = all(isinstance(part, str) for part in run)
-                pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
-        return pieces
-
-    def _fill(self, pieces: Pieces, texts: Texts, images: Sequence[Image] = ()) -> list[int]:
-        ids: list[int] = []
-        remaining = iter(images)
-        for piece in pieces:
-            if not isinstance(piece, tuple):
-                run = [texts[part] if isinstance(part, int) else part for part in piece]
-                ids += self._encoder.plain("".join(run))
-            else:
-                ids += piece if IMAGE not in piece else self._places.fill(piece, remaining)
-        check_all_shown(remaining)
-        return ids
-
-    def _remember(self, key: str | tuple[Any, ...], text: str) -> Pieces:
-        pieces = self._pieces(text)
-        if len(self._skeletons) >= MAX_SKELETONS:
-            self._skeletons.clear()
-        if len(key) <= MAX_KEY:
-            self._skeletons[key] = pieces
-        return pieces
-
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
+        """Return what the template writes between an assistant's turn and the next one, with these replies."""
         key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
-        if key not in self._skeletons:
-            text = probes.continuation(self._template, self._style, self._end, replies)
-            rendered = self._marks.numbers(text)
-            if any(reply.content and 2 + 2 * number not in rendered for number, reply in enumerate(replies)):
-                raise ValueError("the chat template drops a reply to an assistant turn")
-            return self._remember(key, text)
-        return self._skeletons[key]
+        pieces = self._renderings.cached(key)
+        if pieces is not None:
+            return pieces
+        text = probes.continuation(self._template, self._style, self._turns.end, replies)
+        rendered = self._marks.numbers(text)
+        if any(reply.content and 2 + 2 * number not in rendered for number, reply in enumerate(replies)):
+            raise ValueError("the chat template drops a reply to an assistant turn")
+        return self._renderings.split_and_cache(key, text)
 
     # what the template does not render
 
@@ -359,7 +297,7 @@ class TemplateChatFormat:
         if self._replies_as_user:
             return None
         with suppress(ValueError):
-            text = probes.continuation(self._template, self._style, self._end, [result])
+            text = probes.continuation(self._template, self._style, self._turns.end, [result])
             self._images_as_user = self._places.count(text) != 1
         return IMAGES_NOTE if self._images_as_user else None
 
@@ -368,7 +306,7 @@ class TemplateChatFormat:
     ) -> None:
         describe, text = self.family.describe_tools, self.family.tools_text
         if describe is None or text is None:
-            raise ValueError(self._why_no_tools())
+            raise ValueError(self._no_tools)
         if outlines[0]["role"] != "system":
             outlines.insert(0, {"role": "system", "content": ""})
         separator = "\n\n" if outlines[0]["content"] else ""
@@ -377,56 +315,7 @@ class TemplateChatFormat:
 
     # probes
 
-    def _reads_template(self, family: Family) -> bool:
-        """Return whether the family's parser reads the calls that this template writes."""
-        try:
-            content, calls = family.read_calls(self._calls_body(family.think)([PROBE_CALL]), ())
-        except ValueError:
-            return False
-        return calls == [PROBE_CALL] and not content.strip()  # text left over would be tags of another syntax
-
-    def _calls_body(self, think: tuple[str, str]) -> Callable[[Sequence[ToolCall]], str]:
-        def body(calls: Sequence[ToolCall]) -> str:
-            if self._style is None:
-                raise ValueError("the chat template renders no tool calls")
-            message = self._style.message(calls)
-            turn = probes.assistant_body(self._template, self._start, message, think, self._thought.key)
-            return self._cut_end(probes.after_thought(turn, think, self._header.endswith(think[0])))
-
-        return body
-
-    def _find_family(self, requested: Family | None) -> tuple[CallStyle | None, Family]:
-        """Return the style of calls and the family that reads them; a style that no family reads is the last choice."""
-        styles = probes.find_call_styles(self._template)
-        for self._style in styles:
-            family = self._detect() if requested is None else self._with_thought(requested)
-            if family is not None and self._reads_template(family):
-                return self._style, family
-        return (styles[0] if styles else None), self._with_thought(requested or FAMILIES["generic"])
-
-    def _with_thought(self, family: Family) -> Family:
-        """Return the family with the template's own tags of a thought, unless the family defines tags."""
-        tags = self._thought.tags
-        return family if tags is None or family.think != THINK_TAGS else replace(family, think=tags)
-
-    def _detect(self) -> Family | None:
-        tokens = (None, *self._encoder.control_texts)
-        candidates = (
-            self._with_thought(family) for family in FAMILIES.values() if family.needs_token in tokens
-        )
-        return next(filter(self._reads_template, candidates), None) or self._learned()
-
-    def _learned(self) -> Family | None:
-        """Return a family whose parser is learned from the template's rendering of calls; None if that fails."""
-        template_family = self._with_thought(Family("template", lambda text, tools: (text, [])))
-        try:
-            reader = learn_reader(self._calls_body(template_family.think), self._marks)
-        except ValueError:
-            return None
-        learned_syntax = replace(template_family, read_calls=reader or template_family.read_calls)
-        return learned_syntax if self._reads_template(learned_syntax) else None
-
-    def _misread(self) -> str:
+    def _find_misread(self) -> str:
         """Return an error text for the first canary turn that does not parse back as written; "" if all do."""
         tags = f"{self.family.think[1]} </tool_call> "
         call = ToolCall("probe_tool", {"text": f'{tags}"quoted"\n\\ é', "n": 5, "deep": {"x": ["y", True]}})
@@ -459,33 +348,26 @@ class TemplateChatFormat:
             f"model may copy it: {example!r}. Set model.chat_template to a template with a corrected example"
         )
 
-    def _why_no_tools(self) -> str:
-        reason = "the chat template of this model renders no tool calls"
-        if self._style:
-            reason = f"the chat template of this model writes tool calls in a syntax that family {self.family.name!r} "
-            reason += "does not read"
-            try:
-                self._calls_body(self.family.think)([PROBE_CALL])
-            except ValueError as error:
-                reason = str(error)
-        return f"{reason}; {TOOLS_ADVICE}"
-
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
-        vocabulary = self._encoder.control_texts
-        stops = [vocabulary[self._end]] if self._end else []
-        if self._end is None:  # a turn ends where the next message begins
-            for reply in (Message("tool", "r"), Message("user", "r")):
-                try:
-                    first = self._continuation([reply])[0]
-                except ValueError:
-                    continue
-                if isinstance(first, tuple) and first[0] in self._encoder.control_ids:
-                    stops.append(first[0])
-        family_stops = [vocabulary.get(text) for text in self.family.stop_texts]
-        calls_end = probes.end_of_calls(self._template, self._style, vocabulary)
-        self._calls_end = vocabulary.get(calls_end or "")
-        candidates = (*stops, eos, self._calls_end, *family_stops, *extra)
+        """Return the tokens that end a turn: those of the template first."""
+        control_texts = self._encoder.control_texts
+        end = self._turns.end
+        family_stops = [control_texts.get(text) for text in self.family.stop_texts]
+        template_stops = [control_texts[end]] if end else self._starts_of_replies()
+        candidates = (*template_stops, eos, self._calls_end, *family_stops, *extra)
         return tuple(dict.fromkeys(stop for stop in candidates if stop is not None))
+
+    def _starts_of_replies(self) -> list[int]:
+        """Return the control tokens that begin the message after a turn: they end it if the template has no other."""
+        starts: list[int] = []
+        for reply in (Message("tool", "r"), Message("user", "r")):
+            try:
+                first_piece = self._continuation([reply])[0]
+            except ValueError:
+                continue
+            if isinstance(first_piece, tuple) and first_piece[0] in self._encoder.control_ids:
+                starts.append(first_piece[0])
+        return starts
 
 
 chat_format = TemplateChatFormat

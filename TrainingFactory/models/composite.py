@@ -31,6 +31,7 @@ SAME_FOR_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl
 TRANSFORMERS_LOGGER = "transformers.modeling_utils"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 IMAGE_PROCESSOR = "preprocessor_config.json"
+TRAINED_WITH_VISION = "trained_with_vision"  # key in it that a run sets
 PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
 
 
@@ -181,9 +182,12 @@ def _composite_names(config: Any) -> Callable[[str], str]:
 
 
 def was_trained_with_vision(folder: str) -> bool:
-    """Return whether a checkpoint or adapter of a run has a vision part."""
-    path = Path(folder).expanduser()
-    return all((path / name).is_file() for name in ("learner.json", IMAGE_PROCESSOR))
+    """Return whether a model or adapter of a run has a vision part, also if it was exported or registered."""
+    path = Path(folder).expanduser() / IMAGE_PROCESSOR
+    if not path.is_file():
+        return False
+    is_checkpoint = path.with_name("learner.json").is_file()
+    return is_checkpoint or TRAINED_WITH_VISION in json.loads(path.read_text(encoding="utf-8"))
 
 
 def read_image_processor(source: str, options: dict[str, Any]) -> Any:

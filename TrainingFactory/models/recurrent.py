@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -72,6 +73,18 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def recurrent_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_recurrent(module)]
+
+
+def kernel_packages(model: nn.Module) -> list[str]:
+    """Return the packages whose functions transformers has chosen for the recurrent layers, such as `fla`; without
+    them, it computes the layers in torch."""
+    packages = set[str]()
+    for module in {type(layer).__module__ for layer in recurrent_layers(model)}:
+        for function in vars(sys.modules[module]).values():
+            if inspect.isfunction(function) and "implementation" in function.__code__.co_freevars:
+                chosen = inspect.getclosurevars(function).nonlocals["implementation"]
+                packages.add(chosen.__module__.partition(".")[0])
+    return sorted(packages - {"transformers"})
 
 
 @functools.cache

@@ -109,11 +109,9 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     return model
 
 
-def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
-    """Return the model that sees images: a Qwen3-VL with the text part's shape and a tower of two layers. `revision` is
-    the seed of its weights."""
-    import torch
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+def tiny_vl_config(tokenizer: Any) -> Any:
+    """Return the config of a Qwen3-VL with the text part's shape and a tower of two layers."""
+    from transformers import Qwen3VLConfig
 
     rope = {
         "rope_type": "default",
@@ -123,7 +121,7 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
     }
     text = _text_shape(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     token = tokenizer.convert_tokens_to_ids
-    config = Qwen3VLConfig(
+    return Qwen3VLConfig(
         text_config=text | {"rope_parameters": rope, "tie_word_embeddings": True},
         vision_config={
             "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": VL_PATCH,
@@ -134,10 +132,17 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
         vision_start_token_id=token("<|vision_start|>"), vision_end_token_id=token("<|vision_end|>"),
         tie_word_embeddings=True,
     )  # fmt: skip
+
+
+def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
+    """Return the model that sees images. `revision` is the seed of its weights."""
+    import torch
+    from transformers import Qwen3VLForConditionalGeneration
+
     seed = _seed(BUILTIN_VL, revision, revision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen3VLForConditionalGeneration(config)
+        model = Qwen3VLForConditionalGeneration(tiny_vl_config(tokenizer))
     _draw_weights(model, seed, 0.02)
     # Else a language model could hardly read from a random tower where something is: positions would vanish among the
     # differences of the pixels.

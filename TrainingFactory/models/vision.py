@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import inspect
 import io
+import json
 import math
 import threading
 from collections import OrderedDict
@@ -31,8 +32,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, number_image, picture_of
+from TrainingFactory.models.composite import IMAGE_PROCESSOR, TRAINED_WITH_VISION
 from TrainingFactory.types import Image
 
 MAX_IMAGE_TOKENS = 1024
@@ -70,11 +73,6 @@ class Vision:
         cache_bytes: int = CACHE_BYTES,
     ) -> None:  # fmt: skip
         self.config, self.kind = config, config.model_type
-        if self.kind not in FAMILIES:
-            raise ValueError(
-                f"images are not supported for model type {self.kind!r}; the supported types are "
-                f"{', '.join(FAMILIES)}. Set model.vision=off to use the text part alone"
-            )
         self.processor, self._tokenizer = processor, tokenizer
         self.placeholder_id: int = config.image_token_id
         self.before, self.after = FAMILIES[self.kind]
@@ -94,7 +92,11 @@ class Vision:
         self.encoded = 0  # images that went through the tower
 
     def save(self, folder: str | Path) -> None:
+        """Write the image processor's file, marked so that the model is loaded with vision."""
         self.processor.save_pretrained(folder)
+        path = Path(folder) / IMAGE_PROCESSOR
+        options = json.loads(path.read_text(encoding="utf-8")) | {TRAINED_WITH_VISION: True}
+        path.write_text(json.dumps(options, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     # tokens
 
@@ -248,8 +250,10 @@ class Vision:
         """Return the tower's output [n, 1 + L, D] for these tokens, image tokens and placeholders."""
         runs = list(_runs(shown))
         images = {tokens.first: tokens for tokens, _, _ in runs if tokens is not None}
-        encode = self._encode if fresh else self._cached
-        encoded = {first: encode(model, tokens) for first, tokens in images.items()}
+        if fresh:
+            encoded = self._encode_by_shape(model, list(images.values()))
+        else:
+            encoded = {first: self._cached(model, tokens) for first, tokens in images.items()}
         placeholder = torch.zeros_like(next(iter(encoded.values()))[:1])
         if any(tokens is None for tokens, _, _ in runs):
             token = torch.tensor([self.placeholder_id], device=placeholder.device)
@@ -268,7 +272,7 @@ class Vision:
                 return rows
         # Not inference tensors, because the learner uses them in graphs.
         with torch.inference_mode(False), torch.no_grad():
-            rows = self._encode(model, tokens)
+            (rows,) = self._encode(model, [tokens.count], [self._inputs(model, tokens)])
         with self._lock:
             if tokens.first not in self._cache:
                 self._cache[tokens.first] = rows
@@ -283,25 +287,47 @@ class Vision:
             self._cache.clear()
             self._cached_bytes = 0
 
-    def _encode(self, model: Any, tokens: ImageTokens) -> torch.Tensor:
-        """Run the tower on one image, alone, so that its output does not depend on other images: [count, 1 + L, D]."""
+    def _encode_by_shape(self, model: Any, images: list[ImageTokens]) -> dict[int, torch.Tensor]:
+        """Run the tower once per shape of images: alone, small images would take the time of starting kernels."""
+        groups: dict[Any, list[tuple[ImageTokens, dict[str, torch.Tensor]]]] = {}
+        for tokens in images:
+            inputs = self._inputs(model, tokens)
+            shape = tokens.count, *(value.shape for value in inputs.values())
+            groups.setdefault(shape, []).append((tokens, inputs))
+        encoded: dict[int, torch.Tensor] = {}
+        for group in groups.values():
+            counts, inputs = [tokens.count for tokens, _ in group], [inputs for _, inputs in group]
+            outputs = self._encode(model, counts, inputs)
+            encoded |= {tokens.first: rows for (tokens, _), rows in zip(group, outputs, strict=True)}
+        return encoded
+
+    def _inputs(self, model: Any, tokens: ImageTokens) -> dict[str, torch.Tensor]:
+        """Return the arguments of `get_image_features` for an image."""
         from PIL import Image as Pillow
 
         with Pillow.open(io.BytesIO(picture_of(tokens).data), formats=("PNG",)) as picture:
             inputs = self._process(picture.convert("RGB"))
-        owner: Any = model.model
-        accepted = inspect.signature(owner.get_image_features).parameters
-        inputs = {
-            name: value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
-            for name, value in inputs.items()
-            if name in accepted and name != "batch_num_images"
+        accepted = inspect.signature(model.model.get_image_features).parameters
+        return {
+            name: value for name, value in inputs.items() if name in accepted and name != "batch_num_images"
         }
-        outputs = owner.get_image_features(**inputs, return_dict=True)
-        self.encoded += 1
+
+    def _encode(
+        self, model: Any, counts: list[int], inputs: list[dict[str, torch.Tensor]]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the tower on images whose inputs have one shape: for each image [count, 1 + L, D]. Only one alone has an
+        output that does not depend on other images, to the last bit."""
+        together = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
+        together = {
+            name: value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
+            for name, value in together.items()
+        }
+        outputs = model.model.get_image_features(**together, return_dict=True)
+        self.encoded += len(inputs)
         levels = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or [])]
         rows = torch.stack([_flat(level) for level in levels], 1).to(model.dtype)
-        assert len(rows) == tokens.count, "the tower's output does not have the tokens of the image"
-        return rows
+        assert len(rows) == sum(counts), "the tower's output does not have the tokens of its images"
+        return rows.split(counts)
 
     def _process(self, picture: Any) -> dict[str, Any]:
         if self.kind in QWEN:
@@ -313,6 +339,16 @@ class Vision:
 
 def open_vision(model: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None) -> Vision:
     """Return the vision of a model, and freeze its tower."""
+    if (kind := model.config.model_type) not in FAMILIES:
+        raise ValueError(
+            f"images are not supported for model type {kind!r}; the supported types are {', '.join(FAMILIES)}. Set "
+            "model.vision=false to use the text part alone"
+        )
+    if "mm_encoder_outputs" not in inspect.signature(type(model).forward).parameters:  # it would be ignored
+        raise ValueError(
+            f"Images need transformers 5.18 or later, but {transformers.__version__} is installed. "
+            "Run: pip install -U 'transformers>=5.18'"
+        )
     for _, weight in tower_parameters(model):
         weight.requires_grad_(False)
     return Vision(model.config, processor, tokenizer, max_tokens)
@@ -344,7 +380,7 @@ def _with_ratio(picture: Any, limit: int) -> Any:
 
 
 def _flat(features: Any) -> torch.Tensor:
-    """[k, D] of one image: the tower returns it in a list, or as tiles [n, k / n, D]."""
+    """[k, D] of all images: the tower returns them in a list, or as tiles [n, k / n, D]."""
     return torch.cat(list(features)) if isinstance(features, list | tuple) else features.flatten(0, 1)
 
 

@@ -43,6 +43,30 @@ class StepInputs(NamedTuple, Generic[Data]):
     ends: Data  # [U] last visible position, for models that see whole images; else empty
 
 
+class GraphInputs(NamedTuple, Generic[Data]):
+    """Inputs of a forward that a CUDA graph may record, besides those of the draws. In the second leg of a launch, they
+    feed the tokens that the first leg samples."""
+
+    tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
+    positions: Data  # [N]
+    cache_positions: Data  # [tables * N] positions of the pool to write
+    keep: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
+    target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
+    rope: Data  # [3 * N] rotary positions; empty if they are `positions`
+    state_slots: (
+        Data  # [R] rows of the state cache of the dense rows; `table.slots`: padding; empty without states
+    )
+    stops: Data  # [M * K] stop tokens of each draw's slot; empty without states
+
+    def dry(self, unused: int) -> GraphInputs[np.ndarray]:
+        """Return the same inputs with all results in unused rows, to run a forward that changes nothing. Keys and
+        values are written, because the forward that follows writes them again."""
+        target_slots, state_slots = (
+            np.full(len(slots), unused) for slots in (self.target_slots, self.state_slots)
+        )
+        return self._replace(target_slots=target_slots, state_slots=state_slots)  # pyright: ignore
+
+
 class SampledTokens(NamedTuple):
     """New tokens, ordered by slot and position."""
 

@@ -19,7 +19,6 @@ def scattered(table: SlotTable) -> list[tuple[int, int]]:
 
 
 def exchange(table: SlotTable, pairs: list[tuple[int, int]]) -> None:
-    assert table.snapshots is None, "states stay in their slots"
     low, high = (np.array(side) for side in zip(*pairs, strict=True))
     all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
     table.changes += 1
@@ -31,6 +30,8 @@ def exchange(table: SlotTable, pairs: list[tuple[int, int]]) -> None:
     ):  # fmt: skip
         array[all_slots] = array[swapped]
     for a, b in pairs:
+        if table.snapshots is not None:
+            table.snapshots.exchange(a, b)
         table.seats[a], table.seats[b] = table.seats[b], table.seats[a]
         table.requests[a], table.requests[b] = table.requests[b], table.requests[a]
         for slot in (a, b):

@@ -7,19 +7,19 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Generic, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.batches import FlatBatch, SampledTokens
+from TrainingFactory.sampling.batches import FlatBatch, GraphInputs, SampledTokens
 from TrainingFactory.sampling.cache.attention import StepContext, Tiles
 from TrainingFactory.sampling.cache.store import PagedCache
 from TrainingFactory.sampling.gpu.graphs import to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
-from TrainingFactory.sampling.planning import EMPTY, StepPlan
+from TrainingFactory.sampling.planning import StepPlan
 from TrainingFactory.sampling.runner import Runner
-from TrainingFactory.sampling.tiles import plan_tiles
+from TrainingFactory.sampling.tiles import TileLayout, plan_tiles
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +38,8 @@ class InFlightStep:
     ready: torch.cuda.Event | None  # recorded after that copy
 
 
-class LegInputs(NamedTuple, Generic[Data]):
-    """The tokens of one leg of a launch: the first leg samples a token per slot, the second one feeds these tokens."""
-
-    tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
-    positions: Data  # [N]
-    cache_positions: Data  # [tables * N] positions of the pool to write
-    keep: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
-    target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
-
-
-Leg = tuple[LegInputs[Data], DrawInputs[Data]]
+# The first leg of a launch samples a token per slot, the second one feeds these tokens.
+Leg = tuple[GraphInputs[Data], DrawInputs[Data]]
 
 
 class AsyncRunner(Runner):
@@ -56,9 +47,11 @@ class AsyncRunner(Runner):
 
     _kernels: Any = None
 
-    def _prepare(self) -> None:
-        # Triton is part of torch for CUDA. Deterministic mode is for CPUs only.
-        if self._graphs is not None and not self.table.deterministic and importlib.util.find_spec("triton"):
+    def _choose_kernels(self) -> None:
+        # Triton is part of torch for CUDA. Deterministic mode is for CPUs only. The kernels' attention is causal.
+        is_causal = self.vision is None or not self.vision.sees_whole_images
+        can_run = self._graphs is not None and is_causal and not self.table.deterministic
+        if can_run and importlib.util.find_spec("triton"):
             self.use_kernels()
 
     def use_kernels(self) -> None:
@@ -66,32 +59,37 @@ class AsyncRunner(Runner):
 
         if fused.can_attend(self.shapes):
             self._kernels = kernels
-            self._fused_kind = fused.fused_class if self.kind in fused.MODELS else None
+            kind = self.model.config.get_text_config().model_type
+            self._fused_kind = fused.REPLACEMENTS.get(kind)
             self.refresh()
 
     def refresh(self) -> None:
         super().refresh()
+        self.states.kernels = None
         if self._kernels is not None:
+            from TrainingFactory.sampling.gpu import delta
             from TrainingFactory.sampling.gpu.fused import use_float32_logits
+
+            self.states.kernels = delta
 
             use_float32_logits(self.view.get_output_embeddings())
 
-    def _compare(self) -> None:
+    def _compare_logits(self) -> None:
         try:
-            super()._compare()
+            super()._compare_logits()
         except Exception as error:  # a device or a model that the kernels do not support
             if self._kernels is None:
                 raise
             log.warning("Sampling without the fused GPU kernels, which is slower: %s", error)
             self._kernels = self._fused_kind = None
             self.refresh()
-            super()._compare()
+            super()._compare_logits()
 
     @property
     def tiled(self) -> bool:
         return self._kernels is not None
 
-    def _tile(self, step: StepContext, positions: torch.Tensor) -> StepContext:
+    def _tile_comparison(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
             step.attend, step.positions, first = self._kernels.attend, positions, self._span[:1]
             step.rows = Tiles(1, 1) if step.tokens else None
@@ -138,23 +136,27 @@ class AsyncRunner(Runner):
         table.flying -= np.bincount(slots, minlength=table.slots)
         return SampledTokens(slots, flight.places[valid], tokens[valid], require_finite(logprobs[valid]))
 
-    def _feed(
+    def _feed_tokens(
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
         if self._kernels is None:
-            return super()._feed(plan, cache, dense_end, chunk_end)
+            return super()._feed_tokens(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
         layout = plan_tiles(plan, table, shape.queries // shape.heads)
-        batch = self._flat(plan, 0, layout)
-        draws = self._draws(batch)
-        target_slots = np.where(batch.live, batch.rows, table.slots)
-        cache_positions = self._cache_positions(batch)
-        legs = [(LegInputs(batch.tokens, batch.positions, cache_positions, batch.keep, target_slots), draws)]
+        batch = self._flatten_plan(plan, 0, layout)
+        draws, images = self._make_draw_inputs(batch), dict[str, Any]()
+        dense = plan.rows * (plan.span or 1)
+        first = self._make_graph_inputs(
+            batch.tokens, batch.slots, batch.positions, dense, batch.rows, batch.live, batch.keep
+        )
         recorded = layout.recorded and not draws.filters
+        if self.vision is not None and self._shows_images(batch):
+            ids, images = self.vision.model_inputs(self.model, batch.tokens[None])
+            first, recorded = first._replace(tokens=ids[0]), False
+        legs = [(first, draws)]
         if recorded and plan.twice and plan.rows:
             legs.append(self._second_leg(plan, batch, scaled=draws.temperature is not None))
-        leg_arrays = [array for inputs, draws in legs for array in (*inputs, *draws.present)]
-        arrays = [*leg_arrays, *layout.arrays]
+        chunks = self._chunk_rows(plan, dense) if self.states.shapes else []
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
             remaining, results = iter(tensors), []
@@ -162,28 +164,32 @@ class AsyncRunner(Runner):
             tiles = list(remaining)
             for number, (inputs, draws) in enumerate(leg_tensors):
                 targets = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
-                context = StepContext(cache, targets, tokens=plan.rows * (plan.span or 1))
+                context = StepContext(cache, targets, tokens=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.enter(context, plan, tiles)
                 has_chunks = len(plan.slots) and not number
                 context.pieces = context.pieces if has_chunks else None
-                keep = inputs.keep if has_chunks else 0
-                logits = self._logits(self._known_tokens(inputs.tokens), inputs.positions, context, keep)
+                keep, ids = inputs.keep if has_chunks else 0, self._fill_in_flight_tokens(inputs.tokens)
+                self._enter_states(inputs, chunks if has_chunks else ())
+                logits = self._compute_logits(ids, self._select_rotary_input(inputs), context, keep, images)
                 if draws.filters:
                     picked = pick(logits, draws.uniform, draws.temperature, draws.filters)
                 else:
                     picked = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
-                self._latest.index_copy_(0, inputs.target_slots, picked[0].long())
+                drawn = picked[0].long()
+                self._latest.index_copy_(0, inputs.target_slots, drawn)
+                self._leave_states(inputs, drawn)
                 results.append(picked)
             return torch.cat(results, 1) if len(results) > 1 else results[0]
 
         picked = None
         if self._graphs is not None and recorded:
             self._check_graphs(cache)
-            key = plan.rows, plan.span, len(draws.present) - 1, len(legs), *layout.key
-            picked = self._graphs.run(key, arrays, step)
+            key = plan.rows, plan.span, len(draws.present) - 1, len(legs), *layout.key, len(first.stops)
+            dry = [(inputs.dry(table.slots), draws) for inputs, draws in legs]
+            picked = self._graphs.run(key, _arrays(legs, layout), _arrays(dry, layout), step)
         if picked is None:
-            picked = step(to_device(arrays, self.device))
+            picked = step(to_device(_arrays(legs, layout), self.device))
         return batch, picked
 
     def _second_leg(self, plan: StepPlan, batch: FlatBatch, scaled: bool) -> Leg[np.ndarray]:
@@ -196,15 +202,21 @@ class AsyncRunner(Runner):
         live[slots] = True
         tokens, positions = np.where(live, -1 - rows, 0), batch.positions[: plan.rows].copy()
         positions[slots] = places
-        cache_positions = table.pages.locate(np.where(live, rows, table.slots), positions).ravel()
+        inputs = self._make_graph_inputs(
+            tokens, np.where(live, rows, table.slots), positions, plan.rows, rows, live
+        )
         batch.rows, batch.live = np.concatenate((batch.rows, rows)), np.concatenate((batch.live, live))
         batch.offsets = np.concatenate((batch.offsets, np.ones(plan.rows, np.int64)))
         uniform = uniforms(table.seed[: plan.rows], table.lengths[: plan.rows] + 1)
         draws = DrawInputs(uniform, table.temperature[: plan.rows] if scaled else None)
-        return LegInputs(tokens, positions, cache_positions, EMPTY, np.where(live, rows, table.slots)), draws
+        return inputs, draws
+
+
+def _arrays(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
+    return [*(array for inputs, draws in legs for array in (*inputs, *draws.present)), *layout.arrays]
 
 
 def _next_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
     """Take the tensors of a leg's arrays, which have the same order."""
     inputs, draws = arrays
-    return LegInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))
+    return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))

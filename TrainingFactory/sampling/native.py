@@ -57,7 +57,7 @@ class NativeSession:
             raise ValueError("a sampling session samples one turn at a time; open a session per episode")
         self._busy = True
         try:
-            return await self._engine._submit(self._seat, prompt_ids, params)
+            return await self._engine._submit_request(self._seat, prompt_ids, params)
         finally:
             self._busy = False
 
@@ -71,7 +71,7 @@ class NativeSession:
             self._seat.closed = True
             with self._engine._lock:
                 self._engine.sessions -= 1
-                self._engine._post(self._seat)
+                self._engine._post_item(self._seat)
 
     def __del__(self) -> None:
         self.close()  # a session that is garbage collected must release its slot
@@ -107,8 +107,7 @@ class NativeEngine:
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
         self._runner = AsyncRunner(causal, self._table, cache_bytes, vision)
         is_recurrent = bool(self._runner.states.shapes)
-        few_shapes = on_cuda and not is_recurrent and vision is None  # no CUDA graphs with states or images
-        if few_shapes and not self._runner.tiled:
+        if on_cuda and not self._runner.tiled and not is_recurrent and vision is None:
             # Steps that only decode are by far the cheapest, so decoding rows feed short replies token by token.
             self._table.ride = 32
         self._runner.launches_ahead = self._runner.tiled
@@ -117,8 +116,9 @@ class NativeEngine:
         self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
         guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
         budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
-        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=few_shapes)
+        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
+        self._planner.has_images = vision is not None
         self._planner.whole_images = vision is not None and vision.sees_whole_images
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
         self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
@@ -152,7 +152,7 @@ class NativeEngine:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
             while self._opened % self._table.slots:
                 self._opened += 1
-                self._post(SessionSlot(self._opened - 1, closed=True))
+                self._post_item(SessionSlot(self._opened - 1, closed=True))
         self._opened += 1
         with self._lock:
             self.sessions += 1
@@ -172,13 +172,13 @@ class NativeEngine:
         idle = loop.create_future()
         with self._lock:
             assert self._on_idle is None, "one update at a time"
-            self._on_idle = lambda: loop.call_soon_threadsafe(_settle, [(idle, None)])
+            self._on_idle = lambda: loop.call_soon_threadsafe(_settle_futures, [(idle, None)])
             if not self._working:
                 idle.set_result(None)
         try:
             await idle
             if self._source is not None:
-                await loop.run_in_executor(self._pool, self._copy)
+                await loop.run_in_executor(self._pool, self._copy_weights)
             self._table.forget()
             self._runner.refresh()
             if self._vision is not None and self._vision.trains:
@@ -190,7 +190,7 @@ class NativeEngine:
                 self._wake()
 
     @torch.no_grad()
-    def _copy(self) -> None:
+    def _copy_weights(self) -> None:
         """Copy the trained weights in place, because CUDA graphs read these tensors. Other weights are shared."""
         for target, source in zip(self._model.parameters(), self._source.parameters(), strict=True):
             if target is not source:
@@ -215,20 +215,20 @@ class NativeEngine:
 
     # -- called from event loops
 
-    async def _submit(
+    async def _submit_request(
         self, session_slot: SessionSlot, prompt_ids: Sequence[int], params: SamplingParams
     ) -> Completion:
         future = asyncio.get_running_loop().create_future()
-        request = SamplingRequest(session_slot, self._checked(prompt_ids), params, future)
-        self._post(request)
+        request = SamplingRequest(session_slot, self._check_prompt(prompt_ids), params, future)
+        self._post_item(request)
         try:
             return await request.future
         except asyncio.CancelledError:
             request.cancelled = True
-            self._post(request)
+            self._post_item(request)
             raise
 
-    def _checked(self, prompt_ids: Sequence[int]) -> np.ndarray:
+    def _check_prompt(self, prompt_ids: Sequence[int]) -> np.ndarray:
         size, max_prompt = len(prompt_ids), self.max_length - 1
         if not size:
             raise ValueError("the prompt is empty; it needs at least one token")
@@ -246,7 +246,7 @@ class NativeEngine:
                 raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
-    def _post(self, item: SamplingRequest | SessionSlot) -> None:
+    def _post_item(self, item: SamplingRequest | SessionSlot) -> None:
         with self._lock:
             self._inbox.append(item)
             self._wake()
@@ -268,14 +268,14 @@ class NativeEngine:
                 # One by one: the garbage collector may close a session in this thread, which appends to the inbox.
                 items, on_idle = [self._inbox.popleft() for _ in range(len(self._inbox))], self._on_idle
             try:
-                self._receive(items)
+                self._receive_requests(items)
                 # Before an update, turns that were preempted must still end under the weights that they began with.
-                self._admit(resumed_only=on_idle is not None)
+                self._admit_requests(resumed_only=on_idle is not None)
                 is_running = bool(self._table.running.any()) or self._flight is not None
                 if is_running:
-                    self._step()
+                    self._run_step()
             except BaseException as error:  # the model may raise anything, and all requests must get it
-                self._fail(error)
+                self._fail_requests(error)
                 continue
             if is_running:
                 continue
@@ -286,7 +286,7 @@ class NativeEngine:
         if on_idle is not None:
             on_idle()
 
-    def _receive(self, items: list[SamplingRequest | SessionSlot]) -> None:
+    def _receive_requests(self, items: list[SamplingRequest | SessionSlot]) -> None:
         """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
         for item in items:
             if isinstance(item, SamplingRequest) and not item.cancelled:
@@ -296,20 +296,20 @@ class NativeEngine:
             running_request = None if session_slot.slot is None else self._table.requests[session_slot.slot]
             for request in [*self._waiting, running_request]:
                 if request is not None and (request is item or request.seat is item):
-                    self._drop(request)
+                    self._drop_request(request)
             if isinstance(item, SessionSlot):
                 self._table.close(item)
 
-    def _drop(self, request: SamplingRequest) -> None:
+    def _drop_request(self, request: SamplingRequest) -> None:
         slot = request.seat.slot
         if slot is not None and self._table.requests[slot] is request:
-            self._table.stop(slot)
+            self._table.abandon(slot)
         else:
             self._waiting.remove(request)
         if not request.cancelled:
-            self._deliver([(request, ValueError("the session was closed while it was sampling"))])
+            self._deliver_results([(request, ValueError("the session was closed while it was sampling"))])
 
-    def _admit(self, resumed_only: bool = False) -> None:
+    def _admit_requests(self, resumed_only: bool = False) -> None:
         """Start the waiting requests that get a slot and pages, first come first served. `resumed_only`: only requests
         that were preempted after they had sampled tokens."""
         if not self._waiting:
@@ -320,46 +320,46 @@ class NativeEngine:
             for request in self._waiting
             if (resumed_only and not len(request.sampled)) or not place_request(request, admission)
         )
-        self._requeue()
+        self._requeue_preempted()
         self._runner.copy_pages()
 
-    def _requeue(self) -> None:
+    def _requeue_preempted(self) -> None:
         """Put preempted turns first into the queue."""
         self._waiting.extendleft(reversed(self._table.preempted))
         self._table.preempted.clear()
 
-    def _step(self) -> None:
-        self._compact()
+    def _run_step(self) -> None:
+        self._compact_slots()
         self._table.reserve()
-        self._requeue()
+        self._requeue_preempted()
         if self._runner.launches_ahead and (self._drafts is None or 0 <= self._ahead < MAX_STEPS_AHEAD):
-            self._launch(self._planner.plan(guess=False))
+            self._launch_step(self._planner.plan(guess=False))
             return
-        self._land()
+        self._fetch_flight()
         plan = self._planner.plan()
         if self._runner.launches_ahead and plan.guesses is None:
-            self._launch(plan)
+            self._launch_step(plan)
         elif len(plan.dense) or len(plan.slots):
-            self._count(plan)
-            self._enter(self._runner.run(plan))
+            self._count_step(plan)
+            self._record_sampled(self._runner.run(plan))
         self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _launch_step(self, plan: StepPlan) -> None:
         """Launch the next step, then fetch the tokens of the previous one. Tokens after a stop are wasted."""
         previous, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
             self._flight = self._runner.launch(plan)
-            self._count(plan, 1 + (self._flight.first < len(self._flight.slots)))
+            self._count_step(plan, 1 + (self._flight.first < len(self._flight.slots)))
         self._ahead += 1
         if previous is not None:
-            self._enter(self._runner.land(previous))
+            self._record_sampled(self._runner.land(previous))
 
-    def _land(self) -> None:
+    def _fetch_flight(self) -> None:
         flight, self._flight = self._flight, None
         if flight is not None:
-            self._enter(self._runner.land(flight))
+            self._record_sampled(self._runner.land(flight))
 
-    def _count(self, plan: StepPlan, legs: int = 1) -> None:
+    def _count_step(self, plan: StepPlan, legs: int = 1) -> None:
         counts = self.stats
         counts.prefilled += int(plan.counts.sum())
         counts.guessed += int(plan.guessed.sum())
@@ -367,7 +367,7 @@ class NativeEngine:
         counts.decodes += legs if plan.rows else 0
         counts.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
 
-    def _enter(self, sampled: SampledTokens) -> None:
+    def _record_sampled(self, sampled: SampledTokens) -> None:
         """Record the sampled tokens, and deliver the turns that have ended."""
         table = self._table
         self.stats.sampled += len(sampled.slots)
@@ -375,9 +375,9 @@ class NativeEngine:
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
             self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
         if finished:
-            self._deliver(finished)
+            self._deliver_results(finished)
 
-    def _compact(self) -> None:
+    def _compact_slots(self) -> None:
         """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
@@ -386,23 +386,23 @@ class NativeEngine:
         if self._sparse < COMPACT_AFTER:
             return
         self._sparse = 0
-        self._land()
+        self._fetch_flight()
         pairs = scattered(self._table)
         if not pairs:
             return
         exchange(self._table, pairs)
         self._runner.copy_pages()
 
-    def _deliver(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
+    def _deliver_results(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
         """Pass results to their event loops, with one call per loop, because every call may cost the worker the GIL."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         for request, result in results:
             loops.setdefault(request.future.get_loop(), []).append((request.future, result))
         for loop, loop_results in loops.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
-                loop.call_soon_threadsafe(_settle, loop_results)
+                loop.call_soon_threadsafe(_settle_futures, loop_results)
 
-    def _fail(self, error: BaseException) -> None:
+    def _fail_requests(self, error: BaseException) -> None:
         """Raise the error of a failed step in every request, and reset the engine."""
         with self._lock:
             failed_requests = [item for item in self._inbox if isinstance(item, SamplingRequest)]
@@ -411,10 +411,10 @@ class NativeEngine:
         failed_requests += [*self._waiting, *self._table.clear()]
         self._waiting.clear()
         self._runner.cache = None
-        self._deliver([(request, error) for request in failed_requests if not request.cancelled])
+        self._deliver_results([(request, error) for request in failed_requests if not request.cancelled])
 
 
-def _settle(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
+def _settle_futures(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     """Set the results of the futures that are not cancelled. Runs in the event loop."""
     for future, result in results:
         if future.done():

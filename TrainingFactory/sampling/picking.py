@@ -34,7 +34,7 @@ class DrawInputs(NamedTuple, Generic[Data]):
         return self.present[2:]
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
+def _mix_bits(z: np.ndarray) -> np.ndarray:
     """Apply the finalizer of splitmix64: every bit of the result depends on every bit of z (uint64)."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -43,7 +43,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return one float64 number in [0, 1) for each (seed, position); seeds are uint64."""
-    bits = _mix(_mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    bits = _mix_bits(_mix_bits(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: the product with a float64 total stays below it
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from TrainingFactory.common.image_tokens import whole_image_end
+from TrainingFactory.common.image_tokens import VIRTUAL, whole_image_end
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import CHUNK, SlotTable
@@ -40,6 +40,7 @@ class StepPlanner:
     ) -> None:
         self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
         self.drafts, self.guesses = drafts, guesses
+        self.has_images = False  # prompts may have images
         self.whole_images = False  # a chunk ends before or after an image
         self.tiled = False  # chunks of different lengths share a forward without padding
 
@@ -51,7 +52,7 @@ class StepPlanner:
         chunking = table.stored[running_slots] < table.chunked[running_slots]
         dense, queue = running_slots[~chunking], running_slots[chunking]
         if table.deterministic:
-            return self._fixed(dense, queue)
+            return self._plan_deterministic_step(dense, queue)
         rows = int(dense[-1]) + 1 if len(dense) else 0
         if self.few_shapes and rows:
             rows = graph_rows(rows, table.slots)
@@ -74,12 +75,23 @@ class StepPlanner:
             counts.append(count)
         order = np.argsort(admitted)
         slots, tokens = np.array(admitted, np.int64)[order], np.array(counts, np.int64)[order]
+        if self.has_images and self._shows_images(slots, tokens, dense):
+            # The host must know the other tokens of a step with images: one may be the model's placeholder.
+            dense = dense[table.flying[dense] == 0]
+            rows = rows if len(dense) else 0
         plan = StepPlan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
         if len(dense) and guess:
-            self._follow(plan)
+            self._add_further_tokens(plan)
         return plan
 
-    def _follow(self, plan: StepPlan) -> None:
+    def _shows_images(self, slots: np.ndarray, counts: np.ndarray, dense: np.ndarray) -> bool:
+        table = self.table
+        return bool((table.ids[dense, table.stored[dense]] >= VIRTUAL).any()) or any(
+            (table.ids[slot, table.stored[slot] : table.stored[slot] + count] >= VIRTUAL).any()
+            for slot, count in zip(slots, counts, strict=True)
+        )
+
+    def _add_further_tokens(self, plan: StepPlan) -> None:
         """Add further tokens to the rows: draft tokens, and with CUDA graphs known tokens that are not yet cached."""
         table, count = self.table, len(plan.dense)
         rows = plan.rows if plan.fixed else count
@@ -92,13 +104,13 @@ class StepPlanner:
             guesses, counts = self.drafts.guess(table.recent(plan.dense, known_lengths, CONTEXT), max_guesses)
             counts = np.minimum(counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
-            self._ride(plan.dense, known_lengths, guesses, counts)
+            self._use_known_tokens(plan.dense, known_lengths, guesses, counts)
             plan.span = graph_span(counts, plan.rows, 1 + max_guesses)
             counts = np.minimum(counts, max(plan.span - 1, 0))
         if counts.any():
             plan.guesses, plan.guessed = guesses, counts
 
-    def _ride(
+    def _use_known_tokens(
         self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, counts: np.ndarray
     ) -> None:
         """Replace the guesses of rows with known tokens that are not yet cached by these tokens."""
@@ -110,7 +122,7 @@ class StepPlanner:
             guesses[row, : len(unsent_ids)] = unsent_ids
             counts[row] = len(unsent_ids)
 
-    def _fixed(self, dense: np.ndarray, queue: np.ndarray) -> StepPlan:
+    def _plan_deterministic_step(self, dense: np.ndarray, queue: np.ndarray) -> StepPlan:
         """Return a plan for deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(queue):

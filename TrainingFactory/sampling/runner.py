@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from TrainingFactory.common.image_tokens import VIRTUAL
 from TrainingFactory.sampling.batches import (
     FlatBatch,
+    GraphInputs,
     SampledTokens,
     StepInputs,
     accepted,
@@ -21,7 +23,7 @@ from TrainingFactory.sampling.batches import (
 )
 from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
-from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, state_rows
+from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, chunk_rows, dense_rows
 from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, free_memory, layer_windows
 from TrainingFactory.sampling.cache.view import (
     ATTENTION,
@@ -61,7 +63,7 @@ class Runner:
         self._fused_kind: Callable[[torch.nn.Module], type[torch.nn.Module] | None] | None = None
         self.states = ModelStates()  # of recurrent layers
         self.refresh()
-        self.shapes = self._shapes()
+        self.shapes = self._probe_layer_shapes()
         self.dtype = self.shapes[0].dtype
         memory = free_memory(self.device) if cache_bytes is None else cache_bytes
         memory = size_states(table, self.states.shapes, memory)
@@ -76,13 +78,14 @@ class Runner:
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._trunks: dict[tuple[int, bytes], int] = {}
         self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        # Steps of a model that sees images or has states have inputs that graphs do not record.
-        has_graphs = self.device.type == "cuda" and vision is None and not self.states.shapes
-        self._graphs = DecodeGraphs(self.device, self._latest) if has_graphs else None
-        self._prepare()
-        self._compare()
+        self._ended = torch.zeros(
+            table.slots + 1, dtype=torch.bool, device=self.device
+        )  # `_latest` follows a stop
+        self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
+        self._choose_kernels()
+        self._compare_logits()
 
-    def _prepare(self) -> None:
+    def _choose_kernels(self) -> None:
         """Choose the kernels for the known shapes."""
 
     def refresh(self) -> None:
@@ -92,10 +95,10 @@ class Runner:
         self._moved = True  # the addresses in CUDA graphs may be stale
 
     @torch.inference_mode()
-    def _shapes(self) -> list[LayerShape]:
+    def _probe_layer_shapes(self) -> list[LayerShape]:
         """Run two tokens through the model to get the shapes of its layers; raise ValueError if it is unsupported."""
         step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
-        self._logits(ids, ids, step, 0)
+        self._compute_logits(ids, ids, step, 0)
         layers = has_state_or_keys(self.model)
         seen = {shape.layer for shape in (*step.shapes, *self.states.shapes)}
         if not step.shapes or seen != layers:
@@ -107,7 +110,7 @@ class Runner:
         return step.shapes
 
     @torch.inference_mode()
-    def _compare(self) -> None:
+    def _compare_logits(self) -> None:
         """Raise ValueError if the logits of a chunk or of dense rows differ from those of the model's own attention at
         most tokens. At a few tokens, the 16-bit logits of a trained model differ much for any order of summation."""
         ids = (self._span[:15] + 1000) % self.vocabulary  # the first ids are special tokens
@@ -116,12 +119,14 @@ class Runner:
         cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
         states, logits = StateCache(self.states.shapes, 1), []
         for positions in self._span[:15].split([8] + 7 * [1]):
-            part = AttentionPart(slice(0, 1), positions[None], 64, self._mask)
+            part = AttentionPart(slice(0, 1), positions[None], 64, self._make_attention_mask)
             parts: Any = {"dense": part, "tokens": 1} if len(positions) == 1 else {"chunks": part}
             row = StateRows(slice(0, len(positions)), slice(0, 1), 1, is_new=int(positions[0]) == 0)
             self.states.begin(states, [row])
             step = StepContext(cache, positions.expand(len(windows), -1), **parts)
-            logits.append(self._logits(ids[positions], positions, self._tile(step, positions), 0))
+            logits.append(
+                self._compute_logits(ids[positions], positions, self._tile_comparison(step, positions), 0)
+            )
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
         error = max(float(errors_of_part.median()) for errors_of_part in errors.split([8, 7]))
         if not error < (0.01 if self.dtype == torch.float32 else 0.1):
@@ -129,8 +134,8 @@ class Runner:
                 self.kind, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
-    def _tile(self, step: StepContext, positions: torch.Tensor) -> StepContext:
-        """Prepare the step of `_compare` for the kernels, in subclasses that have them."""
+    def _tile_comparison(self, step: StepContext, positions: torch.Tensor) -> StepContext:
+        """Prepare the step of `_compare_logits` for the kernels, in subclasses that have them."""
         return step
 
     # -- cache
@@ -176,47 +181,54 @@ class Runner:
     def run(self, plan: StepPlan) -> SampledTokens:
         """Run the plan and advance the table's `stored`. The caller appends the new tokens to the table."""
         batch, picked = self._begin(plan)
-        return self._settle(plan, batch, picked)
+        return self._settle_draws(plan, batch, picked)
 
     def _begin(self, plan: StepPlan) -> tuple[FlatBatch, torch.Tensor | None]:
         table = self.table
         stored_lengths, guessed = table.stored, plan.guessed if plan.guesses is not None else 0
         dense_end = int((stored_lengths[plan.dense] + guessed).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored_lengths[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
-        return self._feed(plan, self.current_cache(), dense_end, chunk_end)
+        return self._feed_tokens(plan, self.current_cache(), dense_end, chunk_end)
 
-    def _feed(
+    def _feed_tokens(
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
         trunk = self.trunk(plan.dense)
-        batch = self._flat(plan, trunk)
-        draws = self._draws(batch)
+        batch = self._flatten_plan(plan, trunk)
+        draws = self._make_draw_inputs(batch)
         widths = self.width(dense_end), self.width(chunk_end)
         picked = None
-        if self._graphs is not None and not len(plan.slots) and not draws.filters:
-            picked = self._replay(plan, cache, batch, draws, widths[0])
+        is_recorded = self._graphs is not None and not len(plan.slots) and not draws.filters
+        if is_recorded and not self._shows_images(batch):
+            picked = self._replay_graph(plan, cache, batch, draws, widths[0])
         if picked is None:
-            picked = self._forward(plan, batch, StepContext(cache=cache), draws, widths, trunk)
+            picked = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, trunk)
         return batch, picked
 
-    def _known_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _shows_images(self, batch: FlatBatch) -> bool:
+        """Return whether the step feeds image tokens, whose embeddings graphs do not record."""
+        return self.vision is not None and bool((batch.tokens >= VIRTUAL).any())
+
+    def _fill_in_flight_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace the ids of in-flight tokens, which the host does not know, by the tokens on the device."""
         return torch.where(tokens < 0, self._latest[(-1 - tokens).clamp_(min=0)], tokens)
 
-    def _forward(
+    def _forward_and_draw(
         self, plan: StepPlan, batch: FlatBatch, step: StepContext, draws: DrawInputs[np.ndarray],
         widths: tuple[int, int], trunk: int,
     ) -> torch.Tensor | None:  # fmt: skip
         """Return tokens and log-probs [2, M]; None if no drawn token is used."""
-        twin_rows = self._twins(plan, batch)
+        twin_rows = self._find_twin_rows(plan, batch)
         merged = plan if twin_rows is None else leaders_only(plan, twin_rows)
         if self.states.cache is not None:
-            self.states.begin(self.states.cache, self._state_rows(plan, batch))
+            dense = batch.slots[: int(batch.fed.sum())]
+            own = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
+            self.states.begin(self.states.cache, [*own, *self._chunk_rows(plan, len(dense))])
         rows, fed = slice(0, plan.rows), batch.fed
         if not plan.fixed:
             rows, fed = covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = covered(merged.slots, merged.counts)
-        rope = EMPTY if self.table.rope_of is None else self._rope(batch)
+        rope = EMPTY if self.table.rope_of is None else self._rotary_positions(batch.slots, batch.positions)
         arrays = step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
@@ -231,19 +243,19 @@ class Runner:
         step.source = inputs.source if twin_rows is not None else None
         if plan.rows:
             part = slice(0, step.tokens)
-            step.dense = self._attention_part(
+            step.dense = self._make_attention_part(
                 rows, inputs, part, (inputs.dense_pad, inputs.dense_unpad), widths[0]
             )
             step.dense.trunk, step.dense.trunk_slot = trunk, int(merged.dense[0])
         if len(merged.slots):
             part = slice(step.tokens, None)
-            step.chunks = self._attention_part(
+            step.chunks = self._make_attention_part(
                 chunks, inputs, part, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
             )
             step.chunks.trunk, step.chunks.trunk_slot = self.trunk(merged.slots), int(merged.slots[0])
-        ids = inputs.tokens if not self.table.flying.any() else self._known_tokens(inputs.tokens)
+        ids = inputs.tokens if not self.table.flying.any() else self._fill_in_flight_tokens(inputs.tokens)
         positions = inputs.rope.unflatten(0, (3, -1)) if len(rope) else inputs.positions
-        logits = self._logits(ids, positions, step, inputs.keep if len(plan.slots) else 0, images)
+        logits = self._compute_logits(ids, positions, step, inputs.keep if len(plan.slots) else 0, images)
         if not batch.live.any():
             return None
         draw_inputs = DrawInputs(*tensors[len(arrays) :])
@@ -253,30 +265,68 @@ class Runner:
             self._latest[batch.rows[batch.live]] = picked[0, batch.live].long()
         return picked
 
-    def _rope(self, batch: FlatBatch) -> np.ndarray:
-        """Return the rotary positions [N, 3] of the tokens; padding has any."""
+    def _rotary_positions(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the rotary positions [N, 3] of tokens at these places; padding has any."""
         table = self.table
-        slots, places = (
-            np.minimum(batch.slots, table.slots - 1),
-            np.minimum(batch.positions, table.max_length - 1),
-        )
-        return table.rope[slots, :, places]
+        return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(places, table.max_length - 1)]
 
-    def _state_rows(self, plan: StepPlan, batch: FlatBatch) -> list[StateRows]:
-        dense = int(batch.fed.sum())
+    def _chunk_rows(self, plan: StepPlan, dense: int) -> list[StateRows]:
+        """Return the rows that recurrent layers prefill, after `dense` tokens of decoding rows."""
         starts = self.table.stored[plan.slots]
         begin = int(starts[0]) % CHUNK if self.table.deterministic and len(starts) else dense
-        padding = self.table.slots
-        return state_rows(batch.slots, dense, plan.slots, plan.counts, starts, begin, padding, self.device)
+        return chunk_rows(plan.slots, plan.counts, starts, begin, self.device)
 
-    def _twins(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
+    def _make_graph_inputs(
+        self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
+        live: np.ndarray, keep: np.ndarray = EMPTY,
+    ) -> GraphInputs[np.ndarray]:  # fmt: skip
+        """Return the inputs of tokens [N] of `slots`, the first `dense` of them of decoding rows, and of draws for the
+        slots `rows` [M]."""
+        table = self.table
+        cache_positions = table.pages.locate(slots, positions).ravel()
+        rope = (
+            EMPTY
+            if table.rope_of is None
+            else self._rotary_positions(slots, positions).T.ravel().astype(np.int64)
+        )
+        inputs = GraphInputs(
+            tokens, positions, cache_positions, keep, np.where(live, rows, table.slots), rope, EMPTY, EMPTY
+        )
+        if not self.states.shapes:
+            return inputs
+        return inputs._replace(state_slots=slots[:dense], stops=table.stops[rows].ravel())
+
+    def _enter_states(self, inputs: GraphInputs[torch.Tensor], chunks: Sequence[StateRows] = ()) -> None:
+        """Prepare the states of a forward: of its decoding rows, then of its chunks. A row that feeds a token in flight
+        after a stop token keeps its state: the host does not know yet that its turn has ended."""
+        if self.states.cache is None:
+            return
+        count = len(inputs.state_slots)
+        in_flight = inputs.tokens[:count] < 0
+        ended = self._ended.index_select(0, inputs.state_slots) & in_flight
+        self._ended.index_copy_(0, inputs.state_slots, ended)
+        slots = torch.where(ended, self.table.slots, inputs.state_slots)
+        own = [StateRows(slice(0, count), slots, count)] if count else []
+        self.states.begin(self.states.cache, [*own, *chunks])
+
+    def _leave_states(self, inputs: GraphInputs[torch.Tensor], drawn: torch.Tensor) -> None:
+        """Remember which of the drawn tokens [M] end their turn."""
+        if self.states.cache is not None:
+            is_stop = (inputs.stops.unflatten(0, (len(drawn), -1)) == drawn[:, None]).any(1)
+            ended = is_stop | self._ended.index_select(0, inputs.target_slots)
+            self._ended.index_copy_(0, inputs.target_slots, ended)
+
+    def _select_rotary_input(self, inputs: GraphInputs[torch.Tensor]) -> torch.Tensor:
+        return inputs.rope.unflatten(0, (3, -1)) if len(inputs.rope) else inputs.positions
+
+    def _find_twin_rows(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
         if plan.fixed or len(rows) < 2 or self.states.shapes:  # with fixed shapes, a row less saves nothing
             return None
         counts = np.concatenate((batch.fed[plan.dense], plan.counts))
         return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
 
-    def _logits(
+    def _compute_logits(
         self, ids: torch.Tensor, positions: torch.Tensor, step: StepContext, keep: torch.Tensor | int,
         images: dict[str, Any] | None = None,
     ) -> torch.Tensor:  # fmt: skip
@@ -288,34 +338,39 @@ class Runner:
         )  # fmt: skip
         return result.logits[0]
 
-    def _replay(
+    def _replay_graph(
         self, plan: StepPlan, cache: PagedCache, batch: FlatBatch, draws: DrawInputs[np.ndarray], width: int
     ) -> torch.Tensor | None:
         """Run a plan that only decodes, without filters, as a CUDA graph; None if it cannot be recorded."""
         assert self._graphs is not None
-        cache_positions = self._cache_positions(batch)
-        arrays = [batch.tokens, batch.positions, cache_positions, batch.keep, *draws.present]
+        inputs = self._make_graph_inputs(
+            batch.tokens, batch.slots, batch.positions, len(batch.tokens), batch.rows, batch.live
+        )
         tables = len(self.table.pages.tables)
 
         def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            ids, positions, cache_positions, _, *draw_tensors = tensors
-            draws = DrawInputs(*draw_tensors)
-            rows = positions.unflatten(0, (plan.rows, -1))
-            part = AttentionPart(slice(0, plan.rows), rows, width, self._mask)
-            targets = cache_positions.unflatten(0, (tables, -1))
-            context = StepContext(cache=cache, cache_positions=targets, dense=part, tokens=len(ids))
-            return pick(self._logits(ids, positions, context, 0), draws.uniform, draws.temperature)
+            inputs = GraphInputs(*tensors[: len(GraphInputs._fields)])
+            draws = DrawInputs(*tensors[len(inputs) :])
+            self._enter_states(inputs)
+            rows = inputs.positions.unflatten(0, (plan.rows, -1))
+            part = AttentionPart(slice(0, plan.rows), rows, width, self._make_attention_mask)
+            targets = inputs.cache_positions.unflatten(0, (tables, -1))
+            context = StepContext(cache=cache, cache_positions=targets, dense=part, tokens=len(inputs.tokens))
+            logits = self._compute_logits(inputs.tokens, self._select_rotary_input(inputs), context, 0)
+            return pick(logits, draws.uniform, draws.temperature)
 
         self._check_graphs(cache)
-        return self._graphs.run((plan.rows, plan.span, width, len(arrays)), arrays, step)
+        arrays, dry = ([*leg, *draws.present] for leg in (inputs, inputs.dry(self.table.slots)))
+        return self._graphs.run((plan.rows, plan.span, width, *map(len, arrays)), arrays, dry, step)
 
     def _check_graphs(self, cache: PagedCache) -> None:
         if self._moved and self._graphs is not None:
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+            tensors += self.states.cache.tensors if self.states.cache is not None else []
             self._graphs.check(self.model, [*tensors, *cache.tables])
             self._moved = False
 
-    def _settle(self, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:
+    def _settle_draws(self, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:
         """Return the tokens that were drawn after correct guesses only, and advance the table's `stored`."""
         table, is_used = self.table, batch.live
         tokens, logprobs = split_picked(picked, is_used)
@@ -340,7 +395,7 @@ class Runner:
     def _cache_positions(self, batch: FlatBatch) -> np.ndarray:
         return self.table.pages.locate(batch.slots, batch.positions).ravel()
 
-    def _flat(self, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
+    def _flatten_plan(self, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
         # Padding feeds token 0, at the position after the shared prefix, to the scratch page.
         table = self.table
         fed = np.full(plan.rows, int(plan.fixed))
@@ -372,8 +427,10 @@ class Runner:
             tokens[part] = table.ids[slot, stored_lengths]
             positions[part], token_slots[part] = stored_lengths, slot
         logit_rows = self._logit_rows(plan, fed, first)
-        if layout is not None and layout.recorded:  # pad the rows of logits to the shape of the graph
-            rows = int(fed.sum()) + layout.pieces
+        if (
+            layout is not None
+        ):  # pad the rows of logits to the shape of the graph; without one, draw at least once
+            rows = int(fed.sum()) + layout.pieces if layout.recorded else max(1, len(logit_rows[0]))
             logit_rows = [pad_to(array, rows) for array in logit_rows]
         return FlatBatch(tokens, positions, token_slots, fed, *logit_rows)
 
@@ -404,7 +461,7 @@ class Runner:
             np.concatenate((keep, len(rows) + plan.counts.cumsum()[finished_rows] - 1)),
         )
 
-    def _attention_part(
+    def _make_attention_part(
         self, slots: slice | np.ndarray, inputs: StepInputs[torch.Tensor], part: slice,
         padding: tuple[torch.Tensor, torch.Tensor], width: int,
     ) -> AttentionPart:  # fmt: skip
@@ -415,10 +472,14 @@ class Runner:
             return (tokens[part] if pad is None else tokens[part][pad]).unflatten(0, (rows, -1))
 
         slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
-        mask = partial(self._mask, ends=by_row(inputs.ends)) if len(inputs.ends) else self._mask
+        mask = (
+            partial(self._make_attention_mask, ends=by_row(inputs.ends))
+            if len(inputs.ends)
+            else self._make_attention_mask
+        )
         return AttentionPart(slot_index, by_row(inputs.positions), width, mask, pad, unpad)
 
-    def _mask(
+    def _make_attention_mask(
         self, positions: torch.Tensor, width: int, window: int | None, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the mask of positions [rows, T], additive, as [rows, 1, T, width]: causal, or up to `ends`."""
@@ -428,7 +489,7 @@ class Runner:
             is_masked = is_masked | (span <= positions - window)
         return torch.where(is_masked, self._hidden, self._seen)
 
-    def _draws(self, batch: FlatBatch) -> DrawInputs[np.ndarray]:
+    def _make_draw_inputs(self, batch: FlatBatch) -> DrawInputs[np.ndarray]:
         table, rows, live_rows = self.table, batch.rows, batch.rows[batch.live]
         uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
         if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():

@@ -29,13 +29,14 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> 
         return memory
     row_bytes = sum(shape.row_bytes for shape in shapes)
     rows = memory // 2 // row_bytes
-    if rows < 2:
+    if rows < 3:
         raise ValueError(
             f"the states of one sequence need {row_bytes / 2**20:.1f} MiB, and a snapshot as much, but "
             f"{memory / 2**20:.1f} MiB are available for states and KV cache. Use a smaller model or raise "
             "sampling.cache_gib."
         )
     slots = table.slots
+    rows -= 1  # for padding
     if rows < slots + slots // 2:
         slots = min(slots, max(1, rows * 2 // 3))
         if slots < table.slots:
@@ -45,7 +46,7 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> 
             )  # fmt: skip
             table.resize(slots, table.max_length)
     table.state_snapshots = min(SNAPSHOTS * slots, rows - slots)
-    return memory - (slots + table.state_snapshots) * row_bytes
+    return memory - (slots + 1 + table.state_snapshots) * row_bytes
 
 
 def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:

@@ -143,7 +143,7 @@ class SlotTable:
             self.ids[current, :stored_length], request.prompt[:stored_length]
         )
         if current is not None and is_continuation:
-            return self._continue(request, current, stored_length, is_continuation=True)
+            return self._continue_in_slot(request, current, stored_length, is_continuation=True)
         if current is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
             equal = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
@@ -151,7 +151,7 @@ class SlotTable:
             )
             reusable = self.pages.usable(np.where(equal, num_needed, 0))
             if reusable.any():
-                return self._share(request, int(reusable.argmax()), num_needed, reusable)
+                return self._share_prefix(request, int(reusable.argmax()), num_needed, reusable)
         common = np.minimum(self.common(request.prompt), num_needed)
         cached = self.pages.usable(np.minimum(common, self.pure))
         reusable = cached if self.snapshots is None else self.snapshots.usable(cached, self.stored)
@@ -159,24 +159,28 @@ class SlotTable:
             kept = int(self.pages.usable(np.minimum(common, self.stored))[current])
             if kept > reusable[current]:
                 # Deterministic mode: only this session may reuse the tokens that it has decoded.
-                return self._continue(request, current, kept)
+                return self._continue_in_slot(request, current, kept)
         source = int(reusable.argmax())
         best = int(reusable[source])
         # Prefixes that are still being computed. A window may have released one that was computed.
         ahead = np.minimum(common, self.chunked)
         upcoming = np.where(self.running & (self.pure == self.stored) & (self.stored < ahead), ahead, 0)
-        if int(upcoming.max()) >= best + WAIT_FOR and self._stops_at(int(upcoming.argmax()), upcoming.max()):
+        if int(upcoming.max()) >= best + WAIT_FOR and self._pauses_prefill_at(
+            int(upcoming.argmax()), upcoming.max()
+        ):
             admission.must_wait.add(request.prompt.tobytes())
             return False
-        if not self._share(request, source, best, reusable):
+        if not self._share_prefix(request, source, best, reusable):
             return False
         if self.snapshots is not None and (missed := int(cached.max()) - best) > 0:
             self.stats.recomputed += missed
             if missed >= WAIT_FOR:
-                self._stops_at(self._slot_of(request), best + missed)  # for the next prompt with this prefix
+                self._pauses_prefill_at(
+                    self._get_request_slot(request), best + missed
+                )  # for the next prompt with this prefix
         return True
 
-    def _stops_at(self, slot: int, position: int) -> bool:
+    def _pauses_prefill_at(self, slot: int, position: int) -> bool:
         """With recurrent layers, let prefilling pause at `position` for a snapshot. Return whether a prefix that ends
         there, or a few tokens before in deterministic mode, can be shared then."""
         if self.snapshots is None:
@@ -192,7 +196,7 @@ class SlotTable:
         end = int(self.chunked[slot])
         return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
-    def _continue(
+    def _continue_in_slot(
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> bool:
         """Start the request in its session's slot, whose first `stored` tokens it keeps, if there are pages."""
@@ -200,17 +204,17 @@ class SlotTable:
         if not self._make_room(count, request.seat, [slot]):
             if self.running.any():
                 return False
-            return self._share(request, slot, 0, np.zeros(self.slots, np.int64))
+            return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
         self.stats.kept_tokens += stored
         self.pages.truncate(slot, stored)
         if self.snapshots is not None:
             self.snapshots.stops[slot].clear()
             if not self.deterministic:  # there, only the session itself may use what it has decoded
                 self.snapshots.take(slot, stored)  # forks may begin at the end of this turn
-        self._start(request, slot, stored, is_continuation=is_continuation)
+        self._start_request(request, slot, stored, is_continuation=is_continuation)
         return True
 
-    def _share(self, request: SamplingRequest, source: int, best: int, reusable: np.ndarray) -> bool:
+    def _share_prefix(self, request: SamplingRequest, source: int, best: int, reusable: np.ndarray) -> bool:
         """Start the request in a slot that has its first `best` tokens, or that shares those of `source`, if there are
         pages. `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
         session_slot = request.seat
@@ -222,7 +226,7 @@ class SlotTable:
                 return False
             best = 0
         reusable = np.minimum(reusable, self.pure if best else 0)  # without slots whose pages were released
-        previous, slot = session_slot.slot, self._slot_for(session_slot, reusable, best)
+        previous, slot = session_slot.slot, self._choose_slot(session_slot, reusable, best)
         if reusable[slot] == best:
             source = slot
             self.pages.truncate(slot, best)
@@ -241,16 +245,16 @@ class SlotTable:
             self.stats.shared += best
         self.seats[slot], self.free[slot], session_slot.slot = session_slot, False, slot
         self.pure[slot] = best
-        self._start(request, slot, best)
+        self._start_request(request, slot, best)
         return True
 
     def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
             return self._next_session[session_slot.order % self.slots] == session_slot.order
-        admission.full = admission.full or (not self.free.any() and self._longest_idle() is None)
+        admission.full = admission.full or (not self.free.any() and self._find_longest_idle() is None)
         return not admission.full
 
-    def _slot_for(self, session_slot: SessionSlot, reusable: np.ndarray, best: int) -> int:
+    def _choose_slot(self, session_slot: SessionSlot, reusable: np.ndarray, best: int) -> int:
         """Return the session's slot, a free one, or that of an evicted session; `_has_slot` must be true."""
         if session_slot.slot is not None:
             return session_slot.slot
@@ -261,14 +265,14 @@ class SlotTable:
             return int(fitting[0])
         if free.size:
             return int(free[np.lexsort((self.used[free], self.stored[free] > 0))[0]])
-        slot = self._longest_idle()
+        slot = self._find_longest_idle()
         evicted = self.seats[slot] if slot is not None else None
         assert slot is not None and evicted is not None
         evicted.slot = None
         self.stats.evictions += 1
         return slot
 
-    def _longest_idle(self) -> int | None:
+    def _find_longest_idle(self) -> int | None:
         """Return the slot to evict: the one idle for longest, if for EVICT_AFTER seconds or if nothing runs, because a
         parent session may wait for its child. None if there is none."""
         idle = np.flatnonzero(~self.running)
@@ -287,19 +291,19 @@ class SlotTable:
         closed_slots = np.flatnonzero(self.free & (self.pages.held() > 0))
         for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
             if slot not in keep:
-                self._release(slot)
+                self._release_slot(slot)
             if self.pages.available >= count:
                 return True
-        youngest_first = self._younger(session_slot, keep)
+        youngest_first = self._find_younger(session_slot, keep)
         if self.pages.available + int(self.pages.held()[youngest_first].sum()) < count:
             return False
         for slot in youngest_first:
-            self._preempt(slot)
+            self._preempt_slot(slot)
             if self.pages.available >= count:
                 return True
         return False
 
-    def _younger(self, session_slot: SessionSlot, keep: list[int]) -> list[int]:
+    def _find_younger(self, session_slot: SessionSlot, keep: list[int]) -> list[int]:
         """Return the slots that may be preempted for a session: those of younger ones, and of all idle ones if nothing
         runs, because a parent session may wait for its child. Idle ones first, the youngest first."""
         none_runs = not self.running.any()
@@ -310,7 +314,7 @@ class SlotTable:
         }
         return sorted(orders, key=lambda slot: (bool(self.running[slot]), -orders[slot]))
 
-    def _preempt(self, slot: int) -> None:
+    def _preempt_slot(self, slot: int) -> None:
         """Take slot and pages from a session. A running turn is admitted again later, with its sampled tokens."""
         if self.running[slot]:
             request = self.stop(slot)
@@ -322,10 +326,10 @@ class SlotTable:
         seat = self.seats[slot]
         assert seat is not None
         seat.slot, self.seats[slot], self.free[slot] = None, None, True
-        self._release(slot)
+        self._release_slot(slot)
         self.stats.preemptions += 1
 
-    def _release(self, slot: int) -> None:
+    def _release_slot(self, slot: int) -> None:
         self.pages.release(slot)
         if self.snapshots is not None:
             self.snapshots.drop(slot)
@@ -345,21 +349,21 @@ class SlotTable:
         short = np.flatnonzero(self.running & (self.lengths + (MARGIN + PAGE // 2) > capacity))
         if self.pages.reserve_many(short, self.lengths[short] + MARGIN + PAGE // 2):
             return
-        for slot in sorted(short.tolist(), key=lambda slot: self._seat(slot).order):
+        for slot in sorted(short.tolist(), key=lambda slot: self._get_seat(slot).order):
             if not self.running[slot]:
                 continue
             length = int(self.lengths[slot]) + MARGIN + PAGE // 2
-            if self._make_room(self.pages.missing(slot, length), self._seat(slot), [slot]):
+            if self._make_room(self.pages.missing(slot, length), self._get_seat(slot), [slot]):
                 self.pages.reserve(slot, length)
             else:
-                self._preempt(slot)
+                self._preempt_slot(slot)
 
-    def _slot_of(self, request: SamplingRequest) -> int:
+    def _get_request_slot(self, request: SamplingRequest) -> int:
         slot = request.seat.slot
         assert slot is not None
         return slot
 
-    def _seat(self, slot: int) -> SessionSlot:
+    def _get_seat(self, slot: int) -> SessionSlot:
         seat = self.seats[slot]
         assert seat is not None
         return seat
@@ -375,7 +379,7 @@ class SlotTable:
 
     # -- turns
 
-    def _start(
+    def _start_request(
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
@@ -402,7 +406,7 @@ class SlotTable:
             # The last token of a prompt is fed alone, so that equal prompts can begin with the state before it.
             self.chunked[slot] = size - 1 if self.chunked[slot] else 0
             if first:
-                self._stops_at(slot, size - 1)
+                self._pauses_prefill_at(slot, size - 1)
         self.limit[slot] = min(size - sampled + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
@@ -454,6 +458,13 @@ class SlotTable:
         tokens = self.ids[slot, new].tolist()
         finish = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
+
+    def abandon(self, slot: int) -> None:
+        """Stop a turn before its end. With recurrent layers, tokens in flight have changed the slot's state."""
+        in_flight = bool(self.flying[slot])
+        self.stop(slot)
+        if in_flight and self.snapshots is not None:
+            self._release_slot(slot)
 
     def stop(self, slot: int) -> SamplingRequest:
         request = self.requests[slot]

@@ -59,20 +59,23 @@ def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
     tokens, dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
     layout = TileLayout(int(plan.counts.sum()), 0, 0, tokens, [])
     if len(plan.slots):
-        pieces = _pieces(plan, dense, tokens)
+        pieces = _make_chunk_tiles(plan, dense, tokens)
         layout.pieces = len(pieces.slots)
         max_size = 2 * max(layout.extra, PIECES[1])  # larger sizes would waste too much on padding
         sizes = [size for size in PIECES if layout.extra <= size < max_size]
         fitting = [size for size in sizes if layout.pieces <= size // 8]
+        fitting = (
+            [] if table.snapshots is not None else fitting
+        )  # recurrent layers prefill each length by itself
         if fitting:
             layout.extra, layout.pieces = fitting[0], fitting[0] // 8
         layout.recorded = bool(fitting)
-        layout.arrays += _padded(pieces, layout.pieces, tokens)
+        layout.arrays += _pad_tiles(pieces, layout.pieces, tokens)
     if not plan.span and len(plan.dense) > 3:
-        groups, begins = _groups(plan, table, tokens)
+        groups, begins = _make_group_tiles(plan, table, tokens)
         if groups is not None:
             layout.groups = plan.rows // 2
-            layout.arrays += [*_padded(groups, layout.groups, tokens), begins]
+            layout.arrays += [*_pad_tiles(groups, layout.groups, tokens), begins]
     return layout
 
 
@@ -83,12 +86,12 @@ def pad_to(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
     return padded
 
 
-def _padded(tiles: TileArrays, count: int, tokens: int) -> TileArrays:
+def _pad_tiles(tiles: TileArrays, count: int, tokens: int) -> TileArrays:
     members = pad_to(tiles.members.ravel(), count * tokens, -1)
     return TileArrays(members, pad_to(tiles.slots, count), pad_to(tiles.ends, count))
 
 
-def _pieces(plan: StepPlan, start: int, tokens: int) -> TileArrays:
+def _make_chunk_tiles(plan: StepPlan, start: int, tokens: int) -> TileArrays:
     """Return tiles of the chunks, whose tokens are consecutive from `start` on."""
     counts, tiles = plan.counts, -(-plan.counts // tokens)
     chunk = np.repeat(np.arange(len(counts)), tiles)
@@ -99,7 +102,7 @@ def _pieces(plan: StepPlan, start: int, tokens: int) -> TileArrays:
     return TileArrays(members, plan.slots[chunk], np.full(len(chunk), 1 << 30))
 
 
-def _groups(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
+def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
     """Return tiles of rows with a shared prefix, None if they save too little, and where each row's own keys begin."""
     dense = plan.dense
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]

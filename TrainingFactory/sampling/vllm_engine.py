@@ -73,7 +73,7 @@ class VllmEngine:
         self._spans = hasattr(self._llm, "update_weight_version")  # not in earlier releases
         await self._llm.collective_rpc("tfactory_full_logprobs")
         await self._set_version(0)
-        await self._turn([0], SamplingParams(max_tokens=1))  # warm-up: the first request compiles
+        await self._sample_turn([0], SamplingParams(max_tokens=1))  # warm-up: the first request compiles
         if self._spec.pushed:
             self._unusable = "has no weights yet: push weights before sampling"
         versions = {name: metadata.version(name) for name in ("torch", "transformers")}
@@ -85,20 +85,20 @@ class VllmEngine:
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
-        self._check(prompt_ids)
+        self._check_length(prompt_ids)
         if self._lora or not self._spans:  # a turn has only one version, so wait for a load to finish
             async with self._loading:
                 pass
         if self._unusable:
             raise RuntimeError(f"the engine {self._unusable}")
-        return await self._turn(prompt_ids, params)
+        return await self._sample_turn(prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
 
-        self._check(token_ids)
+        self._check_length(token_ids)
         params = Params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        answer = await self._ask(token_ids, params)
+        answer = await self._request_output(token_ids, params)
         pairs = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
         return [float(logprobs[token].logprob) for token, logprobs in pairs]
 
@@ -117,7 +117,7 @@ class VllmEngine:
 
     # -- requests
 
-    def _check(self, token_ids: Sequence[int]) -> None:
+    def _check_length(self, token_ids: Sequence[int]) -> None:
         size, max_prompt = len(token_ids), self._spec.max_length - 1
         if not size:
             raise ValueError("the prompt is empty; it needs at least one token")
@@ -128,7 +128,7 @@ class VllmEngine:
         if invalid := [token for token in token_ids if not 0 <= token < self._vocabulary]:
             raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {self._vocabulary}")
 
-    async def _turn(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+    async def _sample_turn(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports]
         from vllm.sampling_params import RequestOutputKind  # pyright: ignore[reportMissingImports]
 
@@ -140,7 +140,7 @@ class VllmEngine:
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
         version, has_adapter = self._version, self._adapter is not None
-        output = (await self._ask(prompt_ids, vllm_params)).outputs[0]
+        output = (await self._request_output(prompt_ids, vllm_params)).outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request by itself: {output.finish_reason}")
         tokens = list(output.token_ids)
@@ -154,7 +154,7 @@ class VllmEngine:
             tokens, logprobs, output.finish_reason, versions[0], versions if has_new_version else None
         )
 
-    async def _ask(self, token_ids: Sequence[int], params: Any) -> Any:
+    async def _request_output(self, token_ids: Sequence[int], params: Any) -> Any:
         """Return vLLM's last output of a request with the current adapter. Cancelling aborts the request."""
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 

@@ -19,9 +19,9 @@ class WorkerExtension:
         from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
 
         model = self.model_runner.get_model()
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config), _bare(model):
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config), _without_adapter_wrappers(model):
             reload.initialize_layerwise_reload(model)
-            model.load_weights(_tensors(path))
+            model.load_weights(_read_tensors(path))
             reload.finalize_layerwise_reload(model, self.model_config)
             _repack_tied_head(model)
 
@@ -29,11 +29,11 @@ class WorkerExtension:
         """Make the sampler return log-probs of the full softmax; vLLM's own are those after top_p, top_k and min_p."""
         sampler = self.model_runner.sampler
         assert hasattr(sampler, "topk_topp_sampler"), "VLLM_USE_V2_MODEL_RUNNER must be 0"
-        sampler.sample = _full_logprobs(sampler.sample)
+        sampler.sample = _with_full_logprobs(sampler.sample)
 
 
 @contextmanager
-def _bare(model: Any) -> Iterator[None]:
+def _without_adapter_wrappers(model: Any) -> Iterator[None]:
     """Remove vLLM's adapter wrappers temporarily, because the weights have the names of the layers inside them."""
     from vllm.lora.layers import BaseLayerWithLoRA  # pyright: ignore[reportMissingImports]
 
@@ -50,7 +50,7 @@ def _bare(model: Any) -> Iterator[None]:
             setattr(parent, name, wrapper)
 
 
-def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(path, "pt") as file:
         for name in file.keys():  # noqa: SIM118  (not a mapping)
             yield name, file.get_tensor(name)
@@ -68,7 +68,7 @@ def _repack_tied_head(model: Any) -> None:
                 module.quant_method.process_weights_after_loading(module)
 
 
-def _full_logprobs(sample: Any) -> Any:
+def _with_full_logprobs(sample: Any) -> Any:
     def wrapped(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         filtered = metadata.top_p is not None or metadata.top_k is not None
         filtered = filtered or any(

@@ -116,9 +116,9 @@ def gradients(
                 found[name], master.grad = master.grad, None
         return 1.0
 
-    real, learner._step = learner._step, keep  # pyright: ignore[reportAttributeAccessIssue]
+    real, learner._step_optimizers = learner._step_optimizers, keep  # pyright: ignore[reportAttributeAccessIssue]
     learner.update(batch, loss, needs)
-    learner._step = real  # pyright: ignore[reportAttributeAccessIssue]
+    learner._step_optimizers = real  # pyright: ignore[reportAttributeAccessIssue]
     return found
 
 

@@ -131,9 +131,9 @@ def train_case(case: Case, processes: Processes | None = None, folder: Path | No
             f"gradient/{name}": each.grad for name, each in weights(learner).items() if each.grad is not None
         }
         found.update({} if found else whole(learner, got))
-        return Learner._step(learner)
+        return Learner._step_optimizers(learner)
 
-    learner._step = keep  # pyright: ignore[reportAttributeAccessIssue]
+    learner._step_optimizers = keep  # pyright: ignore[reportAttributeAccessIssue]
     rows = steps_of(case)
     for number in range(SAVED):
         figures.append(train_step(learner, case.algorithm, rows[number], number, case.step))

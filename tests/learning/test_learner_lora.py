@@ -39,7 +39,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.models import load_model, loading
+from TrainingFactory.models import adapters, load_model
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.training.preflight import check_config
 from TrainingFactory.types import Sample, SamplingParams, Weights
@@ -59,14 +59,14 @@ def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
     assert learner.sharing and all("lora_" in name for name in learner._weights.names)
     assert {master.dtype for master in learner._weights.masters} == {torch.float32}
     batch = make_batch(rows_of())
-    reference = [learner._reference_logprobs(pack).tolist() for pack in batch.packs]
+    reference = [learner._compute_reference_logprobs(pack).tolist() for pack in batch.packs]
     for _ in range(3):
         learner.update(batch, weighted)
     after = {name.replace(".base_layer", ""): value for name, value in base.state_dict().items()}
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert any(value.any() for name, value in after.items() if "lora_B" in name)
     # adapters off is the model before training, and adapters on again is not
-    assert [learner._reference_logprobs(pack).tolist() for pack in batch.packs] == reference
+    assert [learner._compute_reference_logprobs(pack).tolist() for pack in batch.packs] == reference
     with torch.no_grad():
         now = [learner.logprobs(pack)[0].tolist() for pack in batch.packs]
     assert now != reference
@@ -89,7 +89,7 @@ def test_an_adapter_has_the_same_precision_fresh_and_loaded(
 
     fresh = add_lora(tiny().to(base), r=4)  # pyright: ignore[reportArgumentType]
     fresh.save_pretrained(tmp_path / "adapter")
-    loaded = loading._with_adapter(tiny().to(base), str(tmp_path / "adapter"))  # pyright: ignore[reportArgumentType]
+    loaded = adapters.attach_adapter(tiny().to(base), str(tmp_path / "adapter"))  # pyright: ignore[reportArgumentType]
     assert precisions(fresh) == precisions(loaded) == {adapter}
 
 

@@ -118,7 +118,7 @@ def test_tree_equals_rows(family: str) -> None:
     expected = gradients(model)
     assert sharing_problem(model) is None
     with tree_mode(model):
-        states = tree_states(model, packed)[forward._positions(packed)]
+        states = tree_states(model, packed)[forward._row_positions(packed)]
         logits = output_head(model)(states)
         (logits * torch.cat(loss_weights)).sum().backward()
     torch.testing.assert_close(logits, torch.cat(row_logits), rtol=1e-4, atol=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from TrainingFactory.common.image_tokens import (
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
 from TrainingFactory.models.tiny import template, tiny_tokenizer
+from TrainingFactory.models.vision import open_vision
 from TrainingFactory.types import Completion, Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
 
 LOOK = ToolSpec("look", "Look.")
@@ -216,3 +218,18 @@ def test_a_family_equals_its_own_forward(family: str) -> None:
         actual = loaded.model(input_ids=torch.from_numpy(inputs), **images).logits
         expected = loaded.model(**own_inputs(loaded, ids)).logits
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_forward_that_would_ignore_the_images_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = vision_model("smolvlm")
+    monkeypatch.setattr(
+        type(loaded.model), "forward", lambda self, input_ids, **kwargs: None
+    )  # as before 5.18
+    with pytest.raises(ValueError, match=r"Images need transformers 5\.18 or later.*pip install"):
+        open_vision(loaded.model, None, loaded.tokenizer)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma4"])
+def test_other_families_are_named(kind: str) -> None:
+    with pytest.raises(ValueError, match=rf"model type '{kind}'; .*qwen3_vl.*Set model\.vision=false"):
+        open_vision(SimpleNamespace(config=SimpleNamespace(model_type=kind)), None, None)

@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.kits.engine import VOCABULARY, Informed, grouped_prompts, play, tiny, worst
+from tests.kits.replays import with_plain_kernels
 from TrainingFactory.sampling import NativeEngine, native
-from TrainingFactory.sampling.cache.attention import StepContext
-from TrainingFactory.sampling.cache.store import LayerCache
 from TrainingFactory.sampling.flights import InFlightStep
-from TrainingFactory.sampling.picking import pick
 from TrainingFactory.sampling.planning import PIECES, StepPlan, StepPlanner
 from TrainingFactory.sampling.table import SlotTable
 from TrainingFactory.sampling.tiles import plan_tiles
@@ -64,43 +61,6 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     else:
         assert ahead.stats.guessed == 0
         assert ahead.stats.rows > plain.stats.rows  # a finished row costs wasted forwards
-
-
-class PlainKernels:
-    """Does what the GPU's kernels do, token by token: each looks at the keys of its own slot up to its place."""
-
-    @staticmethod
-    def attend(
-        q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float, sinks: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        assert step.positions is not None and step.cache is not None
-        cache = step.cache
-        slots = {row: row for row in range(step.tokens)}
-        if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
-            tiles = step.pieces.members.unflatten(0, (step.pieces.count, -1)).tolist()
-            pairs = zip(step.pieces.slots.tolist(), tiles, strict=True)
-            slots |= {token: slot for slot, tile in pairs for token in tile if token >= 0}
-        out = torch.zeros_like(q)
-        for token, slot in slots.items():
-            seen = slice(0, int(step.positions[token]) + 1)
-            grouped = q[token].unflatten(0, (layer.keys.shape[2], -1))  # [Hkv, G, d]
-            keys, values = (
-                cache.gather(layer, states, slice(slot, slot + 1), 0, 256)[0, seen]
-                for states in (layer.keys, layer.values)
-            )
-            weights = torch.einsum("hgd,nhd->hgn", grouped, keys) * scale
-            out[token] = torch.einsum("hgn,nhd->hgd", weights.softmax(-1), values).flatten(0, 1)
-        return out
-
-    sample_tokens = staticmethod(pick)
-
-
-def with_plain_kernels(model: Any, slots: int) -> NativeEngine:
-    engine = NativeEngine(model, slots=slots, max_length=256, guesses=0)
-    runner, planner = engine._runner, engine._planner
-    runner._kernels, runner.launches_ahead, planner.tiled, planner.few_shapes = PlainKernels, True, True, True
-    runner.refresh = lambda: None  # which is for weights that the kernels read
-    return engine
 
 
 def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kits.replays import with_plain_kernels, with_replays
 from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
@@ -51,9 +52,9 @@ def difference(family: str, ids: list[int], completion: Completion) -> float:
     return float((expected - torch.tensor(completion.logprobs)).abs().max())
 
 
-async def check(family: str, **options: Any) -> None:
+async def check(family: str, engine: NativeEngine | None = None, **options: Any) -> None:
     """Four sessions with three images of the same size, and a second turn with a further one."""
-    chat, engine = chat_of(family), engine_of(family, **options)
+    chat, engine = chat_of(family), engine or engine_of(family, **options)
     prompts = [ask(chat, picture(seed)) for seed in (0, 1, 0, 2)]
     sessions = [engine.session() for _ in prompts]
     turns = await asyncio.gather(
@@ -84,6 +85,27 @@ def test_a_family_equals_generate(family: str) -> None:
     run(
         lambda: check(family, prefill_tokens=8)
     )  # chunks end inside images, unless the family sees whole ones
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        ("qwen3_vl", True),
+        *(
+            pytest.param(family, kernels, marks=pytest.mark.slow)
+            for family in FAMILIES
+            for kernels in (True, False)
+            if not (kernels and family == "gemma3")  # the kernels do not attend to later tokens
+        ),
+    ],
+)
+def test_replayed_steps_with_images_equal_generate(family: str, kernels: bool) -> None:
+    loaded = vision_model(family)
+    settings: dict[str, Any] = {"max_length": 512, "vision": loaded.vision}
+    engine = with_plain_kernels(loaded.model, 4, **settings) if kernels else engine_of(family)
+    replays = with_replays(engine)
+    run(lambda: check(family, engine))
+    assert replays.replayed > 4 and replays.changed == []
 
 
 def test_equal_images_are_shared_and_different_ones_are_not() -> None:

@@ -247,7 +247,7 @@ def test_tokens_that_are_far_off_by_themselves_do_not_refuse_a_model(
 ) -> None:
     """In 16 bits some tokens of a trained model are far from float32, whatever adds them up; a chunk or rows that are
     wrong are wrong at most tokens."""
-    plain = Runner._logits
+    plain = Runner._compute_logits
 
     def odd(
         self: Runner, ids: torch.Tensor, positions: torch.Tensor, step: Any, keep: torch.Tensor | int
@@ -255,7 +255,7 @@ def test_tokens_that_are_far_off_by_themselves_do_not_refuse_a_model(
         logits = plain(self, ids, positions, step, keep)
         return logits + torch.isin(positions, torch.tensor(wild))[:, None] * logits.flip(1)
 
-    monkeypatch.setattr(Runner, "_logits", odd)
+    monkeypatch.setattr(Runner, "_compute_logits", odd)
     with pytest.raises(ValueError, match="off by") if refused else contextlib.nullcontext():
         NativeEngine(tiny(), slots=2, max_length=32)
 

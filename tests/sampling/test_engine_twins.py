@@ -21,13 +21,13 @@ PROMPTS = grouped_prompts(2, 6)
 def counted(engine: NativeEngine) -> list[int]:
     """Tokens that go through the layers, forward by forward."""
     fed: list[int] = []
-    logits = engine._runner._logits
+    logits = engine._runner._compute_logits
 
     def count(*arguments: Any, **named: Any) -> Any:
         fed.append(len(arguments[0]))
         return logits(*arguments, **named)
 
-    engine._runner._logits = count
+    engine._runner._compute_logits = count
     return fed
 
 
@@ -69,7 +69,7 @@ def test_sharing_does_not_change_what_is_sampled(
     fed = counted(engine)
     played = [play(engine, PROMPTS) for _ in range(2)]
     with monkeypatch.context() as patch:
-        patch.setattr(Runner, "_twins", lambda self, plan, flat: None)
+        patch.setattr(Runner, "_find_twin_rows", lambda self, plan, flat: None)
         plain = NativeEngine(model, slots=12, max_length=256, guesses=guesses)
         fed_alone = counted(plain)
         expected = [play(plain, PROMPTS) for _ in range(2)]

@@ -42,9 +42,9 @@ def check(fused: Any, model: Any, *, opened: bool) -> None:
     onto = states.clone()
     with torch.no_grad():
         expected = [each(states) for each in several]
-        for got, wanted in zip(fused._products(states, *several), expected, strict=True):
+        for got, wanted in zip(fused.products(states, *several), expected, strict=True):
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-        fused._products(inner, down, onto=onto)
+        fused.products(inner, down, onto=onto)
         torch.testing.assert_close(onto, states + down(inner), atol=1e-5, rtol=1e-4)
     assert (type(fused._opened(down).layer) is torch.nn.Linear) == opened
 

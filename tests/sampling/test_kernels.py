@@ -95,6 +95,42 @@ assert sampled(engine) == expected
 print("EQUAL")
 """
 
+HYBRID = """
+import torch
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from tests.kits.engine import grouped_prompts, play, worst
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.sampling.gpu import delta
+
+torch.manual_seed(0)
+model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, initializer_range=0.2, max_position_embeddings=512,
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=32,
+)).eval()
+for name, weight in model.named_parameters():
+    if "norm" in name:  # ones and zeros would not show a weight that is left out
+        weight.data += 0.3 * torch.randn_like(weight)
+
+def sampled(engine):
+    played = play(engine, grouped_prompts(1, 4, system=72), turns=2)
+    assert max(worst(model, turns) for turns in played) < 2e-4, max(worst(model, turns) for turns in played)
+    return [[completion.token_ids for _, completion in turns] for turns in played]
+
+expected = sampled(NativeEngine(model, slots=6, max_length=256, guesses=0))
+engine, decode, rows = NativeEngine(model, slots=6, max_length=256, guesses=0), delta.decode, []
+
+def decoded(layer, states, *args):
+    rows.append(len(states))
+    return decode(layer, states, *args)
+
+delta.decode = decoded
+engine._runner.use_kernels()
+engine._planner.tiled = engine._planner.few_shapes = True
+assert sampled(engine) == expected and max(rows) > 1, rows
+print("EQUAL")
+"""
+
 TRITON = pytest.mark.skipif(
     find_spec("triton") is None, reason="triton, which comes with torch for CUDA, is not installed"
 )
@@ -118,3 +154,9 @@ def test_rows_attend_to_their_own_keys() -> None:
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "lora"])
 def test_an_engine_with_all_kernels_samples_what_it_samples_without(kind: str) -> None:
     assert interpreted(ENGINE, kind) == "EQUAL"
+
+
+@TRITON
+@pytest.mark.slow
+def test_delta_layers_decode_as_in_torch() -> None:
+    assert interpreted(HYBRID) == "EQUAL"

@@ -64,7 +64,7 @@ def tree_attention(
         raise ValueError(f"tree attention does not support {unsupported[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        query = _retuned(module, query, tfactory_tree)
+        query = _retune_plan(module, query, tfactory_tree)
     plan = tfactory_tree.for_reach(Reach(sliding_window) if sliding_window else _configured_reach(module))
     if not isinstance(plan, list):
         return flex(query, key, value, plan, scale, softcap, s_aux).transpose(1, 2), None
@@ -84,7 +84,7 @@ def _configured_reach(module: Any) -> Reach | None:
     return None
 
 
-def _retuned(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tensor:
+def _retune_plan(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tensor:
     """Scale queries by position. Llama 4 did so by the index of the token, which in a tree is another number."""
 
     def scales(positions: torch.Tensor) -> torch.Tensor:

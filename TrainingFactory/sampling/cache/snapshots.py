@@ -1,7 +1,8 @@
 """Stored states of recurrent layers: the current state of every slot, and snapshots of earlier ones.
 
 Keys and values of any prefix can be reused, a state only at the position where it was taken. The rows of the state
-cache are the current states of the slots, then the snapshots. Slots with a common prefix share its snapshots.
+cache are the current states of the slots, an unused one for padding, then the snapshots. Slots with a common prefix
+share its snapshots.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ class Snapshots:
 
     @property
     def rows(self) -> int:
-        return self.slots + self.count
+        return self.slots + 1 + self.count
+
+    @property
+    def unused(self) -> int:
+        """Return the row that padding reads and writes."""
+        return self.slots
 
     def clear(self) -> None:
         """Forget all snapshots and pending copies."""
@@ -30,7 +36,7 @@ class Snapshots:
         ]  # where prefilling pauses for a snapshot
         self.copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
         self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
-        self._free = list(range(self.slots, self.rows))
+        self._free = list(range(self.slots + 1, self.rows))
 
     def usable(self, lengths: np.ndarray, stored: np.ndarray) -> np.ndarray:
         """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""
@@ -100,6 +106,15 @@ class Snapshots:
         row = self.at[source][position]
         self._refer(target, position, row)
         self.copies.append((row, target))
+
+    def exchange(self, first: int, second: int) -> None:
+        """Exchange the states and the snapshots of two slots."""
+        self.copies += [(first, self.unused), (second, first), (self.unused, second)]
+        swapped = {first: second, second: first}
+        for row in {*self.at[first].values(), *self.at[second].values()}:
+            self._slots_of[row] = {swapped.get(slot, slot) for slot in self._slots_of[row]}
+        self.at[first], self.at[second] = self.at[second], self.at[first]
+        self.stops[first], self.stops[second] = self.stops[second], self.stops[first]
 
     def drop(self, slot: int) -> None:
         """Forget the slot's snapshots. Those that other slots share stay."""

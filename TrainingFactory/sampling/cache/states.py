@@ -37,15 +37,39 @@ class StateCache:
         for layer, (conv, recurrent) in shapes:
             self.layers[layer] = _zeros(conv, rows), _zeros(recurrent, rows)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [state for layer in self.layers.values() for state in layer if state is not None]
+
     def copy(self, snapshots: Snapshots) -> None:
         """Make the copies that are pending."""
         copies, snapshots.copies = snapshots.copies, []
-        for states in (state for layer in self.layers.values() for state in layer if state is not None):
-            for source, target in copies:
-                if source == EMPTY_STATE:
-                    states[target].zero_()
-                else:
-                    states[target].copy_(states[source])
+        if not copies:
+            return
+        device = self.tensors[0].device
+        for batch in independent_copies(copies):
+            empty = torch.tensor([target for source, target in batch if source == EMPTY_STATE], device=device)
+            pairs = [pair for pair in batch if pair[0] != EMPTY_STATE]
+            sources, targets = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
+            for states in self.tensors:
+                if pairs:
+                    states.index_copy_(0, targets, states.index_select(0, sources))
+                if len(empty):
+                    states.index_fill_(0, empty, 0)
+
+
+def independent_copies(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Split an ordered list of copies (source, target) into batches of independent copies: in a batch, no row is the
+    target of two copies, and no copy reads a row that an earlier one writes."""
+    batches: list[list[tuple[int, int]]] = [[]]
+    targets = set[int]()
+    for source, target in copies:
+        if source in targets or target in targets:
+            batches.append([])
+            targets.clear()
+        batches[-1].append((source, target))
+        targets.add(target)
+    return batches
 
 
 def _zeros(like: torch.Tensor | None, rows: int) -> torch.Tensor | None:
@@ -56,10 +80,9 @@ class StateRows(NamedTuple):
     """P rows of T tokens that a recurrent layer processes in one call."""
 
     tokens: slice | torch.Tensor  # flat tokens, row by row
-    slots: slice | torch.Tensor  # [P] slots whose states the rows continue
+    slots: slice | torch.Tensor  # [P] slots whose states the rows continue; padding rows have the unused row
     size: int  # P
     is_new: bool = False  # the rows begin with the first token of their sequence
-    live: torch.Tensor | None = None  # rows whose new states are stored; None: all
 
 
 @dataclass(slots=True)
@@ -79,6 +102,7 @@ class ModelStates:
         self.step = StateStep()  # of the probe
         self.shapes: list[StateShape] = self.step.shapes
         self.cache: StateCache | None = None
+        self.kernels: Any = None  # the module `gpu.delta`, on a device that runs it
 
     def prepare(self, snapshots: Snapshots | None, *, allocate: bool) -> None:
         """Make the copies that the table has ordered. `allocate`: in a new cache."""
@@ -153,21 +177,34 @@ class RecurrentLayer:
         self, inputs: torch.Tensor, rows: StateRows, cached: Sequence[torch.Tensor | None], args: Any, kwargs: Any
     ) -> Any:  # fmt: skip
         """Compute rows [P, T, D] from their cached states, and store the new states."""
-        starts = [None if state is None or rows.is_new else state[rows.slots] for state in cached]
+        kernels = self.tfactory_states.kernels
+        if (
+            kernels is not None
+            and inputs.shape[1] == 1
+            and not rows.is_new
+            and kernels.can_decode(self, *cached)
+        ):
+            return kernels.decode(self, inputs, rows.slots, *cached)
+        starts = [None if state is None or rows.is_new else _rows(state, rows.slots) for state in cached]
         states = RowStates(self.layer_idx, *starts)
         result = self._call(inputs, states, args, kwargs)
         for cache, start, new in zip(cached, starts, states.tensors, strict=True):
             if cache is None or new is None or (new is start and isinstance(rows.slots, slice)):
                 continue  # the layer has updated the cache in place
-            if rows.live is None:
+            if isinstance(rows.slots, slice):
                 cache[rows.slots] = new.to(cache.dtype)
-            elif not isinstance(rows.slots, slice):
-                cache[rows.slots[rows.live]] = new[rows.live].to(cache.dtype)
+            else:
+                cache.index_copy_(0, rows.slots, new.to(cache.dtype))
         return result
 
     def _call(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
         plain: Any = super()
         return plain.forward(inputs, *args, **{**kwargs, cache_argument(type(self).__mro__[2]): states})
+
+
+def _rows(states: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
+    """Return the states of the slots: a view for a slice, otherwise a copy, which a layer may change in place."""
+    return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
 
 
 @functools.cache
@@ -180,15 +217,20 @@ def recurrent_class(module: nn.Module) -> type[nn.Module] | None:
     return _with_states(type(module)) if is_recurrent(module) else None
 
 
-def state_rows(
-    slots: np.ndarray, dense: int, chunks: np.ndarray, counts: np.ndarray, starts: np.ndarray, begin: int,
-    padding: int, device: torch.device,
-) -> list[StateRows]:  # fmt: skip
-    """Return the rows of a forward: the first `dense` tokens, one per row, of `slots` [N], where `padding` has no
-    state of its own; then the tokens of `chunks`, `counts` tokens each from `starts`, at flat token `begin`."""
+def dense_rows(slots: np.ndarray, unused: int, device: torch.device) -> StateRows:
+    """Return the rows of the first tokens of a forward, one token of each slot; padding has the row `unused`."""
+    count = len(slots)
+    if (slots != unused).all() and int(slots[-1]) - int(slots[0]) == count - 1:  # adjacent: no copy is needed
+        return StateRows(slice(0, count), slice(int(slots[0]), int(slots[-1]) + 1), count)
+    return StateRows(slice(0, count), torch.from_numpy(slots).to(device), count)
+
+
+def chunk_rows(
+    chunks: np.ndarray, counts: np.ndarray, starts: np.ndarray, begin: int, device: torch.device
+) -> list[StateRows]:
+    """Return the rows of the slots `chunks`, `counts` tokens each from `starts`, at flat token `begin`: one entry for
+    each length."""
     rows: list[StateRows] = []
-    if dense:
-        rows.append(_dense_rows(slots[:dense], padding, device))
     firsts = begin + counts.cumsum() - counts
     groups: dict[tuple[int, bool], list[int]] = {}
     for number in range(len(chunks)):
@@ -201,12 +243,3 @@ def state_rows(
             flat = torch.from_numpy(tokens).to(device)
         rows.append(StateRows(flat, group_slots, len(numbers), is_new))
     return rows
-
-
-def _dense_rows(slots: np.ndarray, padding: int, device: torch.device) -> StateRows:
-    count, live = len(slots), slots != padding
-    tokens = slice(0, count)
-    if live.all() and int(slots[-1]) - int(slots[0]) == count - 1:  # adjacent: no copy is needed
-        return StateRows(tokens, slice(int(slots[0]), int(slots[-1]) + 1), count)
-    where = None if live.all() else torch.from_numpy(np.flatnonzero(live)).to(device)
-    return StateRows(tokens, torch.from_numpy(slots).to(device), count, live=where)

@@ -1,4 +1,4 @@
-"""Decoder layers of Llama-like models that run the GPU kernels on the model's own modules."""
+"""Decoder layers of Llama-like models, and norms of others, that run the GPU kernels on the model's own modules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from TrainingFactory.sampling.cache.store import LayerShape
 from TrainingFactory.sampling.cache.view import join_weights
 from TrainingFactory.sampling.gpu import kernels
 
-MODELS = {"llama", "mistral", "qwen2", "qwen3"}
+ZERO_CENTRED_NORMS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"}  # x * (1 + weight)
 
 
 class FusedLayer(nn.Module):
@@ -31,7 +31,7 @@ class FusedLayer(nn.Module):
         mlp: Any = self.mlp
         layer, states = step.cache.layers[attention.layer_idx], hidden_states[0]
         normalised, _ = kernels.norm(states, self.input_layernorm)
-        q, k, v = _products(normalised, attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = products(normalised, attention.q_proj, attention.k_proj, attention.v_proj)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.norm_rotate_and_cache(
             q, k, v, kwargs["position_embeddings"], layer, step.cache_positions[layer.table], norms
@@ -39,10 +39,10 @@ class FusedLayer(nn.Module):
         attention_output = step.attend(
             q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling
         )
-        (attention_output,) = _products(attention_output.flatten(1), attention.o_proj)
+        (attention_output,) = products(attention_output.flatten(1), attention.o_proj)
         normalised, states = kernels.norm(attention_output, self.post_attention_layernorm, states)
-        inner = kernels.gate(*_products(normalised, mlp.gate_proj, mlp.up_proj))
-        _products(inner, mlp.down_proj, onto=states)
+        inner = kernels.gate(*products(normalised, mlp.gate_proj, mlp.up_proj))
+        products(inner, mlp.down_proj, onto=states)
         return states[None]
 
 
@@ -68,7 +68,7 @@ def _opened(layer: Any) -> Projection:
     return Projection(layer.base_layer, down, up, layer.scaling[name])
 
 
-def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+def products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Return the layers' outputs for the states [N, E]: one matrix product for plain layers, and one more for the down
     projections of their adapters. The output of a single layer can be added in place to `onto`."""
     projections = [_opened(layer) for layer in layers]
@@ -86,6 +86,13 @@ def _products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = No
             if projection.down is not None:
                 output.addmm_(next(low), projection.up.weight.t(), alpha=projection.scaling)
     return outputs
+
+
+class ZeroCentredNorm(nn.Module):
+    """RMSNorm with weights around zero, in one kernel instead of seven."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return kernels.zero_centred_norm(states, self)
 
 
 class Float32Head(nn.Linear):
@@ -107,11 +114,25 @@ def fused_class(module: nn.Module) -> type[nn.Module] | None:
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
     parts: list[Any] = [module, *module.children()]
-    is_patched = any(
-        part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in parts
-    )
     silu = type(module.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")  # pyright: ignore
-    return FusedLayer if silu and not is_patched else None
+    return FusedLayer if silu and not _is_patched(parts) else None
+
+
+def norm_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that replaces the module's, if it is a norm with weights around zero."""
+    is_norm = type(module).__name__ in ZERO_CENTRED_NORMS
+    return ZeroCentredNorm if is_norm and not _is_patched([module]) else None
+
+
+def _is_patched(parts: Sequence[Any]) -> bool:
+    return any(part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__ for part in parts)
+
+
+# Model types -> the function that returns the classes of modules
+REPLACEMENTS = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), fused_class),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), norm_class),
+}
 
 
 def can_attend(shapes: list[LayerShape]) -> bool:

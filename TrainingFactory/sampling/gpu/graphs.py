@@ -35,15 +35,15 @@ def graph_span(following: np.ndarray, rows: int, max_rows: int) -> int:
 
 
 class DecodeGraphs:
-    def __init__(self, device: torch.device, state: torch.Tensor) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.state = state  # tensor that a step changes; the warm-up before a recording restores it
-        self.broken = False  # the model cannot be recorded
+        self.failure = ""  # why the model cannot be recorded
         self._addresses: Hashable = None
         # graph, packed inputs, result
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
         self._pool: Any = None
         self.recorded, self.seconds = 0, 0.0  # recordings so far, and the time they took
+        self.replayed = 0  # steps that ran as a graph
 
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Drop the graphs, which contain addresses, if weights moved, adapters were switched or the cache grew."""
@@ -54,28 +54,30 @@ class DecodeGraphs:
             self._pool = None  # the memory pool is released with the last graph that uses it
             self._addresses = addresses
 
-    def run(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> torch.Tensor | None:
-        """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails."""
+    def run(
+        self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: Step
+    ) -> torch.Tensor | None:
+        """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails. `dry`:
+        arrays of the same sizes, with which the step changes nothing, for the warm-up before the recording."""
         recording = self._graphs.get(key)
-        if recording is None and not self.broken:
-            recording = self._record(key, arrays, step)
+        if recording is None and not self.failure:
+            recording = self._record(key, arrays, dry, step)
         if recording is None:
             return None
         graph, inputs, result = recording
         inputs.copy_(packed(arrays).pin_memory(), non_blocking=True)
         graph.replay()
+        self.replayed += 1
         return result
 
-    def _record(self, key: Hashable, arrays: list[np.ndarray], step: Step) -> Any:
+    def _record(self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: Step) -> Any:
         start_time, inputs = time.perf_counter(), packed(arrays).to(self.device)
         tensors = unpack_arrays(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # warm-up: libraries initialize outside the recording
-                saved_state = self.state.clone()
-                step(tensors)
-                self.state.copy_(saved_state)
+                step(to_device(dry, self.device))
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # thread_local: allocations by a learner in another thread must not fail this recording.
@@ -83,7 +85,7 @@ class DecodeGraphs:
                 result = step(tensors)
         except RuntimeError as error:
             log.warning("Sampling without CUDA graphs, which is slower: recording the step failed: %s", error)
-            self.broken = True
+            self.failure = str(error) or type(error).__name__
             return None
         self._pool = self._pool or graph.pool()
         self._graphs[key] = (graph, inputs, result)

@@ -42,6 +42,16 @@ def _norm(x, add, weight, out, total, size, epsilon, ADD: tl.constexpr, BLOCK: t
 
 
 @triton.jit
+def _zero_centred_norm(x, weight, out, size, stride, epsilon, BLOCK: tl.constexpr):
+    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    raw = tl.load(x + row * stride + column, column < size, 0)
+    upcast = raw.to(tl.float32)
+    upcast = upcast * tl.rsqrt(tl.sum(upcast * upcast) / size + epsilon)
+    upcast = upcast * (1.0 + tl.load(weight + column, column < size, 0).to(tl.float32))
+    tl.store(out + row * size + column, upcast.to(raw.dtype), column < size)
+
+
+@triton.jit
 def _gate(gate, up, out, size, width, stride, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     offset = index // width * stride + index % width
@@ -261,6 +271,17 @@ def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return output, total
+
+
+def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
+    """Return the RMSNorm of x [..., E] with the weights 1 + `module.weight`."""
+    rows, output = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
+    block = triton.next_power_of_2(rows.shape[1])
+    _zero_centred_norm[(len(rows),)](
+        rows, module.weight, output, rows.shape[1], rows.stride(0), module.eps, block,
+        num_warps=4 if block <= 2048 else 8,
+    )  # fmt: skip
+    return output
 
 
 def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,78 @@
+"""Comparison of the experts that sampling and training choose for the same tokens under the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from TrainingFactory.common.event_loop import OneThread
+from TrainingFactory.data.packing import Pack, make_batch
+from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.learning.learner import Learner
+from TrainingFactory.learning.policy import LocalPolicy
+from TrainingFactory.learning.routers import Routing, changed_routes, find_routers
+from TrainingFactory.protocols import Sampler
+from TrainingFactory.sampling import NativeEngine
+from TrainingFactory.types import Sample, SamplingParams
+
+CHECKED_TOKENS = 256  # of a row, whose routes are compared
+
+
+class RouterCheck:
+    """Measures `router_mismatch` before every `every`-th update: the share of pairs of a token and a layer of the
+    step's first row whose experts differ between the engine's forward pass and the learner's."""
+
+    def __init__(self, engine: NativeEngine, policy: LocalPolicy, every: int) -> None:
+        if policy.learner.routers is None:
+            raise ValueError(
+                f"training.router_check_every is {every}, but the model has no experts. Remove the option"
+            )
+        self._engine, self._policy, self._every = engine, policy, every
+
+    async def measure(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
+        if step % self._every or not rows:
+            return {}
+        mismatch = await measure_router_mismatch(
+            self._engine, self._policy.learner, rows[0], self._policy.thread
+        )
+        return {} if mismatch is None else {"router_mismatch": mismatch}
+
+
+def make_router_check(sampler: Sampler, policy: LocalPolicy, every: int) -> RouterCheck:
+    assert isinstance(sampler, NativeEngine)  # by `check_config`
+    return RouterCheck(sampler, policy, every)
+
+
+async def measure_router_mismatch(
+    engine: NativeEngine, learner: Learner, row: Sample, thread: OneThread | None = None
+) -> float | None:
+    """Return the share of routes that differ between the engine's forward pass over the beginning of a row and the
+    learner's, which runs on `thread` if given. Call it before an update, while the engine samples nothing else. None:
+    the model has no experts."""
+    if learner.routers is None:
+        return None
+    # Another first token, so that nothing is in the engine's cache.
+    ids = [row.token_ids[-1], *row.token_ids][:CHECKED_TOKENS]
+    engine_routers = find_routers(causal_model(engine.model), 0.0)
+    assert engine_routers is not None
+    with engine_routers.recording() as sampled:
+        await engine.sample(ids, SamplingParams(max_tokens=1))
+    sampled.chosen = sampled.chosen[: len(engine_routers.layers)]  # without steps after the prompt
+    zeros = [0.0] * len(ids)
+    probe = Sample(ids, [False] + [True] * (len(ids) - 1), zeros, zeros, zeros, [0] * len(ids))
+    (pack,) = make_batch([probe], sharing=learner.sharing).packs
+    if thread is None:
+        trained = _learner_routes(learner, pack)
+    else:
+        trained = await thread.call(_learner_routes, learner, pack)
+    return changed_routes(sampled, trained, len(ids))
+
+
+@torch.no_grad()
+def _learner_routes(learner: Learner, pack: Pack) -> Routing:
+    assert learner.routers is not None
+    learner.model.eval()
+    with learner.routers.recording() as routing:
+        learner.states(pack)
+    return routing

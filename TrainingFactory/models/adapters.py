@@ -1,0 +1,43 @@
+"""Loading of LoRA adapters."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from TrainingFactory.common.texts import pluralize
+from TrainingFactory.models import composite
+from TrainingFactory.models.loading_errors import explained_errors
+
+
+def attach_adapter(model: Any, adapter: str, is_whole: bool = False) -> Any:
+    """Return the model with an adapter. Unless the model `is_whole`, it may be the text part of a composite one."""
+    from peft import PeftModel
+
+    folder = Path(adapter).expanduser()
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / file).is_file():
+            raise ValueError(f"model.adapter {adapter!r}: the folder has no {file}")
+    task = f"model.adapter {adapter!r} does not fit the model"
+    reading = partial(explained_errors, task, str(folder), {}, "adapter_config.json")
+    with reading():
+        options = {} if is_whole else composite.adapter_options(folder)
+    if missing := composite.missing_modules(model, options):
+        raise ValueError(
+            f"{task}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "
+            f"{missing[0]}. Train it on the language model alone"
+        )
+    with reading():
+        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder), **options).eval(), model.dtype)
+
+
+def set_adapter_dtype(adapted: Any, dtype: torch.dtype) -> Any:
+    """Convert the adapter to bfloat16 if the model is in bfloat16, because otherwise each layer would store its input
+    in both dtypes; else to float32, because float16 loses small gradients."""
+    for name, param in adapted.named_parameters():
+        if "lora_" in name:
+            param.data = param.data.to(dtype if dtype == torch.bfloat16 else torch.float32)
+    return adapted

@@ -1,0 +1,118 @@
+"""The files of a model: where they are, by hub id, folder, GGUF file, package or short name, and its config and
+tokenizer."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
+from TrainingFactory.models import composite
+from TrainingFactory.models.encoding import decodes_unchanged
+from TrainingFactory.models.loading_errors import LOADING_ERRORS, find_damage
+from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS
+from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
+
+MAX_LAYERS = 10_000  # a larger number in config.json is corrupt
+
+
+def locate_model(name: str, target: str) -> tuple[str, dict[str, Any]]:
+    """Return the hub id or folder for transformers, and for a GGUF file its name as the option `gguf_file`."""
+    if target.startswith("package:"):
+        target = str(_find_gguf_in_package(name, target.removeprefix("package:")))
+    path = Path(target).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ValueError(f"model {name!r}: file {path} does not exist")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model {name!r}: folder {path} has no config.json, so it contains no model")
+        return str(path), {}
+    if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
+        raise UnknownNameError(
+            name, f"model {name!r}: no such folder, hub id (owner/name) or short name{_suggest_name(name)}"
+        )
+    return target, {}
+
+
+def _find_gguf_in_package(name: str, package: str) -> Path:
+    if package in SPLIT_WEIGHTS:
+        return join_parts(name, package)
+    spec = importlib.util.find_spec(package)
+    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
+    if not files:
+        raise ValueError(f"model {name!r} is part of a package: pip install {package.replace('_', '-')}")
+    return files[0]
+
+
+def _suggest_name(name: str) -> str:
+    match = nearest(name, [*SUPPORTED_MODELS, *BUILTINS], cutoff=0.5)
+    return did_you_mean(match and repr(match)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"
+
+
+def check_hub(name: str, target: str, revision: str) -> None:
+    """Raise `Unknown` if the model is not cached and the hub is unreachable, after one round of the hub library's
+    retries. Loading would take one round for each file."""
+    from huggingface_hub import errors, hf_hub_download
+
+    try:
+        hf_hub_download(target, "config.json", revision=revision)
+    except errors.LocalEntryNotFoundError as error:
+        raise UnknownNameError(
+            name,
+            f"model {name!r}: {target} is not in this machine's Hugging Face cache, and the hub cannot be reached (no "
+            "connection, or HF_HUB_OFFLINE is set). Download the model on a connected machine, copy it here, and set "
+            "model.name to its folder",
+        ) from error
+    except LOADING_ERRORS:  # transformers has better error texts for missing and gated models
+        return
+
+
+def read_config(source: str, options: dict[str, Any]) -> Any:
+    """Raise ValueError if config.json is corrupt, or generation_config.json, which transformers would silently skip."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source, **options)
+    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > MAX_LAYERS:  # building them would take hours and all memory
+        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
+    if damage := find_damage(Path(source, "generation_config.json")):
+        raise ValueError(damage)
+    return config
+
+
+def read_tokenizer(source: str, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
+    if "gguf_file" in options:
+        return tokenizer
+    if backend is not None and not decodes_unchanged(backend):
+        # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(source, **options)
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = composite.processor_template(source, options)
+    return tokenizer
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """Cache the reader of a GGUF file and its table of names. Without the cache transformers reads the file again for
+    tokenizer, config and weights, and builds the table for each part of the model, half of the loading time."""
+    import gguf
+
+    originals: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in originals.items():
+        setattr(gguf, name, functools.cache(function))
+    try:
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(gguf, name, function)

@@ -1,0 +1,102 @@
+"""Sizes of a vision tower, for estimates of memory and time, and the images of a run that they depend on."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from TrainingFactory.common.image_tokens import VIRTUAL, images_in
+from TrainingFactory.models.vision import FAMILIES, QWEN, TILED, tower_parameters
+
+
+class TowerShape(NamedTuple):
+    """Dimensions of a vision tower. Those of a layer are named as in a text config."""
+
+    weights: int
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    patches: float  # of a picture for each image token
+    outputs: int  # values of each image token that the tower returns, deepstack included
+
+
+class ImageUse(NamedTuple):
+    """The images that a run shows."""
+
+    tokens: float  # of an image
+    share: float  # of image tokens among the tokens of a row
+    total: float  # different images of the whole run
+
+    @classmethod
+    def largest(cls, image_tokens: int) -> ImageUse:
+        """Return the most: rows of the largest images, and more images than the cache holds."""
+        return cls(image_tokens, 1.0, float("inf"))
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Sequence[int]], rows_in_run: int) -> ImageUse:
+        """Return the images of these token ids, for a run of `rows_in_run` such rows."""
+        images = {tokens.first: tokens for row in rows for tokens in images_in(row)}.values()
+        shown = sum(token >= VIRTUAL for row in rows for token in row)
+        mean = sum(tokens.count for tokens in images) / max(1, len(images))
+        share = shown / max(1, sum(map(len, rows)))
+        return cls(mean, share, len(images) * rows_in_run / max(1, len(rows)))
+
+
+def loaded_tower(model: Any) -> TowerShape | None:
+    """Return the tower of a loaded model; None if it has none, or was loaded without it."""
+    if getattr(model.config, "vision_config", None) is None:  # foreign object
+        return None
+    return _shape(model.config, sum(weight.numel() for _, weight in tower_parameters(model)))
+
+
+def described_tower(config: Mapping[str, Any]) -> TowerShape | None:
+    """Return the tower of a model's config.json; None if the model has none that can be trained."""
+    if not config.get("vision_config") or config.get("model_type") not in FAMILIES:
+        return None
+    return _counted(json.dumps(config, sort_keys=True, default=str))
+
+
+@functools.cache
+def _counted(config_json: str) -> TowerShape:
+    """Count the weights in a model that is built without memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    options = json.loads(config_json)
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(config)
+    return _shape(config, sum(weight.numel() for _, weight in tower_parameters(model)))
+
+
+def _shape(config: Any, weights: int) -> TowerShape:
+    vision, width = config.vision_config, config.get_text_config().hidden_size
+    # Qwen 2 VL calls the tower's own width `embed_dim`, and `hidden_size` is the language model's.
+    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
+    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    return TowerShape(
+        weights,
+        getattr(vision, "depth", None) or vision.num_hidden_layers,
+        hidden,
+        getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio),
+        getattr(vision, "num_heads", None) or vision.num_attention_heads,
+        _patches(config),
+        levels * width,
+    )
+
+
+def _patches(config: Any) -> float:
+    """Return the patches of a picture that become one token."""
+    vision, kind = config.vision_config, config.model_type
+    if kind in QWEN:
+        return vision.spatial_merge_size**2
+    if kind in TILED:
+        return config.scale_factor**2
+    if kind == "internvl":
+        return 1 / config.downsample_ratio**2
+    if kind == "gemma3":
+        return (vision.image_size // vision.patch_size) ** 2 / config.mm_tokens_per_image
+    return 1

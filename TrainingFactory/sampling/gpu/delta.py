@@ -1,0 +1,108 @@
+"""Gated delta layers (Qwen3.5) that decode one token per row: two Triton kernels update the cached states in place.
+
+In torch, a step reads and writes the states several times, and copies those of the rows out of the cache and back. Here
+a program reads the state of a head once and writes it once. The kernels round at the same places as transformers.
+
+Legend: P rows, C channels and W width of the convolution, H heads of values, G heads of values per head of keys,
+D size of keys, E size of values.
+"""
+
+# pyright: reportIndexIssue=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+from TrainingFactory.sampling.gpu.fused import products
+
+CHANNELS = 512  # of a program of the convolution
+
+
+@triton.jit
+def _convolve(
+    x, weight, states, slots, out, first, x_stride, C, W: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Append a row's inputs to its convolution state, and convolve."""
+    row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row) if LISTED else first + row
+    in_bounds, place = channel < C, tl.arange(0, W)
+    offset = slot.to(tl.int64) * C * W + channel[:, None] * W + place[None, :]
+    inputs = tl.load(x + row * x_stride + channel, in_bounds, 0)
+    previous = tl.load(states + offset + 1, in_bounds[:, None] & (place < W - 1)[None, :], 0)
+    window = tl.where((place < W - 1)[None, :], previous, inputs[:, None].to(previous.dtype))
+    tl.debug_barrier()  # other threads still read what this one writes
+    tl.store(states + offset, window, in_bounds[:, None])
+    weights = tl.load(weight + channel[:, None] * W + place[None, :], in_bounds[:, None], 0)
+    total = tl.sum(window.to(tl.float32) * weights.to(tl.float32), 1).to(weights.dtype).to(tl.float32)
+    tl.store(out + row * C + channel, (total * tl.sigmoid(total)).to(out.dtype.element_ty), in_bounds)
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
+
+
+@triton.jit
+def _update(
+    qkv, z, b, a, decays, dt_bias, weight, states, slots, out, first, epsilon, scale, z_stride, b_stride, a_stride,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Update the state [D, E] of a row's head, query it, and norm and gate the result."""
+    row, head, d, e = tl.program_id(0), tl.program_id(1), tl.arange(0, D), tl.arange(0, E)
+    slot = tl.load(slots + row) if LISTED else first + row
+    channels: tl.constexpr = 2 * (H // G) * D + H * E
+    base = qkv + row * channels
+    query = _unit(tl.load(base + head // G * D + d).to(tl.float32)) * scale
+    key = _unit(tl.load(base + (H // G + head // G) * D + d).to(tl.float32))
+    value = tl.load(base + 2 * (H // G) * D + head * E + e)
+    raw_rate = tl.load(b + row * b_stride + head)
+    rate = tl.sigmoid(raw_rate.to(tl.float32)).to(raw_rate.dtype).to(tl.float32)
+    step = tl.load(a + row * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
+    decay = tl.exp(-tl.exp(tl.load(decays + head).to(tl.float32)) * step)
+    offset = (slot.to(tl.int64) * H + head) * D * E + d[:, None] * E + e[None, :]
+    state = tl.load(states + offset).to(tl.float32) * decay
+    delta = (value.to(tl.float32) - tl.sum(state * key[:, None], 0)) * rate
+    state += key[:, None] * delta[None, :]
+    tl.store(states + offset, state.to(states.dtype.element_ty))
+    output = tl.sum(state * query[:, None], 0).to(value.dtype).to(tl.float32)
+    output = output * tl.rsqrt(tl.sum(output * output) / E + epsilon)
+    output = (output.to(value.dtype) * tl.load(weight + e)).to(tl.float32)
+    gate = tl.load(z + row * z_stride + head * E + e).to(tl.float32)
+    tl.store(out + (row * H + head) * E + e, (output * gate * tl.sigmoid(gate)).to(out.dtype.element_ty))
+
+
+def can_decode(layer: Any, conv: torch.Tensor | None, recurrent: torch.Tensor | None) -> bool:
+    """Return whether the kernels compute this layer with states of these shapes."""
+    if conv is None or recurrent is None or not hasattr(layer, "in_proj_qkv") or layer.activation != "silu":
+        return False
+    sizes = (layer.head_k_dim, layer.head_v_dim, conv.shape[2])
+    powers = all(size & (size - 1) == 0 for size in sizes) and max(sizes) <= 128
+    layout = conv.shape[1] == layer.conv_dim and recurrent.shape[1:] == (layer.num_v_heads, *sizes[:2])
+    return powers and layout and layer.conv1d.bias is None
+
+
+def decode(
+    layer: Any, states: torch.Tensor, slots: slice | torch.Tensor, conv: torch.Tensor, recurrent: torch.Tensor
+) -> torch.Tensor:
+    """Return the layer's output [P, 1, N] for one token of each row [P, 1, N], and update the states of the slots."""
+    tokens = states[:, 0]
+    qkv, z, b, a = products(tokens, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
+    rows, channels, listed = len(tokens), layer.conv_dim, not isinstance(slots, slice)
+    first = 0 if isinstance(slots, torch.Tensor) else slots.start
+    convolved = qkv.new_empty(rows, channels)
+    _convolve[(rows, triton.cdiv(channels, CHANNELS))](
+        qkv, layer.conv1d.weight, conv, slots if listed else None, convolved, first, qkv.stride(0), channels,
+        conv.shape[2], listed, CHANNELS,
+    )  # fmt: skip
+    heads, keys, values = recurrent.shape[1:]
+    output = qkv.new_empty(rows, heads * values)
+    _update[(rows, heads)](
+        convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if listed else None,
+        output, first, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
+        heads, layer.num_v_heads // layer.num_k_heads, keys, values, listed, num_warps=8,
+    )  # fmt: skip
+    return products(output, layer.out_proj)[0][:, None]
