@@ -1,8 +1,9 @@
-"""Environments of the real TextArena, OpenEnv, TRL and verifiers."""
+"""Environments of the real TextArena, OpenEnv and TRL, and lost processes of all adapters."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -20,9 +21,9 @@ from tests.kits.guessing import (
     needs_openenv,
     openenv_server,
     success_by_chance,
-    successes,
     warm_start,
 )
+from tests.kits.lessons import evaluations
 from tests.kits.rollout import FakeChat
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.types import Message, Step, Task, ToolCall, ToolFailure, Trajectory
@@ -30,6 +31,7 @@ from TrainingFactory.types import Message, Step, Task, ToolCall, ToolFailure, Tr
 pytestmark = pytest.mark.servers
 SERVERS = Path(__file__).resolve().parents[1] / "servers"
 SUMS = f"verifiers:{SERVERS / 'verifiers_tasks' / 'sums.py'}"
+SUMS_V0 = f"verifiers_v0:{SERVERS / 'verifiers_tasks' / 'sums_v0.py'}"
 SHOP = f"trl:{SERVERS / 'shop.py'}:Shop"
 
 
@@ -183,6 +185,35 @@ def test_a_server_with_one_session_is_rejected() -> None:
         assert steps[0].replies[0].content == "Higher."
 
 
+@needs_openenv
+@pytest.mark.slow
+def test_a_lost_connection_loses_its_episode_alone() -> None:
+    """The server dies and comes back at the same port. The process of the environment stays."""
+
+    async def main(servers: contextlib.ExitStack, address: str) -> None:
+        factory = factory_of(address)
+        task = Task("t", "", None, {"seed": 1})
+        first = factory(task)
+        await first.reset()
+        pid = factory.pool.processes[0].pid
+        servers.close()
+        with pytest.raises(ToolFailure, match="closed the connection"):
+            await first.step(text("0"))
+        await first.close()
+        with pytest.raises(ToolFailure, match="refused"):
+            await factory(task).reset()
+        with openenv_server(port=int(address.rpartition(":")[2])):
+            episode = await play(factory(task), FakeChat(), [text(str(n)) for n in range(1, 16)])
+        assert episode.reward is not None and episode.reward.outcome == 1
+        assert factory.pool.processes[0].pid == pid
+        metrics = factory.pool.metrics()
+        assert (metrics["environment/crashes"], metrics["environment/lost_episodes"]) == (0, 1)
+        await factory.pool.close()
+
+    with contextlib.ExitStack() as servers:
+        asyncio.run(main(servers, servers.enter_context(openenv_server())))
+
+
 @needs("openenv")
 def test_a_missing_openenv_server_is_named() -> None:
     with socket.socket() as closed:
@@ -242,49 +273,11 @@ def test_a_missing_file_is_named() -> None:
         factory_of("trl:no_such.py:Shop")
 
 
-# -- verifiers
-
-
-@needs("verifiers")
-@pytest.mark.slow
-def test_a_taskset_of_verifiers() -> None:
-    factory = factory_of(SUMS, args={"size": 10})
-    tasks = {split: list(factory.tasks(split, 0, 99)) for split in ("train", "heldout")}
-    assert [len(rows) for rows in tasks.values()] == [8, 2]
-    assert {task.answer for rows in tasks.values() for task in rows} == {str(n) for n in range(1, 11)}
-    task = tasks["train"][0]
-    right = played(factory_of(SUMS), task, text(str(task.answer)))
-    wrong = played(factory_of(SUMS), task, text("?"))
-    assert right.reward is not None and wrong.reward is not None
-    assert (right.reward.outcome, wrong.reward.outcome) == (1.0, 0.0)
-    assert right.reward.parts == {"turns": 1.0, "right": 1.0}
-    assert right.prompt[0] == Message("system", "Add up.")
-
-
-@needs("verifiers")
-@pytest.mark.slow
-def test_tool_servers_of_verifiers() -> None:
-    factory = factory_of(SUMS, args={"calculator": True}, confined=False)
-    task = next(iter(factory.tasks("train", 0, 1)))
-    number = task.metadata["index"]
-
-    async def main() -> None:
-        environment = factory(task)
-        await environment.reset()
-        step = await environment.step(call("calculator_add", a=number, b=1))
-        assert step.replies[0].content == task.answer
-        left = await environment._request("score")  # the client ends the episode before an answer
-        assert left["reward"] == 0 and left["parts"]["turns"] == 1
-        await factory.pool.close()
-
-    asyncio.run(main())
-
-
 # -- all adapters
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [GAME, SHOP, SUMS], ids=["textarena", "trl", "verifiers"])
+@pytest.mark.parametrize("name", [GAME, SHOP, SUMS, SUMS_V0], ids=lambda name: name.partition(":")[0])
 def test_a_killed_process_loses_only_its_episodes(name: str) -> None:
     needed = needs(name.partition(":")[0])
     if needed.args[0]:
@@ -314,7 +307,7 @@ def test_a_killed_process_loses_only_its_episodes(name: str) -> None:
 @pytest.mark.slow
 def test_grpo_learns_to_guess_in_textarena(tmp_path: Path) -> None:
     by_chance = success_by_chance(GAME)
-    success = successes(learn(tmp_path, warm_start(tmp_path, GAME), GAME, 90))
+    success = evaluations(learn(tmp_path, warm_start(tmp_path, GAME), GAME, 90))
     assert success[-1] >= by_chance + 0.3 and success[-1] >= success[0] + 0.1, (by_chance, success)
 
 
@@ -323,5 +316,5 @@ def test_grpo_learns_to_guess_in_textarena(tmp_path: Path) -> None:
 def test_grpo_learns_to_guess_on_an_openenv_server(tmp_path: Path) -> None:
     with openenv_server() as address:
         by_chance = success_by_chance(address)
-        success = successes(learn(tmp_path, warm_start(tmp_path, address), address, 90))
+        success = evaluations(learn(tmp_path, warm_start(tmp_path, address), address, 90))
     assert success[-1] >= by_chance + 0.3 and success[-1] >= success[0] + 0.1, (by_chance, success)

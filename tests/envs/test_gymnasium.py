@@ -14,9 +14,9 @@ from tests.kits.frozen_lake import (
     learn,
     needs_gymnasium,
     success_by_chance,
-    successes,
     warm_start,
 )
+from tests.kits.lessons import evaluations
 from TrainingFactory.common import catalog
 from TrainingFactory.types import Message, Step, ToolCall
 
@@ -90,5 +90,5 @@ def test_grpo_trains_in_frozen_lake(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_grpo_learns_frozen_lake(tmp_path: Path) -> None:
     by_chance = success_by_chance()
-    success = successes(learn(tmp_path, warm_start(tmp_path), 30))
+    success = evaluations(learn(tmp_path, warm_start(tmp_path), 30))
     assert success[-1] >= by_chance + 0.3 and success[-1] >= success[0] + 0.1, (by_chance, success)

@@ -126,6 +126,27 @@ def test_a_process_that_dies_before_the_first_turn_is_replaced() -> None:
     asyncio.run(main())
 
 
+def test_a_lost_episode_is_counted_and_its_process_stays() -> None:
+    """A `reset` that fails in this way is repeated."""
+
+    async def main() -> None:
+        made = factory(args={"lose_first_reset": True})
+        episodes = [made(TASK) for _ in range(2)]
+        for episode in episodes:
+            await episode.reset()
+        pid = await said(episodes[0], "pid")
+        with pytest.raises(ToolFailure, match="the server is gone"):
+            await episodes[0].step(Message("assistant", "lose"))
+        assert await said(episodes[1], "pid") == pid and (await episodes[1].step(WIN)).done
+        metrics = made.pool.metrics()
+        assert metrics["environment/crashes"] == 0 and metrics["environment/lost_episodes"] == 1
+        await made.pool.close()
+
+    asyncio.run(main())
+    episode = played(factory(), "lose")
+    assert (episode.status, episode.reward) == ("tool_failure", None)
+
+
 def test_rewards_metrics_and_stop_reasons_carry_over() -> None:
     environment = factory(args={"score": {"reward": 0.25, "parts": {"style": 0.5}}})
     episode = played(environment, "earn 0.5", "win")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import random
-import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +12,20 @@ import pytest
 
 from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, FakeChat, FakeSampler, call_text
-from tests.kits.run import Quiet, brief, rows, train
-from tests.kits.warm import WARM
+from tests.kits.users import STOP, Orders, agent, config_of, obliging
 from TrainingFactory.assembly.environment import as_environment_factory, find_environment
-from TrainingFactory.assembly.export import export
 from TrainingFactory.assembly.users import make_user
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.users import SimulatedUser, UserBrief, with_simulated_user
 from TrainingFactory.envs.users.user import GREETING
-from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.rollout import RolloutEngine, rollout_metrics
 from TrainingFactory.rollout.scripted import play
-from TrainingFactory.tools import tool
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.types import Message, Reward, Task, ToolCall, Trajectory
-
-STOP = "###STOP###"
-
-
-class Orders(ToolEnvironment):
-    """The state of an order, whose number only the user knows."""
-
-    system_prompt = "You answer questions about orders."
-
-    @classmethod
-    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        for number in range(count):
-            details = {"goal": f"You want to know where order {40 + number} is.", "persona": "a clerk"}
-            yield Task(f"order-{number}", "Where is my order?", "shipped", details)
-
-    @tool
-    def state(self, order: int) -> str:
-        """The state of an order."""
-        return "shipped" if f"order {order} " in self.task.metadata["goal"] else "unknown"
-
-    def reward(self, episode: Any) -> float:
-        """Ask, look up, tell: the whole conversation decides."""
-        replies = [reply for turn in episode.trajectory.turns for reply in turn.replies]
-        asked = any(reply.role == "user" and "order" in reply.content for reply in replies)
-        looked_up = any(reply.role == "tool" and reply.content == "shipped" for reply in replies)
-        return float(asked and looked_up and "shipped" in episode.trajectory.answer)
-
-
-def obliging(prompt: str, number: int) -> str:
-    """A user who tells its order's number when asked for it, and leaves with the answer."""
-    last = prompt.rsplit("\n", 1)[-1]
-    if "shipped" in last:
-        return f"Thanks! {STOP}"
-    order = re.findall(r"order (\d+)", prompt)[0]
-    return f"It is order {order}." if "number" in last else "I want to know where my order is."
-
-
-def agent(session: int, turn: int, prompt: str) -> str:
-    """Ask for the number, look it up, tell."""
-    order = re.findall(r"It is order (\d+)", prompt)
-    return [
-        "What is its number?",
-        call_text("state", order=int(order[0])) if order else "?",
-        "It is shipped.",
-    ][turn]
-
-
-def config_of(url: str, **user: Any) -> TrainingConfig:
-    options = {"pause": 0.001, "api_key_env": None} | user.pop("options", {})
-    section = {"model": f"openai:user@{url}", "options": options} | user
-    return TrainingConfig(environment={"user": section})
 
 
 def talk(
@@ -306,53 +246,6 @@ def test_missing_columns_are_named() -> None:
     assert text == f"late in Oslo{STOP}"
 
 
-def training_config(folder: Path, url: str, **sections: Any) -> TrainingConfig:
-    user = {"model": f"openai:user@{url}", "options": {"api_key_env": None, "retries": 0}, "max_turns": 2}
-    return brief(
-        folder,
-        model={"name": str(WARM)},
-        environment={"max_turns": 4, "user": user},
-        data={"count": 6},
-        sampling={"max_tokens": 16},
-        training={"max_steps": 1, "batch_size": 2, "group_size": 2},
-        **sections,
-    )
-
-
-class Scored(Orders):
-    def reward(self, episode: Any) -> float:
-        return float(sum(episode.trajectory.turns[0].completion.token_ids) % 3)
-
-
-def test_a_run_records_its_user_and_replays_without_it(tmp_path: Path) -> None:
-    with judging(lambda prompt, number: f"reply {len(prompt)}") as user:
-        config = training_config(tmp_path, user.url)
-        assert train(config, "live", environment=Scored).state == "finished"
-        num_requests = len(user.asked)
-    metrics = rows(tmp_path / "live" / "metrics.jsonl")
-    assert sum(row["user/turns"] * row["episodes"] for row in metrics) == num_requests > 0
-    assert metrics[-1]["user/requests"] == num_requests
-    objects = UserObjects(environment=Scored)
-    replay = str(tmp_path / "live")
-    Training(config, name="again", objects=objects, watcher=Quiet(), replay=replay).train()
-    live, again = (rows(tmp_path / name / "trajectories.jsonl") for name in ("live", "again"))
-    assert live == again
-    replayed = rows(tmp_path / "again" / "metrics.jsonl")
-    assert [row["loss"] for row in replayed] == [row["loss"] for row in metrics]
-    assert replayed[-1]["user/requests"] == 0.0
-
-
-def test_an_evaluation_plays_with_the_user(tmp_path: Path) -> None:
-    with judging(lambda prompt, number: "Go on.") as user:
-        config = training_config(tmp_path, user.url)
-        (tmp_path / "tasks.jsonl").write_text('{"prompt": "Hi", "goal": "Talk.", "answer": "x"}\n')
-        data = config.data.model_copy(update={"tasks": str(tmp_path / "tasks.jsonl"), "count": None})
-        place = config.environment.model_copy(update={"environment_id": f"{__file__}:Scored"})
-        config = config.model_copy(update={"data": data, "environment": place})
-        report = Rollouts(config, tmp_path / "out.jsonl", group_size=8).run()
-        assert len(user.asked) == report.metrics["user/turns"] * 8 == report.metrics["user/requests"] > 0
-
-
 FOREIGN = Path(__file__).parents[1] / "kits" / "foreign_environment.py"
 
 
@@ -387,126 +280,3 @@ def test_an_environment_in_another_process_can_have_a_user(actions: str) -> None
     ]
     assert episode.reward == Reward(0.75, [])
     assert len(environment._rewards) == len(episode.turns)  # type: ignore[attr-defined]
-
-
-def test_all_tasks_are_checked_before_the_run(tmp_path: Path) -> None:
-    tasks = [Task("a", "?", metadata={"goal": "x"}), Task("b", "?")]
-    config = training_config(tmp_path, "http://127.0.0.1:9/v1")
-    with pytest.raises(ValueError, match="task b has no column `goal`"):
-        train(config, "run", environment=Scored, tasks=tasks)
-    assert not (tmp_path / "run").exists()
-
-
-def test_an_endpoint_can_be_the_agent_too(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text(
-        '{"prompt": "Hi", "goal": "order 40 .", "answer": "It is shipped."}\n'
-    )
-    with judging(obliging) as user, judging("It is shipped.") as agent_model:
-        teacher = {"model": "agent", "base_url": agent_model.url, "api_key_env": None}
-        (tmp_path / "agent.yaml").write_text(json.dumps(teacher))
-        config = TrainingConfig(
-            model={"name": str(tmp_path / "agent.yaml")},
-            environment={"user": config_of(user.url).environment.user},
-            data={"tasks": str(tmp_path / "tasks.jsonl")},
-            logging={"output_dir": str(tmp_path)},
-        )
-        report = Rollouts(config, tmp_path / "out.jsonl").run()
-    assert (report.metrics["reward"], report.metrics["user/turns"]) == (1.0, 1.0)
-    assert report.trajectories[0].turns[-1].replies == [Message("user", "Thanks!")]
-
-
-@pytest.mark.slow
-def test_a_model_of_the_run_can_play_the_user(tmp_path: Path) -> None:
-    """The built-in model writes nonsense, and the same nonsense for the same seeds."""
-    user = {
-        "model": "builtin:tiny",
-        "max_turns": 2,
-        "options": {"options": {"max_tokens": 8, "temperature": 1.0}},
-    }
-    conversations = []
-    for name in ("one", "two"):
-        config = brief(
-            tmp_path / name,
-            model={"name": str(WARM)},
-            environment={"max_turns": 3, "user": user},
-            sampling={"max_tokens": 16},
-            data={"count": 6},
-            training={"max_steps": 1, "batch_size": 2, "group_size": 2},
-        )
-        assert train(config, "run", environment=Scored).state == "finished"
-        [row] = rows(tmp_path / name / "run" / "metrics.jsonl")
-        assert row["user/turns"] > 0 and row["user/requests"] == row["user/turns"] * row["episodes"]
-        conversations.append(
-            [
-                [reply["content"] for turn in episode["turns"] for reply in turn["replies"]]
-                for episode in rows(tmp_path / name / "run" / "trajectories.jsonl")
-            ]
-        )
-    assert conversations[0] == conversations[1]
-    assert len({text for conversation in conversations[0] for text in conversation}) > 1
-
-
-COLOURS = ("red", "blue", "green", "white", "black", "brown")
-QUESTION = "Which colour?"
-
-
-class Painter(ToolEnvironment):
-    """The user wants a colour and does not say which."""
-
-    @classmethod
-    def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        rng = random.Random(f"{split} {seed}")
-        for number in range(count):
-            colour = rng.choice(COLOURS)
-            yield Task(f"{split}-{number}", "Paint it.", colour, {"goal": f"The colour is {colour}."})
-
-
-def customer(prompt: str, number: int) -> str:
-    last = prompt.rsplit("\n", 1)[-1]
-    return re.findall(r"colour is (\w+)", prompt)[0] if last == QUESTION else STOP
-
-
-def write_painting_lessons(path: Path, count: int, asking: float) -> None:
-    """A share of the demonstrations asks; the others guess a random colour at once."""
-    rng = random.Random(3)
-    lines = []
-    for _ in range(count):
-        messages = [{"role": "user", "content": "Paint it."}]
-        colour = rng.choice(COLOURS)
-        if rng.random() < asking:
-            messages += [{"role": "assistant", "content": QUESTION}, {"role": "user", "content": colour}]
-        lines.append(json.dumps({"messages": [*messages, {"role": "assistant", "content": colour}]}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_a_policy_learns_to_ask_the_user(tmp_path: Path) -> None:
-    """Who guesses is right once in six tasks; who asks is right."""
-    write_painting_lessons(tmp_path / "lessons.jsonl", 40 * 16, asking=0.3)
-    logging = {"output_dir": str(tmp_path), "record_tools": False, "save_trajectories": False}
-    sft = TrainingConfig(
-        training={
-            "algorithm": "sft", "optimizer": "muon", "learning_rate": 0.006, "schedule": "linear",
-            "batch_size": 16, "max_steps": 40,
-        },
-        data={"dataset": str(tmp_path / "lessons.jsonl"), "shuffle": False},
-        logging=logging,
-    )  # fmt: skip
-    export(str(Training(sft, name="warm", watcher=Quiet()).train().run), tmp_path / "model")
-    with judging(customer) as user:
-        grpo = TrainingConfig(
-            model={"name": str(tmp_path / "model")},
-            training={
-                "learning_rate": 6e-4, "warmup_steps": 2, "batch_size": 8, "group_size": 8, "max_steps": 20,
-                "eval_every": 20,
-            },
-            environment={"max_turns": 3, "user": config_of(user.url, max_turns=2).environment.user},
-            sampling={"max_tokens": 12},
-            data={"heldout_count": 64},
-            logging=logging,
-        )  # fmt: skip
-        objects = UserObjects(environment=Painter)
-        report = Training(grpo, name="run", objects=objects, watcher=Quiet()).train()
-    first, *_, last = [row["eval/success"] for row in report.rows if "eval/success" in row]
-    print(f"success: warm start {first:.2f}, trained {last:.2f}")
-    assert last >= first + 0.3 and last >= 0.8

@@ -45,35 +45,35 @@ def write_terminal_bench_task(folder: Path, yaml: str = "", compose: str = "") -
     return folder
 
 
+PROGRAMS = ("podman", "runc", "busybox")
+RUN = ("run", "--rm", "--network", "none", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
+
+
+class NoContainers(Exception):
+    """Why containers cannot be started here."""
+
+
 def podman(folder: Path) -> str:
-    """Return the command of a podman with storage of its own and an image of busybox; skip the test if containers do
-    not start here."""
-    for program in ("podman", "runc", "busybox"):
+    """Return `start_podman`; skip the test if containers do not start here."""
+    try:
+        return start_podman(folder)
+    except NoContainers as error:
+        pytest.skip(str(error))
+
+
+def start_podman(folder: Path) -> str:
+    """Return the command of a podman with storage of its own and an image of busybox."""
+    for program in PROGRAMS:
         if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed: apt install podman runc busybox-static")
+            raise NoContainers(f"{program} is not installed: apt install podman runc busybox-static")
     command = ["podman", "--root", f"{folder}/root", "--runroot", f"{folder}/run", "--storage-driver", "vfs"]
     command += ["--runtime", "runc"]
     archive = folder / "busybox.tar"
     _write_image(folder / "image", archive)
-    done = subprocess.run(
-        [*command, "import", str(archive), IMAGE], capture_output=True, text=True, timeout=120
-    )
-    if done.returncode == 0:
-        arguments = [
-            "run",
-            "--rm",
-            "--network",
-            "none",
-            "--ulimit",
-            "nofile=1024:1024",
-            "--ulimit",
-            "nproc=1024:1024",
-        ]
-        done = subprocess.run(
-            [*command, *arguments, IMAGE, "true"], capture_output=True, text=True, timeout=120
-        )
-    if done.returncode:
-        pytest.skip(f"podman starts no container here: {done.stderr.strip()[-300:]}")
+    for arguments in (["import", str(archive), IMAGE], [*RUN, IMAGE, "true"]):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=120)
+        if done.returncode:
+            raise NoContainers(f"podman starts no container here: {done.stderr.strip()[-300:]}")
     return " ".join(command)
 
 

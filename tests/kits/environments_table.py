@@ -1,18 +1,28 @@
 """Check environments of other packages with `tfactory envs check`, and generate the table of docs/ENVIRONMENTS.md:
-`make environments`."""
+`make environments`. `python -m tests.kits.environments_table containers verifiers` checks only those packages."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from tests.kits.containers import (
+    PROGRAMS,
+    NoContainers,
+    start_podman,
+    write_harbor_task,
+    write_terminal_bench_task,
+)
+from tests.kits.containers import options as container_options
 from tests.kits.frozen_lake import LAKE, RIGHT, square
 from tests.kits.guessing import ENVS, GAME, OPENENV, openenv_server, options_of
 from TrainingFactory.apps.env_check.check import EnvironmentReport, check_environment
@@ -28,27 +38,41 @@ MAX_TURNS = 12
 
 @dataclass(frozen=True)
 class Entry:
-    """One row of the table. `address` opens a server and yields the environment_id; `solve` names a function below, and
-    "" is the environment's own reference."""
+    """One row of the table. `solve` names a function below; "" is the environment's own reference. `kind` is that of a
+    server of OpenEnv, or of a folder of tasks in containers."""
 
     name: str
     package: str
     solve: str = ""
     environment_id: str = ""
     args: dict[str, Any] = field(default_factory=dict)
-    server: str = ""  # kind of the OpenEnv server
+    kind: str = ""
 
-    def address(self) -> AbstractContextManager[str]:
-        return openenv_server(self.server) if self.server else contextlib.nullcontext(self.environment_id)
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """Yield the section `environment` of a config; start what it needs."""
+        if self.package == "containers":
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+                for number in range(8):
+                    TASK_WRITERS[self.kind](Path(name, "tasks", f"add-{number}"))
+                options = container_options(Path(name, "tasks"), start_podman(Path(name)))
+                yield {"environment_id": "containers", "options": options}
+            return
+        server = openenv_server(self.kind) if self.kind else contextlib.nullcontext(self.environment_id)
+        with server as environment_id:
+            options = {} if self.package == "process" else options_of(environment_id, args=self.args)
+            yield {"environment_id": environment_id, "options": options}
 
 
+TASK_WRITERS = {"harbor": write_harbor_task, "terminal-bench": write_terminal_bench_task}
 SERVERS = ROOT / "tests" / "servers"
+SUMS_V0 = f"verifiers_v0:{SERVERS / 'verifiers_tasks' / 'sums_v0.py'}"
 ENTRIES = [
     Entry("`gymnasium:FrozenLake-v1` (not slippery)", "gymnasium", "walk", LAKE, {"is_slippery": False}),
     Entry("`textarena:GuessTheNumber-v0`", "textarena", "bisect", GAME),
     Entry("`textarena:TicTacToe-v0`, random opponent", "textarena", "fork_corners", "textarena:TicTacToe-v0"),
-    Entry("`openenv:URL`: a server of ours, text actions", "openenv", "bisect", server="guess"),
-    Entry("`openenv:URL`: a server of ours, MCP tools", "openenv", "ask_price", server="tools"),
+    Entry("`openenv:URL`: a server of ours, text actions", "openenv", "bisect", kind="guess"),
+    Entry("`openenv:URL`: a server of ours, MCP tools", "openenv", "ask_price", kind="tools"),
     Entry("`trl:FILE.py:FACTORY`: a file of ours", "trl", "buy", f"trl:{SERVERS / 'shop.py'}:Shop"),
     Entry(
         "`verifiers:FILE.py`: a taskset (v1) of ours",
@@ -56,6 +80,16 @@ ENTRIES = [
         "",
         f"verifiers:{SERVERS / 'verifiers_tasks' / 'sums.py'}",
     ),
+    *(
+        Entry(f"`verifiers_v0:FILE.py`: {what} of ours", "verifiers_v0", solve, SUMS_V0, {"kind": kind})
+        for kind, what, solve in (
+            ("single", "a `SingleTurnEnv`", ""),
+            ("tools", "a `ToolEnv`", "add_up"),
+            ("guess", "a `MultiTurnEnv`", ""),
+        )
+    ),
+    Entry("`containers`: Harbor tasks of ours", "containers", kind="harbor"),
+    Entry("`containers`: Terminal-Bench tasks of ours", "containers", kind="terminal-bench"),
     Entry(
         "`process:node guess.mjs`", "process", "bisect", f"process:node {ROOT / 'examples/guess/guess.mjs'}"
     ),
@@ -63,11 +97,13 @@ ENTRIES = [
 # Environments that no test runs, with the reason.
 NOT_RUN = {
     "environments of the verifiers hub": "they are downloaded from a server that tests do not contact",
-    "verifiers before 0.3 (v0)": "another interface, without an adapter",
-    "verifiers with several agents": "rejected",
-    "verifiers with an agent of its own": "a chat loop with the task's tools replaces it",
+    "verifiers v1 with several agents": "rejected",
+    "verifiers v0 with rewards that compare a group": "rejected",
+    "verifiers v1 with an agent of its own": "a chat loop with the task's tools replaces it",
     "TextArena's games with words of NLTK": "the words are downloaded",
-    "OpenEnv's published servers": "their images need a container runtime",
+    "OpenEnv's published servers": "their images come from a registry",
+    "Harbor's and Terminal-Bench's published tasks": "their images come from a registry",
+    "containers with docker, or with podman without root": "only podman with runc as root has been started",
 }
 
 
@@ -109,6 +145,14 @@ def buy(messages: Sequence[Message], task: Task) -> Message:
     return Message("assistant", tool_calls=[ToolCall("buy", {"count": count})])
 
 
+def add_up(messages: Sequence[Message], task: Task) -> Message:
+    """Ask the tool, and repeat its answer."""
+    if messages[-1].role == "tool":
+        return Message("assistant", messages[-1].content)
+    a, b = map(int, re.findall(r"\d+", messages[-1].content))
+    return Message("assistant", tool_calls=[ToolCall("add", {"a": a, "b": b})])
+
+
 # -- the table
 
 
@@ -116,10 +160,15 @@ def package_version(package: str) -> str:
     """Return the pinned version from the adapter's lock file. OpenEnv's package is only on the server."""
     if package == "process":
         return "-"
+    if package == "containers":
+        outputs = (
+            subprocess.run([name, "--version"], capture_output=True, text=True) for name in PROGRAMS[:2]
+        )
+        return ", ".join(" ".join(output.stdout.split("\n")[0].split()[::2]) for output in outputs)
     if package == "openenv":
         [metadata] = OPENENV.glob("lib/python*/site-packages/openenv-*.dist-info")
         return metadata.name.removesuffix(".dist-info").replace("-", " ")
-    name = {"trl": "transformers"}.get(package, package)
+    name = {"trl": "transformers", "verifiers_v0": "verifiers"}.get(package, package)
     lock = (ENVS / package / "requirements.lock").read_text(encoding="utf-8")
     [version] = re.findall(rf"^{name}==(\S+)", lock, re.MULTILINE | re.IGNORECASE)
     return f"{name} {version}"
@@ -128,15 +177,15 @@ def package_version(package: str) -> str:
 def is_installed(entry: Entry) -> bool:
     if entry.package == "process":
         return shutil.which("node") is not None
+    if entry.package == "containers":
+        return all(map(shutil.which, PROGRAMS))
     has_server = entry.package != "openenv" or OPENENV.with_suffix(".installed").is_file()
     return has_server and (ENVS / entry.package / "requirements.lock").is_file()
 
 
 def check(entry: Entry, episodes: int = EPISODES) -> EnvironmentReport:
-    with entry.address() as environment_id:
-        options = {} if entry.package == "process" else options_of(environment_id, args=entry.args)
-        environment = {"environment_id": environment_id, "options": options, "max_turns": MAX_TURNS}
-        config = TrainingConfig(environment=environment)
+    with entry.opened() as environment:
+        config = TrainingConfig(environment=environment | {"max_turns": MAX_TURNS})
         solve = f"{__file__}:{entry.solve}" if entry.solve else None
         return check_environment(config, num_episodes=episodes, reference=solve)
 
@@ -175,20 +224,27 @@ def rows_of(page: str) -> list[str]:
     return page.partition(BEGIN)[2].partition(END)[0].split("\n")[2:-1]
 
 
-def regenerate(report: Callable[[str], None] = print) -> None:
-    """Check all environments and write the table. Rows of those that are not installed keep their recorded text."""
+def checked_row(entry: Entry, recorded: dict[str, str]) -> str:
+    """Return the row of an environment that runs here, else its recorded row, else the reason."""
+    reason = f"{entry.package} is not installed"
+    if is_installed(entry):
+        try:
+            return row_of(entry, check(entry))
+        except NoContainers as error:
+            reason = str(error)
+    return recorded.get(f"| {entry.name}", f"| {entry.name} | | read, not run: {reason} | | | | |")
+
+
+def regenerate(packages: Sequence[str], report: Callable[[str], None] = print) -> None:
+    """Check the environments of some packages, by default of all, and write the table."""
     recorded = {row.split(" | ")[0]: row for row in rows_of(PAGE.read_text(encoding="utf-8"))}
     rows: list[str] = []
     for entry in ENTRIES:
-        row = row_of(entry, check(entry)) if is_installed(entry) else recorded.get(f"| {entry.name}", "")
-        report(row or f"{entry.name} is not installed: make servers")
-        rows += [row] if row else []
+        is_checked = not packages or entry.package in packages or f"| {entry.name}" not in recorded
+        rows.append(checked_row(entry, recorded) if is_checked else recorded[f"| {entry.name}"])
+        report(rows[-1])
     PAGE.write_text(page_with(table(rows), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def installed_entries() -> Iterator[Entry]:
-    return filter(is_installed, ENTRIES)
-
-
 if __name__ == "__main__":
-    regenerate()
+    regenerate(sys.argv[1:])

@@ -10,6 +10,7 @@ import time
 
 args = {}
 turns = {}
+FAILURES = {"fail": ValueError("the board is full"), "lose": ConnectionError("the server is gone")}
 
 
 def answer(number, **fields):
@@ -47,8 +48,8 @@ def step(episode, message):
         os.kill(os.getpid(), signal.SIGKILL)
     elif word == "sleep":
         time.sleep(float(rest))
-    elif word == "fail":
-        raise ValueError("the board is full")
+    elif word in FAILURES:
+        raise FAILURES[word]
     elif word == "win":
         more = {"done": True, "reward": 1.0, "stop_reason": "won", "metrics": {"turns": turns[episode]}}
     elif word == "earn":
@@ -68,6 +69,8 @@ def handle(request):
     episode = request["episode"]
     if method == "reset":
         turns[episode] = 0
+        if args.pop("lose_first_reset", False):
+            raise ConnectionError("no server")
         if len(turns) == args.get("die_at_reset"):
             os.kill(os.getpid(), signal.SIGKILL)
         return {
@@ -86,6 +89,8 @@ def work(request):
         answer(request["id"], result=handle(request))
     except ValueError as error:
         answer(request["id"], error={"message": str(error)})
+    except ConnectionError as error:
+        answer(request["id"], error={"message": str(error), "lost": True})
 
 
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -4,7 +4,6 @@ of the time, and a GRPO run from there. `python -m tests.kits.frozen_lake` print
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import tempfile
 from pathlib import Path
@@ -12,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.kits.run import Quiet
+from tests.kits import lessons
 from TrainingFactory.common import catalog
-from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import TrainingReport
-from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Message, Task
 
 FOLDER = Path(__file__).resolve().parents[2] / ".servers" / "envs"
@@ -75,48 +72,16 @@ async def walks(count: int, skill: float, seed: int) -> list[tuple[list[Message]
         await factory.pool.close()
 
 
-def write_warm_start(path: Path, count: int) -> None:
-    rows = asyncio.run(walks(count, 0.5, 1))
-    lines = [
-        json.dumps({"messages": [{"role": m.role, "content": m.content} for m in messages]})
-        for messages, _ in rows
-    ]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def warm_start(folder: Path, rows: int = 300, steps: int = 60) -> str:
     """Train the built-in model on the scripted episodes; return the model's folder."""
-    write_warm_start(folder / "walks.jsonl", rows)
-    sft = {
-        "algorithm": "sft",
-        "optimizer": "muon",
-        "learning_rate": 0.006,
-        "batch_size": 32,
-        "max_steps": steps,
-    }
-    logging = {"output_dir": str(folder)}
-    config = TrainingConfig(training=sft, data={"dataset": str(folder / "walks.jsonl")}, logging=logging)
-    return str(Training(config, name="warm", watcher=Quiet()).train().run)
+    episodes = asyncio.run(walks(rows, 0.5, 1))
+    return lessons.warm_start(folder, [messages for messages, _ in episodes], 32, steps)
 
 
 def learn(folder: Path, model: str, steps: int, **training: Any) -> TrainingReport:
     """Train with GRPO in FrozenLake, with an evaluation before and after."""
-    settings = {
-        "batch_size": 4,
-        "group_size": 8,
-        "learning_rate": 6e-4,
-        "warmup_steps": 2,
-        "max_steps": steps,
-    }
-    config = TrainingConfig(
-        model={"name": model},
-        training=settings | {"eval_every": steps} | training,
-        environment={"environment_id": LAKE, "options": OPTIONS, "max_turns": MAX_TURNS},
-        data={"count": 64, "heldout_count": 64},
-        sampling={"max_tokens": 6},
-        logging={"output_dir": str(folder)},
-    )
-    return Training(config, name="run", watcher=Quiet()).train()
+    environment = {"environment_id": LAKE, "options": OPTIONS, "max_turns": MAX_TURNS}
+    return lessons.learn(folder, model, environment, steps, **training)
 
 
 def success_by_chance() -> float:
@@ -124,13 +89,8 @@ def success_by_chance() -> float:
     return sum(reached for _, reached in episodes) / len(episodes)
 
 
-def successes(report: TrainingReport) -> list[float]:
-    """Return the share of held-out episodes that reach the goal, before training and at each evaluation."""
-    return [row["eval/success"] for row in report.rows if "eval/success" in row]
-
-
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
         print(f"random actions: {success_by_chance():.2f}")
-        results = successes(learn(Path(name), warm_start(Path(name)), 30, eval_every=10))
+        results = lessons.evaluations(learn(Path(name), warm_start(Path(name)), 30, eval_every=10))
         print("warm start, after 10, 20 and 30 steps:", " ".join(f"{share:.2f}" for share in results))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import subprocess
 import sys
@@ -17,11 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.kits.run import Quiet
+from tests.kits import lessons
 from TrainingFactory.assembly.environment import as_environment_factory, find_environment
-from TrainingFactory.config import TrainingConfig
 from TrainingFactory.runs.folder import TrainingReport
-from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.types import Message, Task
 
 SERVERS = Path(__file__).resolve().parents[2] / ".servers"
@@ -35,12 +32,13 @@ needs_openenv = pytest.mark.skipif(
 GAME = "textarena:GuessTheNumber-v0"
 HIGHEST = 15
 MAX_TURNS = 4
+MAX_SESSIONS = 256  # of the server of OpenEnv
 
 
 def needs(name: str) -> pytest.MarkDecorator:
     """Skip a test if the environment's package is not installed."""
     is_installed = (ENVS / name / "requirements.lock").is_file()
-    targets = "agents" if name == "verifiers" else "servers"
+    targets = "agents" if name.startswith("verifiers") else "servers"
     return pytest.mark.skipif(not is_installed, reason=f"{name} is not installed: make {targets}")
 
 
@@ -54,15 +52,16 @@ def factory_of(environment_id: str, **options: Any) -> Any:
 
 
 @contextlib.contextmanager
-def openenv_server(kind: str = "guess") -> Iterator[str]:
+def openenv_server(kind: str = "guess", port: int = 0) -> Iterator[str]:
     """Start a server of the real OpenEnv; yield its environment_id."""
-    command = [OPENENV / "bin" / "python", SERVER, kind]
+    command = [OPENENV / "bin" / "python", SERVER, kind, str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
             yield f"openenv:http://127.0.0.1:{int(server.stdout.readline())}"
         finally:
             server.kill()
+            server.wait()
 
 
 def game_options(environment_id: str) -> dict[str, Any]:
@@ -109,11 +108,15 @@ async def play(environment: Any, guesser: Guesser) -> tuple[list[Message], bool]
 
 async def games(environment_id: str, count: int, skill: float, seed: int) -> list[tuple[list[Message], bool]]:
     factory = as_environment_factory(find_environment(environment_id), game_options(environment_id))
-    tasks = [Task(f"game-{seed}-{number}", "") for number in range(count)]
-    rngs = [random.Random(f"{seed} {number}") for number in range(count)]
+    gate = asyncio.Semaphore(MAX_SESSIONS // 2)
+
+    async def game(number: int) -> tuple[list[Message], bool]:
+        async with gate:
+            task = Task(f"game-{seed}-{number}", "")
+            return await play(factory(task), Guesser(random.Random(f"{seed} {number}"), skill))
+
     try:
-        pairs = zip(tasks, rngs, strict=True)
-        return await asyncio.gather(*(play(factory(task), Guesser(rng, skill)) for task, rng in pairs))
+        return await asyncio.gather(*(game(number) for number in range(count)))
     finally:
         await factory.pool.close()
 
@@ -126,50 +129,14 @@ def success_by_chance(environment_id: str) -> float:
 def warm_start(folder: Path, environment_id: str, rows: int = 600, steps: int = 120) -> str:
     """Train the built-in model on the scripted episodes; return the model's folder."""
     episodes = asyncio.run(games(environment_id, rows, 0.5, 1))
-    lines = [
-        json.dumps({"messages": [{"role": m.role, "content": m.content} for m in messages]})
-        for messages, _ in episodes
-    ]
-    (folder / "games.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    sft = {
-        "algorithm": "sft",
-        "optimizer": "muon",
-        "learning_rate": 0.006,
-        "batch_size": 32,
-        "max_steps": steps,
-    }
-    data, logging = {"dataset": str(folder / "games.jsonl")}, {"output_dir": str(folder)}
-    config = TrainingConfig(training=sft, data=data, logging=logging)
-    return str(Training(config, name="warm", watcher=Quiet()).train().run)
+    return lessons.warm_start(folder, [messages for messages, _ in episodes], 32, steps)
 
 
 def learn(folder: Path, model: str, environment_id: str, steps: int, **training: Any) -> TrainingReport:
     """Train with GRPO, with an evaluation before and after."""
-    settings = {
-        "batch_size": 4,
-        "group_size": 8,
-        "learning_rate": 6e-4,
-        "warmup_steps": 2,
-        "max_steps": steps,
-    }
-    config = TrainingConfig(
-        model={"name": model},
-        training=settings | {"eval_every": steps} | training,
-        environment={
-            "environment_id": environment_id,
-            "options": game_options(environment_id),
-            "max_turns": MAX_TURNS,
-        },
-        data={"count": 64, "heldout_count": 64},
-        sampling={"max_tokens": 6},
-        logging={"output_dir": str(folder)},
-    )
-    return Training(config, name="run", watcher=Quiet()).train()
-
-
-def successes(report: TrainingReport) -> list[float]:
-    """Return the share of held-out episodes with the right guess, before training and at each evaluation."""
-    return [row["eval/success"] for row in report.rows if "eval/success" in row]
+    options = game_options(environment_id)
+    environment = {"environment_id": environment_id, "options": options, "max_turns": MAX_TURNS}
+    return lessons.learn(folder, model, environment, steps, **training)
 
 
 def print_results(environment_id: str, steps: int) -> None:
@@ -178,7 +145,7 @@ def print_results(environment_id: str, steps: int) -> None:
             f"{environment_id.partition(':')[0]}: random {success_by_chance(environment_id):.2f}", flush=True
         )
         model = warm_start(Path(name), environment_id)
-        results = successes(learn(Path(name), model, environment_id, steps, eval_every=steps // 3))
+        results = lessons.evaluations(learn(Path(name), model, environment_id, steps, eval_every=steps // 3))
         print(
             "  warm start, then after each third:", " ".join(f"{share:.2f}" for share in results), flush=True
         )

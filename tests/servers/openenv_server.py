@@ -1,5 +1,5 @@
-"""Servers of the real OpenEnv for tests: `python openenv_server.py guess|one|tools` prints its port. Run by the
-interpreter of the folder openenv of the servers."""
+"""Servers of the real OpenEnv for tests: `python openenv_server.py guess|one|tools PORT` prints its port (0: any). Run
+by the interpreter of the folder openenv of the servers."""
 
 import random
 import socket
@@ -108,6 +108,8 @@ if __name__ == "__main__":
     environment, action, observation, sessions = APPS[sys.argv[1]]
     app = create_fastapi_app(environment, action, observation, max_concurrent_envs=sessions)
     listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", int(sys.argv[2])))
+    listener.listen()
     print(listener.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])

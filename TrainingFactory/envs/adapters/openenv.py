@@ -35,7 +35,7 @@ class Adapter:
         texts = [key for key, value in fields.items() if value.get("type") == "string"]
         needed = schema.get("required") or list(fields)
         self.action_field = needed[0] if len(needed) == 1 and needed[0] in texts else None
-        first = Session(self)
+        first = self.open_session()
         try:
             self.tools = [] if fields and not fields.keys() >= MCP_FIELDS else first.list_tools()
             self.actions = actions or ("tools" if self.tools else "text" if self.action_field else "json")
@@ -64,6 +64,20 @@ class Adapter:
                     "SUPPORTS_CONCURRENT_SESSIONS = True in its environment and max_concurrent_envs in create_app; or "
                     "play one episode at a time: environment.options.args.sessions=1 and sampling.slots=1"
                 ) from error
+
+    def open_session(self) -> "Session":
+        """Open a session, and wait while those of other episodes are open."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            try:
+                return Session(self)
+            except NoSessionLeft as error:
+                if time.monotonic() > deadline:
+                    raise ValueError(
+                        f"the server at {self.url} allows {error.max_sessions} sessions, all in use. "
+                        f"Raise its max_concurrent_envs, or set sampling.slots={error.max_sessions}"
+                    ) from error
+                time.sleep(0.05)
 
     def describe(self) -> dict[str, Any]:
         return {"actions": self.actions, "tools": self.tools, "schema": self.schema}
@@ -100,6 +114,7 @@ class Session:
 
     def __init__(self, adapter: Adapter) -> None:
         address = adapter.url.replace("http", "ws", 1) + "/ws"
+        self._url = adapter.url
         self._closed: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
         self._socket = adapter.connect_to(address, max_size=MAX_BYTES, open_timeout=30)
         self.ask("state")  # the server accepts the connection before it refuses the session
@@ -107,7 +122,10 @@ class Session:
     def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
         with contextlib.suppress(self._closed):  # the reason is the last message of the server
             self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
-        answer = json.loads(self._socket.recv())
+        try:
+            answer = json.loads(self._socket.recv())
+        except self._closed as error:
+            raise ConnectionError(f"the server at {self._url} closed the connection: {error}") from error
         data = answer.get("data", {})
         if answer.get("type") != "error":
             return data
@@ -141,7 +159,7 @@ class Session:
 class Episode:
     def __init__(self, adapter: Adapter, task: dict[str, Any], seed: int) -> None:
         self._adapter = adapter
-        self._session = self._open()
+        self._session = adapter.open_session()
         arguments = {
             "seed": seed,
             "episode_id": task["id"],
@@ -155,20 +173,6 @@ class Episode:
         if text or not self.messages:
             self.messages.append({"role": "user", "content": text or "Call the tools."})
         self._has_reward = self._done = False
-
-    def _open(self) -> Session:
-        """Open a session, and wait if those of other episodes are still being closed."""
-        deadline = time.monotonic() + WAIT_SECONDS
-        while True:
-            try:
-                return Session(self._adapter)
-            except NoSessionLeft as error:
-                if time.monotonic() > deadline:
-                    raise ValueError(
-                        f"the server at {self._adapter.url} allows {error.max_sessions} sessions, all in use. "
-                        f"Raise its max_concurrent_envs, or set sampling.slots={error.max_sessions}"
-                    ) from error
-                time.sleep(0.05)
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         adapter = self._adapter

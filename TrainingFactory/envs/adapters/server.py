@@ -8,6 +8,7 @@ An adapter file defines `REQUIREMENTS`, a list of packages that `tfactory envs a
         def describe(self): ...                      # {"actions": "text"}, or {"actions": "tools", "tools": [...]}
         def tasks(self, split, seed, count): ...     # iterable of {"id", "prompt", "answer", "metadata"}
         def reset(self, task, seed): ...             # a new episode
+        def close(self): ...                         # optional
 
     class Episode:
         messages = [{"role": "user", "content": "..."}]  # the conversation before the model's first turn
@@ -18,6 +19,7 @@ An adapter file defines `REQUIREMENTS`, a list of packages that `tfactory envs a
 
 Each method is a plain function or an async function. Plain functions of an episode run in a thread of this episode.
 Printed text goes to stderr. Raise `ValueError` for a wrong name or argument: its text is shown without the traceback.
+`ConnectionError` and `TimeoutError` mean that the episode is lost, and that another one may work.
 """
 
 import asyncio
@@ -35,6 +37,7 @@ from typing import Any
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
+LOST = (ConnectionError, TimeoutError, asyncio.TimeoutError)  # the last two differ in Python 3.10
 CLOSE_SECONDS = 1.5  # for the open episodes to close after the end of stdin
 
 
@@ -56,8 +59,13 @@ class Server:
                 task = asyncio.ensure_future(self._answer(json.loads(line)))
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
+        await asyncio.wait_for(self._close_all(), CLOSE_SECONDS)
+
+    async def _close_all(self) -> None:
         closing = [self.close({"episode": episode}) for episode in list(self._episodes)]
-        await asyncio.wait_for(asyncio.gather(*closing, return_exceptions=True), CLOSE_SECONDS)
+        await asyncio.gather(*closing, return_exceptions=True)
+        if (close := getattr(self._adapter, "close", None)) is not None:
+            await self._call("", close)
 
     async def _answer(self, request: Any) -> None:
         number, method = request.get("id"), request.get("method")
@@ -76,7 +84,8 @@ class Server:
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            line = json.dumps({"id": number, "error": {"message": text[:2000]}}).encode() + b"\n"
+            problem = {"message": text[:2000]} | ({"lost": True} if isinstance(error, LOST) else {})
+            line = json.dumps({"id": number, "error": problem}).encode() + b"\n"
         while line:
             line = line[os.write(self._answers, line) :]
 
@@ -86,7 +95,7 @@ class Server:
         return await self._call("", self._load, request.get("name", ""), request.get("args", {}))
 
     def _load(self, name: str, args: Any) -> Any:
-        module = load_module(self._adapter_file)
+        module = load_module("tfactory_adapter", self._adapter_file)
         self._adapter = module.Adapter(name, args)
         versions = package_versions(module.REQUIREMENTS)
         return {"protocol": PROTOCOL, "name": name, "versions": versions, **self._adapter.describe()}
@@ -146,11 +155,11 @@ def package_versions(requirements: list[str]) -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in names}
 
 
-def load_module(path: str) -> Any:
-    spec = importlib.util.spec_from_file_location("tfactory_adapter", path)
+def load_module(name: str, path: str) -> Any:
+    """Import a file under a name. Adapters load files that they share."""
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["tfactory_adapter"] = module  # dataclasses look their module up
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -176,7 +185,7 @@ if __name__ == "__main__":
     status = 0
     try:
         asyncio.run(main(sys.argv[1]))
-    except (asyncio.TimeoutError, BrokenPipeError, KeyboardInterrupt):  # noqa: UP041  # two classes in Python 3.10
+    except (asyncio.TimeoutError, BrokenPipeError, KeyboardInterrupt):  # noqa: UP041
         pass
     except BaseException:
         traceback.print_exc()

@@ -3,11 +3,9 @@ the tools of the task; its requests to a model become the turns of the protocol.
 
 import asyncio
 import importlib
-import importlib.util
 import itertools
 import json
 import logging
-import os
 import random
 import sys
 import time
@@ -19,6 +17,8 @@ REQUIREMENTS = ["verifiers==0.4.0"]
 HELDOUT = 5  # of tasks that are shuffled with one seed, every fifth is held out
 SHUFFLE = 0
 LIMIT = 100_000  # tasks read of an endless taskset
+server: Any = importlib.import_module("__main__")  # server.py
+turns: Any = server.load_module("agent_turns", str(Path(__file__).with_name("agent_turns.py")))
 vf: Any = importlib.import_module("verifiers.v1")
 __all__ = ["ChatLoop"]  # verifiers looks for a harness here
 
@@ -28,18 +28,21 @@ class Adapter:
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         logging.getLogger("verifiers").setLevel(logging.ERROR)
-        self.name = _import_file(name) if name.endswith(".py") else name
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         generic = importlib.import_module("verifiers.v1.utils.generic")
         agents = importlib.import_module("verifiers.v1.configs.agent")
         try:
+            self.name = turns.import_file(name) if name.endswith(".py") else name
             kind = loaders.environment_class(self.name)
             config_kind = generic.concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
             agent = {"harness": {"id": __name__}, "runtime": {"type": "subprocess"}}
             config = config_kind(taskset={"id": self.name, **args}, agent=agent)
             self.environment = kind(config)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"verifiers:{name}: {error}. Installed packages: {sys.prefix}") from error
+            raise ValueError(
+                f"verifiers:{name}: {error} (installed packages: {sys.prefix}; for an environment of v0, with a "
+                "function `load_environment`, write verifiers_v0:NAME)"
+            ) from error
         roles = list(agents.agent_config_fields(config))
         if roles != ["agent"]:
             raise ValueError(
@@ -84,7 +87,7 @@ class Adapter:
                 f"task {task['id']} is no task of {self.name}: its metadata has no `index` of one"
             )
         episode = Episode(self, self.tasks_by_index[index])
-        await episode.start()
+        await episode.open()
         return episode
 
     async def _start(self) -> None:
@@ -130,96 +133,39 @@ class Model:
         return web.json_response(answer | {"choices": [choice], "usage": usage})
 
 
-class Episode:
-    """A run of the environment in a task of the event loop, between whose requests the protocol's turns happen."""
+class Episode(turns.AgentEpisode):
+    """A run of the environment with one task. Requests arrive at `Model`."""
 
     def __init__(self, adapter: Adapter, task: Any) -> None:
+        super().__init__()
         self._adapter, self._task = adapter, task
-        self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._turn: asyncio.Future[dict[str, Any] | None] | None = None  # of the request that waits
-        self._history: list[dict[str, Any]] = []
-        self._is_over = False
-        self.messages: list[dict[str, Any]] = []
-        self.tools: list[dict[str, Any]] = []
 
-    async def start(self) -> None:
+    async def open(self) -> None:
         client = vf.EvalClientConfig(base_url=self._adapter.model.address, api_key_var="TFACTORY_UNUSED_KEY")
         context = vf.ModelContext(model="policy", client=client)
-        run = self._adapter.environment.run_episode(self._task, context, on_trace=self._register)
-        self._run = asyncio.ensure_future(run)
-        request = await self._next_request()
-        if request is None:
-            raise RuntimeError(_problem(self._run.result()) or "the agent ended before its first turn")
-        self._history = request["messages"]
-        self.messages = [_plain(message) for message in self._history]
-        self.tools = [tool["function"] for tool in request.get("tools") or []]
+        await self.start(self._adapter.environment.run_episode(self._task, context, on_trace=self._register))
 
     def _register(self, trace: Any) -> None:
         self._trace_id = trace.id
         self._adapter.model.episodes[trace.id] = self
 
-    async def next_message(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the model's turn that answers a request; None after the end."""
-        if self._is_over:
-            return None
-        self._turn = asyncio.get_running_loop().create_future()
-        self._requests.put_nowait(request)
-        return await self._turn
+    def problem(self, result: Any) -> str:
+        errors = [*result.errors, *(error for trace in result.traces for error in trace.errors)]
+        return f"{errors[0].type}: {errors[0].message}" if errors else ""
 
-    async def _next_request(self) -> dict[str, Any] | None:
-        """Return the next request; None if the run ends before it."""
-        waiting = asyncio.ensure_future(self._requests.get())
-        await asyncio.wait([waiting, self._run], return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        waiting.cancel()
-        return None
-
-    async def step(self, message: dict[str, Any]) -> dict[str, Any]:
-        assert self._turn is not None
-        functions = [
-            {"name": call["name"], "arguments": json.dumps(call["arguments"])}
-            for call in message["tool_calls"]
-        ]
-        ids = [call["id"] for call in message["tool_calls"]]
-        calls = [
-            {"id": i, "type": "function", "function": f}
-            for i, f in zip(ids, functions)  # noqa: B905
-        ]
-        turn = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
-        self._turn.set_result(turn)
-        request = await self._next_request()
-        if request is None:
-            episode = self._run.result()
-            if problem := _problem(episode):
-                raise RuntimeError(problem)
-            return {"done": True, "stop_reason": episode.traces[0].stop_condition or "answered"}
-        known = len(self._history)
-        new = request["messages"]
-        if new[:known] != self._history or [row["role"] for row in new[known : known + 1]] != ["assistant"]:
-            raise RuntimeError("the agent changed earlier messages; run it as a program: environment.command")
-        self._history = new
-        return {"messages": [_plain(row) for row in new[known + 1 :]]}
+    def ending(self, result: Any) -> dict[str, Any]:
+        return {"stop_reason": result.traces[0].stop_condition or "answered"}
 
     async def score(self) -> dict[str, Any]:
         """End the agent, and return the reward of its trace."""
-        self._is_over = True
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)
-        episode = await self._run
-        if problem := _problem(episode):
-            raise RuntimeError(problem)
-        trace = episode.traces[0]
+        trace = (await self.finish()).traces[0]
         rewards = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         return {"reward": trace.reward if rewards else None, "parts": {**metrics, **rewards}}
 
     async def close(self) -> None:
         self._adapter.model.episodes.pop(getattr(self, "_trace_id", ""), None)
-        if self._turn is not None and not self._turn.done():
-            self._turn.set_result(None)
-        self._run.cancel()
-        await asyncio.wait([self._run])
+        await super().close()
 
 
 class ChatLoop(vf.Harness[vf.HarnessConfig]):
@@ -272,31 +218,3 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
                         connections, dispatch, function["name"], json.loads(function["arguments"])
                     )
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
-
-
-def _problem(episode: Any) -> str:
-    """Return the error of a finished episode; empty if it has none."""
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    return f"{errors[0].type}: {errors[0].message}" if errors else ""
-
-
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content") or ""
-    if not isinstance(content, str):
-        kinds = {part["type"] for part in content}
-        if kinds != {"text"}:
-            raise RuntimeError(f"a message has {', '.join(sorted(kinds))}; only text is supported")
-        content = "\n".join(part["text"] for part in content)
-    keys = ("role", "tool_call_id")
-    return {"content": content} | {key: message[key] for key in keys if key in message}
-
-
-def _import_file(path: str) -> str:
-    """Import a file as a module that verifiers and its tool servers find by its name."""
-    name = Path(path).stem
-    os.environ["PYTHONPATH"] = str(Path(path).parent)  # of the tool servers; this process ignores it
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return name

@@ -17,7 +17,7 @@ from TrainingFactory.common.image_parts import read_parts
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.envs.process.pool import PooledEpisode, ProcessPool, request_once
-from TrainingFactory.envs.process.process import MAX_MESSAGE_BYTES, ProcessLost, RequestFailed
+from TrainingFactory.envs.process.process import MAX_MESSAGE_BYTES, EpisodeLost, ProcessLost, RequestFailed
 from TrainingFactory.envs.process.programs import find_program
 from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import AsyncToolExecutor
@@ -72,7 +72,7 @@ class RequestTool:
             if self._method == "reset":  # recorded with the actions and tools that all episodes have
                 answer = {key: place.description[key] for key in SHARED if key in place.description} | answer
             return ToolResult(json.dumps(answer))
-        except ProcessLost as error:
+        except (ProcessLost, EpisodeLost) as error:
             return ToolResult(str(error), ok=False, error="unavailable")
         except RequestFailed as error:
             return ToolResult(str(error), ok=False, error="exception")

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter
 from typing import Any
 
-from TrainingFactory.envs.process.process import EnvironmentProcess, ProcessLost, Program
+from TrainingFactory.envs.process.process import EnvironmentProcess, EpisodeLost, ProcessLost, Program
 
 
 class ProcessPool:
@@ -18,7 +18,7 @@ class ProcessPool:
     def __init__(self, program: Program, episodes_per_process: int) -> None:
         self.program, self.episodes_per_process = program, episodes_per_process
         self.processes: list[EnvironmentProcess] = []
-        # Since the last `metrics`: stop reasons of episodes, crashed processes, and episodes that were open in them.
+        # Since the last `metrics`: stop reasons of episodes, crashed processes, and lost episodes.
         self._counts: Counter[str] = Counter()
         self._names = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -59,6 +59,9 @@ class ProcessPool:
             self.processes.remove(process)
             await process.close()
 
+    def count_lost(self) -> None:
+        self._counts["lost_episodes"] += 1
+
     def count_stop(self, reason: str) -> None:
         self._counts[f"stop/{reason}"] += 1
 
@@ -89,7 +92,12 @@ class PooledEpisode:
 
     async def request(self, method: str, **fields: Any) -> dict[str, Any]:
         await self.process.ready()
-        return await self.process.request(method, episode=self.name, **fields)
+        try:
+            return await self.process.request(method, episode=self.name, **fields)
+        except EpisodeLost:
+            if method != "reset":  # which is repeated
+                self._pool.count_lost()
+            raise
 
     async def close(self) -> None:
         await self._pool.release(self)

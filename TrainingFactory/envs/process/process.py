@@ -41,6 +41,10 @@ class RequestFailed(Exception):
     """The environment answered with an error."""
 
 
+class EpisodeLost(RequestFailed):
+    """The environment answered that it lost this episode, such as its connection to a server."""
+
+
 @dataclass(slots=True, frozen=True)
 class Program:
     """How to start the processes of an environment."""
@@ -90,7 +94,7 @@ class EnvironmentProcess:
         await asyncio.shield(self.started)
 
     async def request(self, method: str, **fields: Any) -> dict[str, Any]:
-        """Return the result of a request. Raise RequestFailed or ProcessLost."""
+        """Return the result of a request. Raise RequestFailed, EpisodeLost or ProcessLost."""
         if self.error is not None:
             raise ProcessLost(self.error)
         number = next(self._ids)
@@ -214,9 +218,7 @@ class EnvironmentProcess:
         if future is None or future.done():
             return
         if (error := answer.get("error")) is not None:
-            future.set_exception(
-                RequestFailed(str(error.get("message") if isinstance(error, dict) else error))
-            )
+            future.set_exception(_request_error(error))
         else:
             future.set_result(answer.get("result"))
 
@@ -279,6 +281,12 @@ def _warn_unrestricted(name: str, reason: str) -> None:
 async def _exited(process: asyncio.subprocess.Process) -> None:
     while process.returncode is None:  # `wait` would also wait for every process that holds the pipes
         await asyncio.sleep(0.01)
+
+
+def _request_error(error: Any) -> Exception:
+    if not isinstance(error, dict):
+        return RequestFailed(str(error))
+    return (EpisodeLost if error.get("lost") is True else RequestFailed)(str(error.get("message")))
 
 
 def _exit_text(status: int | None) -> str:

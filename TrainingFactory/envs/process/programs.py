@@ -22,10 +22,11 @@ ADAPTERS = Path(adapters.__file__).parent
 SERVER = ADAPTERS / "server.py"
 FOLDER = "TFACTORY_ENVS"  # environment variable: folder of the virtual environments
 LOCK = "requirements.lock"
+NO_ADAPTERS = ("__init__", "server", "agent_turns")  # other files in the folder
 
 
 def adapter_names() -> list[str]:
-    return sorted(path.stem for path in ADAPTERS.glob("*.py") if path.stem not in ("__init__", "server"))
+    return sorted(path.stem for path in ADAPTERS.glob("*.py") if path.stem not in NO_ADAPTERS)
 
 
 def environments_folder() -> Path:

@@ -1,0 +1,122 @@
+"""Shared by adapters of packages whose environments send requests to a model: each request becomes a turn of the
+protocol. Standard library only."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+
+class AgentEpisode:
+    """A run of a foreign environment in a task of the event loop. `step` answers its request to the model and waits for
+    the next one. Requests and turns have the shape of chat completions. Subclasses define `problem` and `ending`."""
+
+    def __init__(self) -> None:
+        self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._turn: asyncio.Future[dict[str, Any] | None] | None = None  # of the request that waits
+        self._history: list[dict[str, Any]] = []
+        self._is_over = False
+        self.messages: list[dict[str, Any]] = []
+        self.tools: list[dict[str, Any]] = []
+
+    def problem(self, result: Any) -> str:
+        """Return the error of a finished run; empty if it has none."""
+        raise NotImplementedError
+
+    def ending(self, result: Any) -> dict[str, Any]:
+        """Return the answer to the last step of a finished run, without `done`."""
+        raise NotImplementedError
+
+    async def start(self, run: Coroutine[Any, Any, Any]) -> None:
+        """Start a run and wait for its first request."""
+        self._run = asyncio.ensure_future(run)
+        request = await self._next_request()
+        if request is None:
+            raise RuntimeError(self.problem(self._run.result()) or "the agent ended before its first turn")
+        self._history = request["messages"]
+        self.messages = [plain_message(message) for message in self._history]
+        self.tools = [tool["function"] for tool in request.get("tools") or []]
+
+    async def next_message(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the model's turn that answers a request; None after the end."""
+        if self._is_over:
+            return None
+        self._turn = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(request)
+        return await self._turn
+
+    async def _next_request(self) -> dict[str, Any] | None:
+        """Return the next request; None if the run ends before it."""
+        waiting = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait([waiting, self._run], return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            return waiting.result()
+        waiting.cancel()
+        return None
+
+    async def step(self, message: dict[str, Any]) -> dict[str, Any]:
+        assert self._turn is not None
+        calls = [_tool_call(call) for call in message["tool_calls"]]
+        turn = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
+        self._turn.set_result(turn)
+        request = await self._next_request()
+        if request is None:
+            result = self._run.result()
+            if problem := self.problem(result):
+                raise RuntimeError(problem)
+            return {"done": True, **self.ending(result)}
+        known = len(self._history)
+        new = request["messages"]
+        if new[:known] != self._history or [row["role"] for row in new[known : known + 1]] != ["assistant"]:
+            raise RuntimeError("the agent changed earlier messages; run it as a program: environment.command")
+        self._history = new
+        return {"messages": [plain_message(row) for row in new[known + 1 :]]}
+
+    async def finish(self) -> Any:
+        """Refuse further requests, and return the result of the run."""
+        self._end_turn()
+        result = await self._run
+        if problem := self.problem(result):
+            raise RuntimeError(problem)
+        return result
+
+    async def close(self) -> None:
+        self._end_turn()
+        self._run.cancel()
+        await asyncio.wait([self._run])
+
+    def _end_turn(self) -> None:
+        self._is_over = True
+        if self._turn is not None and not self._turn.done():
+            self._turn.set_result(None)
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+    return {"id": call["id"], "type": "function", "function": function}
+
+
+def plain_message(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        kinds = {part["type"] for part in content}
+        if kinds != {"text"}:
+            raise RuntimeError(f"a message has {', '.join(sorted(kinds))}; only text is supported")
+        content = "\n".join(part["text"] for part in content)
+    keys = ("role", "tool_call_id")
+    return {"content": content} | {key: message[key] for key in keys if key in message}
+
+
+def import_file(path: str) -> str:
+    """Import a file as a module that the package and its subprocesses find by its name. Return the name."""
+    name = Path(path).stem
+    os.environ["PYTHONPATH"] = str(Path(path).parent)  # of subprocesses; this process ignores it
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return name

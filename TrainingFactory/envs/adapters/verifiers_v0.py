@@ -1,0 +1,191 @@
+"""Environments of verifiers v0: `verifiers_v0:NAME`, or `verifiers_v0:FILE.py` with a function `load_environment`. The
+environment asks its client for model responses; these requests become the turns of the protocol."""
+
+import importlib
+import logging
+import random
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+REQUIREMENTS = ["verifiers==0.2.1"]
+HELDOUT = (
+    5  # without a dataset for evaluation, every fifth of the rows that are shuffled with one seed is held out
+)
+SHUFFLE = 0
+# verifiers handles signals, which only the main thread may. This process ends at the end of stdin.
+signal.signal = lambda *_: None
+server: Any = importlib.import_module("__main__")  # server.py
+turns: Any = server.load_module("agent_turns", str(Path(__file__).with_name("agent_turns.py")))
+types: Any = importlib.import_module("verifiers.types")
+errors: Any = importlib.import_module("verifiers.errors")
+clients: Any = importlib.import_module("verifiers.clients.client")
+EPISODE: ContextVar["Episode | None"] = ContextVar("EPISODE", default=None)
+
+
+class Adapter:
+    """One environment. `args` are the arguments of `load_environment`."""
+
+    def __init__(self, name: str, args: dict[str, Any]) -> None:
+        load = importlib.import_module("verifiers.utils.env_utils").load_environment
+        try:
+            self.name = turns.import_file(name) if name.endswith(".py") else name
+            self.environment = load(self.name, **args)
+        except Exception as error:  # whatever code of the environment raises
+            raise ValueError(
+                f"verifiers_v0:{name}: {error} (installed packages: {sys.prefix}; for an environment of v1, write "
+                "verifiers:NAME)"
+            ) from error
+        members = [self.environment, *getattr(self.environment, "envs", [])]  # of an EnvGroup
+        if any(member.requires_group_rollouts for member in members):
+            raise ValueError(
+                f"verifiers_v0:{name} has a reward that compares the episodes of a group; not supported"
+            )
+        if any(member.message_type != "chat" for member in members):
+            raise ValueError(f"verifiers_v0:{name} completes plain texts; only chats are supported")
+        rubrics = [member.rubric for member in members]
+        self.reward_names = {
+            name
+            for rubric in rubrics
+            for name, weight in zip(  # noqa: B905
+                rubric._get_reward_func_names(), rubric._get_reward_weights()
+            )
+            if weight
+        }
+        logger = logging.getLogger("verifiers")
+        logger.setLevel(logging.ERROR)
+        logger.addHandler(FailedRewards())
+
+    def describe(self) -> dict[str, Any]:
+        return {"actions": "tools", "tools": []}
+
+    def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
+        """Yield rows of the split in an order that depends on the seed; the splits have none in common."""
+        is_heldout = split == "heldout"
+        train, evaluation = self.environment.build_dataset(), self.environment.build_eval_dataset()
+        source = "eval" if train is None or (evaluation is not None and is_heldout) else "train"
+        rows: Any = evaluation if source == "eval" else train
+        indices = list(range(len(rows)))
+        if train is None or evaluation is None:
+            random.Random(SHUFFLE).shuffle(indices)
+            indices = [i for number, i in enumerate(indices) if (number % HELDOUT == 0) == is_heldout]
+        random.Random(seed).shuffle(indices)
+        for index in indices[:count]:
+            row = rows[index]
+            prompt = row["prompt"]
+            yield {
+                "id": f"{self.name}-{source}-{index}",
+                "prompt": prompt if isinstance(prompt, str) else turns.plain_message(prompt[-1])["content"],
+                "answer": row.get("answer"),
+                "metadata": {"dataset": source, "index": index},
+            }
+
+    def row_of(self, task: dict[str, Any]) -> dict[str, Any]:
+        metadata = task.get("metadata", {})
+        environment = self.environment
+        build = {"train": environment.build_dataset, "eval": environment.build_eval_dataset}
+        rows = build[metadata["dataset"]]() if metadata.get("dataset") in build else None
+        index = metadata.get("index")
+        if rows is None or not isinstance(index, int) or not 0 <= index < len(rows):
+            raise ValueError(
+                f"task {task['id']} is no task of {self.name}: its metadata has no `dataset` and `index` of one"
+            )
+        return rows[index]
+
+    async def reset(self, task: dict[str, Any], seed: int) -> "Episode":
+        episode = Episode(self)
+        await episode.start(episode.run(self.row_of(task)))
+        return episode
+
+    async def close(self) -> None:
+        await self.environment._teardown()
+
+
+class FailedRewards(logging.Handler):
+    """verifiers logs a reward function that raises, and counts it as 0. Here such an episode is not scored."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text, episode = record.getMessage(), EPISODE.get()
+        match = re.match(r"Error calling reward function (\w+)", text)
+        if match and episode is not None and match[1] in episode.adapter.reward_names:
+            episode.failures.append(text)
+
+
+class Episode(turns.AgentEpisode):
+    """A rollout of the environment with one row of its dataset."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        super().__init__()
+        self.adapter = adapter
+        self.failures: list[str] = []  # of reward functions
+
+    async def run(self, row: dict[str, Any]) -> Any:
+        EPISODE.set(self)
+        return await self.adapter.environment.run_rollout(row, Client(self), "policy", {})
+
+    def problem(self, result: Any) -> str:
+        error = result.get("error")
+        return "" if error is None else error["error_chain_repr"]
+
+    def ending(self, result: Any) -> dict[str, Any]:
+        """Return the stop condition, and the messages that the environment added after the last turn."""
+        completion = [_wire(message) for message in result["completion"] or []]
+        last = max((i for i, row in enumerate(completion) if row["role"] == "assistant"), default=-1)
+        messages = [turns.plain_message(row) for row in completion[last + 1 :]]
+        return {"messages": messages, "stop_reason": result["stop_condition"]}
+
+    async def score(self) -> dict[str, Any]:
+        """End the rollout, and return the reward and the metrics of its rubric."""
+        result = await self.finish()
+        if self.failures:
+            raise RuntimeError("; ".join(self.failures))
+        return {"reward": result["reward"], "parts": result["metrics"]}
+
+
+class Client(clients.Client):
+    """A model whose responses are the turns of an episode."""
+
+    def __init__(self, episode: Episode) -> None:
+        super().__init__(episode)
+        self._episode = episode
+
+    async def get_response(
+        self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
+    ) -> Any:
+        functions = [tool.model_dump(include={"name", "description", "parameters"}) for tool in tools or []]
+        request = {
+            "messages": [_wire(message) for message in prompt],
+            "tools": [{"type": "function", "function": function} for function in functions],
+        }
+        turn = await self._episode.next_message(request)
+        if turn is None:
+            raise errors.OverlongPromptError(
+                "the client ended the episode"
+            )  # ends a rollout, which is scored
+        calls = [{"id": call["id"], **call["function"]} for call in turn.get("tool_calls", [])]
+        message = {"content": turn["content"], "tool_calls": calls or None}
+        reason = "tool_calls" if calls else "stop"
+        return types.Response(
+            id="turn",
+            created=0,
+            model=model,
+            message={**message, "finish_reason": reason, "is_truncated": False},
+        )
+
+    def _unused(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("a client without an API")
+
+    setup_client = to_native_tool = to_native_prompt = get_native_response = _unused
+    raise_from_native_response = from_native_response = _unused
+
+    async def close(self) -> None: ...
+
+
+def _wire(message: Any) -> dict[str, Any]:
+    """Return a message in the shape of chat completions."""
+    row = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
+    return {**row, "role": "user"} if row["role"] == "text" else row

@@ -1,0 +1,306 @@
+"""A headless Chromium that shows single pages without a network, driven by its DevTools protocol over two pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Self
+
+from TrainingFactory.common.workers.groups import inherited_variables, signal_group
+from TrainingFactory.types import ToolFailure
+
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = [
+    "--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
+    "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--hide-scrollbars", "--force-device-scale-factor=1", "--disable-renderer-backgrounding",
+    "--disable-backgrounding-occluded-windows", "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
+    # No host has an address, so that what is not intercepted reaches nothing either.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]  # fmt: skip
+# Chromium reads commands from file 3 and writes to file 4.
+TAKE_PIPES = """
+import fcntl, os, sys
+pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD_CLOEXEC, 50) for number in sys.argv[1:3]]
+os.dup2(pipes[0], 3)
+os.dup2(pipes[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+MAX_MESSAGE_BYTES = 64 << 20
+ADDRESS = "http://page.invalid/"
+# WebSockets are not intercepted. Everything else is, and counted.
+POLICY = "connect-src 'none'; webrtc 'block'"
+# Screenshots do not depend on when they are taken: no blinking cursor, no animation.
+CALM = """
+const sheet = new CSSStyleSheet();
+sheet.replaceSync("* { caret-color: transparent !important; animation: none !important; transition: none !important }");
+document.adoptedStyleSheets = [sheet];
+"""
+Listener = Callable[[str, dict[str, Any]], None]
+
+
+class BrowserLost(ToolFailure):
+    """The browser or a page does not answer. The episode ends as `tool_failure` and is not trained on."""
+
+
+class ScriptError(ValueError):
+    """An expression raised an exception in the page."""
+
+
+def find_browser(program: str | None) -> str:
+    """Return the path of Chromium. Raise ValueError if it is not installed."""
+    names = PROGRAMS if program is None else (program,)
+    if (path := next(filter(None, map(shutil.which, names)), None)) is None:
+        where = (
+            "environment.options.browser is not a program" if program else "no program of PATH is Chromium"
+        )
+        raise ValueError(
+            f"environment web_page needs Chromium, but {where} ({', '.join(names)}). Install it (Debian: apt install "
+            "chromium), or set environment.options.browser to its path"
+        )
+    return path
+
+
+class Chromium:
+    """One process of Chromium. Create it with `start`. It ends when its pipe closes, also if this process is killed."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, commands: Any, answers: Any, timeout: float
+    ) -> None:
+        self.process, self.timeout, self.error = process, timeout, ""
+        self.listeners: dict[str, Listener] = {}  # by session
+        self._commands, self._answers = commands, answers
+        self._numbers = itertools.count(1)
+        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._profile: tempfile.TemporaryDirectory[str] | None = None
+        self.run_later(self._read())
+
+    @classmethod
+    async def start(cls, program: str, timeout: float) -> Self:
+        loop = asyncio.get_running_loop()
+        (commands_out, commands_in), (answers_out, answers_in) = os.pipe(), os.pipe()
+        profile = tempfile.TemporaryDirectory(prefix="tfactory-browser-", ignore_cleanup_errors=True)
+        # The sandbox of Chromium cannot be started by root.
+        flags = [*FLAGS, *(["--no-sandbox", "--no-zygote"] if os.geteuid() == 0 else [])]
+        launcher = [sys.executable, "-I", "-S", "-c", TAKE_PIPES, str(commands_out), str(answers_in)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *launcher, program, *flags, f"--user-data-dir={profile.name}", stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
+                pass_fds=(commands_out, answers_in), env=inherited_variables([]),
+            )  # fmt: skip
+        finally:
+            os.close(commands_out)
+            os.close(answers_in)
+        answers = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
+        await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb", 0)
+        )
+        commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(commands_in, "wb", 0))
+        chromium = cls(process, commands, answers, timeout)
+        chromium._profile = profile
+        try:
+            await chromium.send("Browser.getVersion")
+        except BrowserLost as error:
+            await chromium.close()
+            raise BrowserLost(f"{program} does not start: {error}") from None
+        return chromium
+
+    async def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+        if self.error:
+            raise BrowserLost(self.error)
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params}
+        self._replies[number] = reply = asyncio.get_running_loop().create_future()
+        self._commands.write(
+            json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0"
+        )
+        try:
+            async with asyncio.timeout(self.timeout):
+                answer = await reply
+        except TimeoutError:
+            raise BrowserLost(f"{method} took longer than {self.timeout:g} s") from None
+        finally:
+            self._replies.pop(number, None)
+        if "error" in answer:
+            raise BrowserLost(f"{method}: {answer['error']['message']}")
+        return answer["result"]
+
+    def run_later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                message = json.loads((await self._answers.readuntil(b"\0"))[:-1])
+                if "id" in message:
+                    if (reply := self._replies.get(message["id"])) is not None and not reply.done():
+                        reply.set_result(message)
+                elif (listener := self.listeners.get(message.get("sessionId", ""))) is not None:
+                    listener(message["method"], message["params"])
+        self.error = "the browser has ended"
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(BrowserLost(self.error))
+
+    def abandon(self) -> None:
+        """End the process of another event loop."""
+        self.error = self.error or "the browser was closed"
+        signal_group(self.process.pid, signal.SIGKILL)
+        if self._profile is not None:
+            self._profile.cleanup()
+
+    async def close(self) -> None:
+        self.error = self.error or "the browser was closed"
+        self._commands.close()
+        signal_group(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._profile is not None:
+            await asyncio.to_thread(self._profile.cleanup)
+
+
+class BrowserPage:
+    """A tab with its own cookies and storage that shows one HTML document. All other requests fail and are counted."""
+
+    def __init__(self, chromium: Chromium, context: str, target: str, session: str, html: str) -> None:
+        self._chromium, self._context, self._target, self._session = chromium, context, target, session
+        self._html, self.blocked = html, 0
+        self._loaded = asyncio.Event()
+        chromium.listeners[session] = self._hear
+
+    @classmethod
+    async def open(cls, chromium: Chromium, html: str, width: int, height: int) -> Self:
+        context = (await chromium.send("Target.createBrowserContext"))["browserContextId"]
+        send = chromium.send
+        target = (await send("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
+        session = (await send("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        page = cls(chromium, context, target, session, html)
+        await send("Browser.setDownloadBehavior", behavior="deny", browserContextId=context)
+        await page._send("Page.enable")
+        await page._send("Fetch.enable", patterns=[{"urlPattern": "*"}])
+        await page._send("Page.addScriptToEvaluateOnNewDocument", source=CALM)
+        await page._send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
+        await page._send("Page.navigate", url=ADDRESS)
+        try:
+            async with asyncio.timeout(chromium.timeout):
+                await page._loaded.wait()
+        except TimeoutError:
+            raise BrowserLost(f"the page was not loaded within {chromium.timeout:g} s") from None
+        return page
+
+    async def tap(self, x: float, y: float) -> None:
+        for kind in ("mousePressed", "mouseReleased"):
+            await self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    async def type_text(self, text: str) -> None:
+        await self._send("Input.insertText", text=text)
+
+    async def evaluate(self, expression: str) -> Any:
+        """Return the JSON value of an expression. Raise ScriptError if it fails."""
+        answer = await self._send(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        if "exceptionDetails" in answer:
+            details = answer["exceptionDetails"]
+            raise ScriptError(details.get("exception", {}).get("description") or details["text"])
+        return answer["result"].get("value")
+
+    async def screenshot(self) -> bytes:
+        """Return a PNG file of the visible part."""
+        return base64.b64decode((await self._send("Page.captureScreenshot", format="png"))["data"])
+
+    async def close(self) -> None:
+        self._chromium.listeners.pop(self._session, None)
+        with contextlib.suppress(BrowserLost):
+            await self._chromium.send("Target.disposeBrowserContext", browserContextId=self._context)
+
+    async def _send(self, method: str, **params: Any) -> dict[str, Any]:
+        return await self._chromium.send(method, self._session, **params)
+
+    def _hear(self, method: str, params: dict[str, Any]) -> None:
+        if method == "Page.loadEventFired":
+            self._loaded.set()
+        elif method == "Fetch.requestPaused":
+            self._chromium.run_later(self._answer(params["requestId"], params["request"]))
+        elif method == "Page.javascriptDialogOpening":
+            self._chromium.run_later(self._ignoring_loss("Page.handleJavaScriptDialog", accept=True))
+
+    async def _answer(self, request_id: str, request: dict[str, Any]) -> None:
+        if request["url"] != ADDRESS or request["method"] != "GET":
+            self.blocked += request["url"] != ADDRESS + "favicon.ico"  # which Chromium asks for by itself
+            return await self._ignoring_loss(
+                "Fetch.failRequest", requestId=request_id, errorReason="BlockedByClient"
+            )
+        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY}
+        await self._ignoring_loss(
+            "Fetch.fulfillRequest", requestId=request_id, responseCode=200,
+            responseHeaders=[{"name": name, "value": value} for name, value in headers.items()],
+            body=base64.b64encode(self._html.encode()).decode(),
+        )  # fmt: skip
+
+    async def _ignoring_loss(self, method: str, **params: Any) -> None:
+        with contextlib.suppress(BrowserLost):
+            await self._send(method, **params)
+
+
+class SharedBrowser:
+    """The browser of a run, started for the first page and restarted if it has ended."""
+
+    def __init__(self, program: str, timeout: float) -> None:
+        self.program, self.timeout = program, timeout
+        self.chromium: Chromium | None = None
+        self.counts: Counter[str] = Counter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = asyncio.Lock()
+
+    async def open_page(self, html: str, width: int, height: int) -> BrowserPage:
+        if self._loop is not (loop := asyncio.get_running_loop()):
+            if self.chromium is not None:
+                self.chromium.abandon()
+            self._loop, self.chromium, self._starting = loop, None, asyncio.Lock()
+        async with self._starting:
+            if self.chromium is not None and self.chromium.error:
+                self.counts["restarts"] += 1
+                await self.chromium.close()
+                self.chromium = None
+            if self.chromium is None:
+                self.chromium = await Chromium.start(self.program, self.timeout)
+        return await BrowserPage.open(self.chromium, html, width, height)
+
+    async def close_page(self, page: BrowserPage) -> None:
+        self.counts["requests_blocked"] += page.blocked
+        await page.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Return restarts of the browser and blocked requests since the last call."""
+        counts = {"restarts": 0, "requests_blocked": 0} | self.counts
+        self.counts.clear()
+        return {f"environment/browser_{name}": float(count) for name, count in counts.items()}
+
+    async def close(self) -> None:
+        """End the browser; a later page starts it again."""
+        chromium, self.chromium = self.chromium, None
+        if chromium is not None:
+            await chromium.close()

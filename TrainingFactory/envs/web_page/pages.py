@@ -1,0 +1,102 @@
+"""Built-in pages with random layouts: buttons, text fields, boxes to tick, and a list longer than the window."""
+
+from __future__ import annotations
+
+import html
+import json
+import random
+from typing import Any, Literal, TypedDict
+
+from TrainingFactory.types import Task
+
+PageKind = Literal["button", "field", "boxes", "list"]
+NAMES = (
+    "Add Buy Cut Edit Find Help Join Keep Load Move Next Open Pay Quit Run Save Tag Undo View Zoom".split()
+)
+WORDS = "apple bread candle dragon engine forest garden harbor island jungle kettle lemon".split()
+CELL = (110, 40)  # pixels
+MARGIN = 10  # around a widget, in its cell
+
+
+class PageWidget(TypedDict):
+    """A widget of a page, in pixels from its top left corner."""
+
+    kind: Literal["button", "field", "box"]
+    name: str
+    x: int
+    y: int
+
+
+def page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, height: int) -> Task:
+    """Return a task on a page of its own. The prompt does not tell where anything is."""
+    columns, rows = width // CELL[0], height // CELL[1]
+    cells = rng.sample(range(columns * rows), columns * rows)
+    names = rng.sample(NAMES, len(NAMES))
+    if kind == "list":  # one column, twice as high as the window
+        count = min(2 * rows, len(names))
+        widgets = [_widget("button", name, columns * row, columns) for row, name in enumerate(names[:count])]
+        target = rng.randrange(count)
+        prompt, state = f"Press {names[target]}.", {"pressed": [names[target]]}
+    elif kind == "boxes":
+        chosen = sorted(rng.sample(names[:6], 2))
+        widgets = [_widget("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
+        prompt, state = f"Tick {' and '.join(chosen)}, and nothing else.", {"ticked": chosen}
+    elif kind == "field":
+        word, fields = rng.choice(WORDS), names[:3]
+        widgets = [
+            _widget("button" if name == names[3] else "field", name, cell, columns)
+            for name, cell in zip(names[:4], cells, strict=False)
+        ]
+        prompt = f"Write {word} into {fields[0]}, then press {names[3]}."
+        state = {"pressed": [names[3]], "fields": {fields[0]: word}}
+    else:
+        widgets = [
+            _widget("button", name, cell, columns) for name, cell in zip(names[:8], cells, strict=False)
+        ]
+        prompt, state = f"Press {names[0]}.", {"pressed": [names[0]]}
+    expected = {"pressed": [], "ticked": [], "fields": {}} | state
+    widgets.sort(key=lambda widget: (widget["y"], widget["x"]))  # an order that does not tell the target
+    check = f"pageState() === {json.dumps(json.dumps(expected, separators=(',', ':')))}"
+    return Task(
+        task_id, prompt, metadata={"kind": kind, "widgets": widgets, "expected": expected, "check": check}
+    )
+
+
+def _widget(kind: Any, name: str, cell: int, columns: int) -> PageWidget:
+    row, column = divmod(cell, columns)
+    return PageWidget(kind=kind, name=name, x=column * CELL[0] + MARGIN // 2, y=row * CELL[1] + MARGIN // 2)
+
+
+def page_html(widgets: list[PageWidget]) -> str:
+    body = "".join(_element(widget) for widget in widgets)
+    return (
+        PAGE.replace("BODY", body)
+        .replace("WIDTH", str(CELL[0] - MARGIN))
+        .replace("HEIGHT", str(CELL[1] - MARGIN))
+    )
+
+
+def _element(widget: PageWidget) -> str:
+    name, place = html.escape(widget["name"]), f'style="left:{widget["x"]}px;top:{widget["y"]}px"'
+    if widget["kind"] == "button":
+        return f"<button {place}>{name}</button>"
+    if widget["kind"] == "field":
+        return f'<input {place} name="{name}" placeholder="{name}">'
+    return f'<label {place}><input type="checkbox" name="{name}">{name}</label>'
+
+
+PAGE = """<!doctype html><html><head><meta charset="utf-8"><title>page</title><style>
+* { box-sizing: border-box; font: 15px sans-serif; }
+body { margin: 0; background: white; }
+button, input:not([type]), label { position: absolute; width: WIDTHpx; height: HEIGHTpx; }
+label { padding: 4px; border: 1px solid silver; }
+</style></head><body>BODY<script>
+const pressed = [];
+document.addEventListener("click", ({ target }) => target.matches("button") && pressed.push(target.textContent));
+function pageState() {
+  const ticked = [...document.querySelectorAll(":checked")].map((box) => box.name).sort();
+  const filled = [...document.querySelectorAll("input:not([type])")].filter((field) => field.value);
+  return JSON.stringify({ pressed, ticked, fields: Object.fromEntries(filled.map((f) => [f.name, f.value])) });
+}
+</script></body></html>
+"""
