@@ -18,6 +18,11 @@ def message_lines(message: Message) -> list[tuple[str, str]]:
     """Return a message as (speaker, text) lines: its content, with labels for images, then its tool calls."""
     content = content_text(message)
     lines = [(str(message.role), content)] if content or not message.tool_calls else []
+    return lines + _call_lines(message)
+
+
+def _call_lines(message: Message) -> list[tuple[str, str]]:
+    lines = []
     for call in message.tool_calls:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
         lines.append(("calls", call.error or f"{call.name} {arguments}"))
@@ -26,10 +31,24 @@ def message_lines(message: Message) -> list[tuple[str, str]]:
 
 def conversation_lines(episode: Trajectory) -> list[tuple[str, str]]:
     """Return (speaker, text) lines for all messages except the system prompt."""
+    return [line for message in _messages(episode) for line in message_lines(message)]
+
+
+def conversation_with_images(episode: Trajectory) -> list[tuple[str, str | Message]]:
+    """Return the same lines with messages instead of their texts, for pages that show images."""
+    lines: list[tuple[str, str | Message]] = []
+    for message in _messages(episode):
+        if message.content or message.images or not message.tool_calls:
+            lines.append((str(message.role), message))
+        lines += _call_lines(message)
+    return lines
+
+
+def _messages(episode: Trajectory) -> list[Message]:
     messages = [message for message in episode.prompt if message.role != "system"]
     for turn in episode.turns:
         messages += [turn.message, *turn.replies]
-    return [line for message in messages for line in message_lines(message)]
+    return messages
 
 
 def reward_text(reward: Reward | None) -> str:

@@ -12,7 +12,8 @@ from markupsafe import Markup, escape
 
 from TrainingFactory.common.charts import COLOURS, Chart, Curve
 from TrainingFactory.common.texts import escape_control
-from TrainingFactory.runs.episode_texts import conversation_lines, ending_text
+from TrainingFactory.runs.embedded_images import EmbeddedImages
+from TrainingFactory.runs.episode_texts import conversation_with_images, ending_text
 from TrainingFactory.runs.tracking import PlainLines, Watcher, metrics_line
 from TrainingFactory.types import Trajectory
 
@@ -107,15 +108,16 @@ def _legend(chart: Chart) -> str:
 
 def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) -> NotebookHtml:
     """Return the first episodes as a table: task, how the episode ended, and its conversation."""
-    rows = []
+    rows, images = [], EmbeddedImages()
     for episode in episodes[:limit]:
         lines = [
-            f"<div><em>{_text(speaker)}</em> {_text(text)}</div>"
-            for speaker, text in conversation_lines(episode)
+            f"<div><em>{_text(speaker)}</em> {images.shown(content)}</div>"
+            for speaker, content in conversation_with_images(episode)
         ]
         rows.append((episode.task.id, episode.member, ending_text(episode), Markup("".join(lines))))
     left = len(episodes) - len(rows)
     rest = f"<div>{left} more episodes are not shown</div>" if left > 0 else ""
+    rest += f"<div>{_text(images.note)}</div>" if images.note else ""
     html = table_html(rows, ("task", "member", "ending", "conversation")) + rest
     return NotebookHtml(str(html), f"{len(episodes)} episodes")
 

@@ -19,6 +19,7 @@ from TrainingFactory.apps.serving.served import ServedModel, load_served_model, 
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.common.image_parts import openai_content
 from TrainingFactory.common.images import moved
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
 from TrainingFactory.common.seeds import turn_seed
@@ -30,7 +31,7 @@ from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.training.dataset import generates_tasks, make_tasks
-from TrainingFactory.types import Completion, Message, Task, ToolSpec, Trajectory, Turn
+from TrainingFactory.types import Completion, Message, Task, ToolResult, ToolSpec, Trajectory, Turn
 from TrainingFactory.web.worker import ProgressCallback
 
 JobArguments = dict[str, Any]
@@ -136,7 +137,9 @@ class PlayConversation:
             matching = [candidate for candidate in self.tasks if candidate.id == task]
             if task is not None and not matching:
                 raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
-            self.task = (matching or [self.task])[0]
+            # The person's own words replace the prompt of the first task, whose data the environment may need.
+            own = [replace(first, id=self.task.id, prompt="") for first in self.tasks[:1]]
+            self.task = [*matching, *own, self.task][0]
         except BaseException:
             await self._tools.close()
             raise
@@ -210,16 +213,18 @@ class AnswerRun(EpisodeRun):
         self.leave()
         return work.cancelled() or work.result() is not None or self._stop.exists()
 
-    async def _first_prompt(self, environment: Environment) -> list[int]:
+    async def _render_first_prompt(self, environment: Environment) -> list[int]:
         return self._ids
 
-    async def _sample(self, ids: list[int], number: int, max_tokens: int | None = None) -> Completion:
+    async def _sample_completion(
+        self, ids: list[int], number: int, max_tokens: int | None = None
+    ) -> Completion:
         """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
         whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
         while whole.finish == "length" and len(whole.token_ids) < most:
             piece = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, most - len(whole.token_ids)))
             self.rules = replace(self.rules, params=piece)
-            more = await super()._sample(ids + whole.token_ids, number)
+            more = await super()._sample_completion(ids + whole.token_ids, number)
             sampled, logprobs = whole.token_ids + more.token_ids, whole.logprobs + more.logprobs
             whole = Completion(sampled, logprobs, more.finish, more.policy_version)
             shown = sampled[:-1] if more.finish == "stop" else sampled
@@ -228,16 +233,22 @@ class AnswerRun(EpisodeRun):
                 break
         return whole
 
-    async def _step(self, environment: Environment, turn: Turn) -> list[int]:
+    async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         for call in turn.message.tool_calls:
             call.id = f"call_{secrets.token_hex(6)}"  # unique in the whole conversation
         self._tell({"message": message_to_dict(turn.message)})
         self._stepping = True
         try:
-            return await super()._step(environment, turn)
+            return await super()._step_environment(environment, turn)
         finally:
             self._stepping = False
-            self._tell({"results": [asdict(result) for result in turn.tool_results]})
+            self._tell({"results": [_result_view(result) for result in turn.tool_results]})
+
+
+def _result_view(result: ToolResult) -> JobArguments:
+    """Return a result as JSON, with its images in the content, as in messages."""
+    content = openai_content(Message("tool", result.content, images=result.images))
+    return asdict(replace(result, images=[])) | {"content": content}
 
 
 def config_of(arguments: JobArguments) -> TrainingConfig:

@@ -13,8 +13,9 @@ import torch
 from tests.kits.compat import tree_rows
 from tests.kits.engine import tiny
 from tests.kits.learner import make_learner, moved
-from TrainingFactory.apps.doctor.checks import check_routers, measure_routers
+from TrainingFactory.apps.doctor.checks import check_routers
 from TrainingFactory.apps.doctor.examination import examine
+from TrainingFactory.assembly.router_check import measure_router_mismatch
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.runs.diagnosis import Diagnosis
@@ -26,7 +27,7 @@ def changed_routes(sampled: Any, trained: Any) -> float | None:
     async def measure() -> float | None:
         engine = NativeEngine(sampled, slots=2, max_length=256)
         try:
-            return await measure_routers(engine, make_learner(trained), tree_rows()[0])
+            return await measure_router_mismatch(engine, make_learner(trained), tree_rows()[0])
         finally:
             await engine.close()
 

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.kits.families import BY_KEY
 from TrainingFactory.apps.doctor.examination import forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
-from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, find_shape
-from TrainingFactory.assembly.memory import mlp_width
+from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, counted_shape, find_shape, sampler_bytes
+from TrainingFactory.assembly.memory import mlp_width, state_bytes
+from TrainingFactory.assembly.states import RecurrentSizes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.models.names import SUPPORTED_MODELS
@@ -89,3 +92,54 @@ def test_unknown_sizes(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config, default=str))
     with pytest.raises(ValueError, match="latent attention"):
         find_shape(str(tmp_path), None)
+
+
+def counted_flops(model: Any, tokens: int) -> int:
+    """Return the FLOPs of the matrix products of a forward pass, without the head."""
+    model.set_attn_implementation("eager")  # torch does not count the others on a CPU
+    ids = torch.arange(tokens)[None] % 50
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False, logits_to_keep=1)
+    return counter.get_total_flops() - 2 * model.get_output_embeddings().weight.numel()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "nemotron_h", "falcon_h1"])
+def test_flops_of_a_hybrid_are_those_of_its_forward_pass(family: str) -> None:
+    model: Any = BY_KEY[family].build()
+    config = model.config.get_text_config()
+    shape = counted_shape(family, config.to_dict())
+    for tokens in (128, 512):
+        found = counted_flops(model, tokens)
+        if (
+            family == "qwen3_5"
+        ):  # solves triangular systems, which torch does not count, instead of multiplying
+            width = config.linear_key_head_dim + config.linear_value_head_dim
+            found += tokens * 3 * config.linear_num_value_heads * 2 * 64 * width
+        assert found == pytest.approx(shape.forward(tokens, tokens), rel=0.05)
+
+
+def test_recurrent_layers_cost_the_same_at_any_context(tmp_path: Path) -> None:
+    model: Any = BY_KEY["qwen3_5"].build()
+    model.config.save_pretrained(tmp_path)
+    shape, config = find_shape(str(tmp_path), None), model.config
+    assert shape.layer_types == ("linear_attention",) * 3 + ("full_attention",)
+    per_token = (shape.forward(1, 3000) - shape.forward(1, 1000)) / 2000
+    assert per_token == 4 * config.num_attention_heads * config.head_dim  # of one layer in four
+    parts, longer = (sampler_bytes(shape, 1, 8, length) for length in (1000.0, 2000.0))
+    assert parts["cache"] == 2 * 8 * 1000 * config.num_key_value_heads * config.head_dim * 2
+    assert longer["cache"] == 2 * parts["cache"]
+    assert longer["states"] == parts["states"] == state_bytes(config, 8, 2) > 0
+
+
+def test_plan_and_forecast_of_a_hybrid() -> None:
+    config = TrainingConfig(model={"name": "qwen3.5-9b"}, lora={"enabled": True})
+    shape = find_shape("qwen3.5-9b", None)
+    full_attention = shape._replace(layer_types=(), recurrent=RecurrentSizes())
+    planner = RunPlanner(config, 8, rates=["prompt_tokens=20000"])
+    hybrid = planner.costs(1, 8.0)
+    planner.shape = full_attention
+    dense = planner.costs(1, 8.0)
+    assert hybrid.prompts < 0.8 * dense.prompts and hybrid.update < 0.8 * dense.update
+    assert hybrid.row < 0.5 * dense.row  # reads the keys of 8 layers and 24 states, not the keys of 32
+    facts = forecast(config, None, "h200").facts
+    assert "states" in facts["memory"]

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from TrainingFactory.apps.plan.planning import RunPlanner
-from TrainingFactory.apps.plan.shapes import FIGURES, ModelShape, find_shape, learner_bytes, sampler_bytes
+from TrainingFactory.apps.plan.shapes import (
+    DIMENSIONS,
+    FIGURES,
+    ModelShape,
+    find_shape,
+    learner_bytes,
+    sampler_bytes,
+)
 from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
 from TrainingFactory.apps.plan.workload import (
     Workload,
@@ -332,7 +339,7 @@ def test_mistakes_are_named(given: dict[str, object], words: list[str]) -> None:
 
 
 def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
-    shape = ModelShape("x", 2, 8, 16, 2, 1, 4, 100, True)._asdict() | {"num_experts": 8}
+    shape = dict(zip(DIMENSIONS, (2, 8, 16, 2, 1, 4, 100, True), strict=True)) | {"num_experts": 8}
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     with pytest.raises(ValueError, match="experts but no model_type"):
         find_shape(str(tmp_path), None)

@@ -194,7 +194,7 @@ def test_recipe_with_generated_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "grpo",
     ]
     assert results["evaluations"]["dev"]["greedy"].keys() >= {"sft", "grpo", "difference"}
-    with pytest.raises(ValueError, match="text2sql generates its databases and questions; remove --data x"):
+    with pytest.raises(ValueError, match="text2sql generates its tasks; remove --data x"):
         Recipe("x", **options)
     with pytest.raises(ValueError, match="remove --plain"):
         Recipe(**options, plain=True, out="plain").prepare(Quiet())

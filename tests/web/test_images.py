@@ -18,9 +18,13 @@ from tests.kits.page import Served, serving
 from tests.kits.pictures import BLUE, GREEN, RED, picture
 from tests.kits.registry import made_run
 from TrainingFactory.apps.views.episodes import episode_view
+from TrainingFactory.apps.views.run_report import run_page
 from TrainingFactory.cli import show
+from TrainingFactory.common.images import thumbnail
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
+from TrainingFactory.runs.embedded_images import EmbeddedImages
+from TrainingFactory.runs.folder import CONSUMED, TRAJECTORIES, RunFolder
+from TrainingFactory.runs.notebook_view import episodes_table
 from TrainingFactory.types import Message, PlacedImage, ToolSpec, Trajectory
 
 A, B, C = (picture(color) for color in (RED, GREEN, BLUE))
@@ -105,6 +109,9 @@ def test_tools_that_take_thousandths_are_named() -> None:
         ToolSpec("wait"),
     ]
     assert episode_view(episode, 1).thousandths == ["tap"]
+    below = {"type": "integer", "exclusiveMaximum": 1000}  # as in the environment screen
+    episode.tools = [ToolSpec("tap", "", {"type": "object", "properties": {"x": below, "y": below}})]
+    assert episode_view(episode, 1).thousandths == ["tap"]
 
 
 def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,10 +124,9 @@ def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_reports_have_small_copies(tmp_path: Path) -> None:
-    from TrainingFactory.apps.reports.pages import _content
-
+    shown = EmbeddedImages().shown
     wide = picture(RED, (1000, 500))
-    html = str(_content(Message("user", "<b>&", images=[PlacedImage(1, wide)])))
+    html = str(shown(Message("user", "<b>&", images=[PlacedImage(1, wide)])))
     found = re.fullmatch(
         r'&lt;<img src="data:image/jpeg;base64,([^"]+)" alt="([^"]+)"[^>]*/>b&gt;&amp;', html
     )
@@ -131,9 +137,35 @@ def test_reports_have_small_copies(tmp_path: Path) -> None:
     run.append_trajectories([only(wide)])
     run.images.path(wide.digest).unlink()
     [episode] = load_trajectories(run.path / TRAJECTORIES)
-    assert f"[image 1000x500 {wide.digest[:8]}] (image {wide.digest} cannot be read" in _content(
+    assert f"[image 1000x500 {wide.digest[:8]}] (image {wide.digest} cannot be read" in shown(
         episode.prompt[0]
     )
+
+
+def test_a_page_has_a_limited_number_of_images() -> None:
+    one = Message("user", "", images=[PlacedImage(0, picture(RED, (40, 40)))])
+    images = EmbeddedImages(max_images=2)
+    shown = [images.shown(one) for _ in range(4)]
+    assert ["<img" in html for html in shown] == [True, True, False, False]
+    assert shown[2].endswith("(left out)") and images.note.startswith("2 images left out")
+    size = len(thumbnail(one.images[0].image))
+    small = EmbeddedImages(max_bytes=size + 1)
+    assert "<img" in small.shown(one) and "<img" not in small.shown(one) and small.left_out == 1
+    assert not EmbeddedImages().note and EmbeddedImages().shown("<b>") == "&lt;b&gt;"
+
+
+def test_reports_tables_and_comparisons_show_the_images_of_episodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made_run(tmp_path, "mine")
+    run.append_trajectories([seen_episode()])
+    run.append(CONSUMED, {"step": 1, "tasks": ["t"]})
+    html = run_page(run)
+    assert html.count('<img src="data:image/jpeg;base64,') == 2 and "left out" not in html
+    monkeypatch.setattr(EmbeddedImages.__init__, "__defaults__", (1, 9999))
+    assert "1 image left out" in run_page(run)
+    table = episodes_table([seen_episode()])._repr_html_()
+    assert table.count("<img") == 1 and "1 image left out" in table
 
 
 # The folder

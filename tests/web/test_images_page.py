@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from tests.kits.browser import Tab
 from tests.kits.page import Served, serving
 from tests.kits.pictures import BLUE, GREEN, picture
 from tests.kits.registry import made_run
+from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.types import PlacedImage, ToolCall, ToolSpec
+from TrainingFactory.types import Message, PlacedImage, ToolCall, ToolSpec
 
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.slow]
 FIRST, SECOND = picture(GREEN, (200, 100)), picture(BLUE, (500, 400))
@@ -65,3 +67,34 @@ def test_thumbnails_and_tap_points(tab: Tab, page: Served, tmp_path: Path) -> No
     tab.wait("document.querySelector('dialog .picture img')?.naturalWidth === 500")
     assert tab.run("document.querySelectorAll('dialog .tap').length") == 1
     tab.screenshot(tmp_path / "page.png")
+
+
+def test_play_shows_where_calls_tap(tab: Tab, page: Served) -> None:
+    """The conversation of the play tab, drawn by its own module: an image, a call, its result, and a call on that."""
+    thousandth = {"type": "integer", "exclusiveMaximum": 1000}
+    tools = [
+        {"function": {"name": "tap", "parameters": {"properties": {"x": thousandth, "y": thousandth}}}},
+        {"function": {"name": "click", "parameters": {"properties": {"x": {}, "y": {}}}}},
+    ]
+    look = Message("user", "look", images=[PlacedImage(4, FIRST)])
+    first = Message("assistant", "", [ToolCall("click", {"x": 50, "y": 25}, "c")])
+    seen = Message("tool", "", tool_call_id="c", images=[PlacedImage(0, SECOND)])
+    last = Message("assistant", "", [ToolCall("tap", {"x": 500, "y": 750}, "d")])
+    entries = json.dumps([{"message": message_to_dict(message)} for message in (look, first, seen, last)])
+    tab.run(f"""
+        (async () => {{
+            const chat = await import("/static/chat.js");
+            const {{ inThousandths }} = await import("/static/pictures.js");
+            const thousandths = inThousandths({json.dumps(tools)});
+            const all = chat.entriesOf({entries}, () => null, {{ thousandths, screen: undefined }}).filter(Boolean);
+            const later = chat.entriesOf({entries}.slice(3), () => null,
+                {{ thousandths, screen: chat.screenOf({entries}.slice(0, 3).map(({{ message }}) => message)) }});
+            document.body.replaceChildren(...all, ...later);
+        }})()
+    """)
+    names = tab.run("[...document.querySelectorAll('.picture img')].map((image) => image.alt)")
+    assert names == ["image 200×100", "image 200×100", *["image 500×400"] * 3]
+    taps = tab.run(
+        "[...document.querySelectorAll('.picture .tap')].map((tap) => [tap.style.left, tap.style.top])"
+    )
+    assert taps == [["25%", "25%"], *[["50%", "75%"]] * 2]

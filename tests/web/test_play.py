@@ -17,8 +17,10 @@ from tests.kits.registry import made_run
 from tests.kits.warm import WARM
 from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.data.examples import load_examples
+from TrainingFactory.models import load_model
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.rollout.folding import Folding
+from TrainingFactory.types import Completion, Message, ToolCall
 from TrainingFactory.web import playing
 
 HOMES = "from tests.kits.warm import Homes as Base\n\n\nclass Homes(Base):\n    pass\n"
@@ -252,3 +254,33 @@ def test_what_cannot_be_learned_from_is_not_kept(page: Served, runs: Path) -> No
         assert page.send(address, **wrong, dataset="none").status_code == 400
     assert page.send(address, kind="verdict", messages=BAD, dataset="../x").status_code == 422
     assert not list(runs.glob("datasets/none*"))
+
+
+def test_results_carry_their_images(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that sees images plays `screen`; its calls are written here, because it has learned nothing."""
+    loaded = load_model("builtin:tiny-vl")
+    loaded.model.save_pretrained(tmp_path / "eyes")
+    loaded.save_preprocessors(tmp_path / "eyes")
+    Catalogue(registry_path(runs)).add("eyes", tmp_path / "eyes", {"folder": "eyes"})
+    environment = {
+        "environment_id": "screen",
+        "options": {"kinds": ["reveal"], "tap": "point"},
+        "max_turns": 1,
+    }
+    made_run(runs, "screens", environment=environment, sampling={"max_tokens": 8}, data={"count": 2})
+
+    async def sample(self: Any, ids: list[int], number: int, max_tokens: int | None = None) -> Completion:
+        call = Message("assistant", "", [ToolCall("tap", {"x": 100, "y": 100})])
+        written = self.rules.chat.write(call, ids)
+        return Completion(written, [0.0] * len(written), "stop")
+
+    monkeypatch.setattr(playing.AnswerRun, "_sample_completion", sample)
+    talk = Conversation.__new__(Conversation)
+    talk.given = {"model": "eyes:1", "environment": "run:screens", "task": None, "runs": str(runs)}
+    talk.given |= {"id": str(tmp_path), "stop": str(tmp_path / "stop")}
+    talk.given |= {"id": str(tmp_path / "task"), "task": talk.begin()["tasks"][0]["id"]}
+    answer = talk.say(talk.begin()["messages"])
+    [results] = [row["results"] for row in talk.told if "results" in row]
+    [part] = [part for part in results[0]["content"] if part["type"] == "image_url"]
+    assert part["image_url"]["url"].startswith("data:image/png;base64,") and not results[0]["images"]
+    assert answer["turns"][0]["tool_results"][0]["images"][0]["src"] == part["image_url"]["url"]

@@ -15,7 +15,7 @@ from TrainingFactory.common.charts import Chart, chart_with_mean
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.rollout.metrics import evaluation_metrics
-from TrainingFactory.runs.episode_texts import conversation_lines
+from TrainingFactory.runs.episode_texts import conversation_lines, conversation_with_images
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.notebook_view import table_html
 from TrainingFactory.types import Trajectory
@@ -173,7 +173,8 @@ class DemoReport:
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
             chart=self._chart(),
             sides=[
-                (title, conversation_lines(episode), describe_ending(episode)) for title, episode in episodes
+                (title, conversation_with_images(episode), describe_ending(episode))
+                for title, episode in episodes
             ],
             calls=sorted({*self.before.calls, *self.after.calls}),
         )

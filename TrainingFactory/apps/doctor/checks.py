@@ -8,25 +8,20 @@ from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
-import torch
-
+from TrainingFactory.common.image_tokens import images_in
+from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ContextSection
-from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import turn_spans
-from TrainingFactory.learning.forward import causal_model
-from TrainingFactory.learning.learner import Learner
-from TrainingFactory.learning.routers import changed_routes, find_routers
 from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
 from TrainingFactory.models.round_trip import same_turn
+from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.diagnosis import Diagnosis
-from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.training.forecasts import forecast_rows
 from TrainingFactory.training.source import StepGroups, most_frequent_error
-from TrainingFactory.types import Message, Sample, SamplingParams, ToolCall, ToolSpec, Trajectory
+from TrainingFactory.types import Message, ToolCall, ToolSpec, Trajectory
 
-ROUTED_TOKENS = 256  # of a row, whose routes are compared
 MAX_CHANGED_ROUTES = 0.1
 PROBE_TOOL = ToolSpec(
     "probe_tool", "A probe.", {"type": "object", "properties": {"text": {"type": "string"}}}
@@ -137,6 +132,22 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
         diagnosis.add("prompt_too_long", text, "warning" if turns else "error")
 
 
+def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None:
+    """Report the images of rows of token ids, and how many tokens they take."""
+    per_row = [images_in(row) for row in rows]
+    images = {tokens.first: tokens for row in per_row for tokens in row}.values()
+    if not images:
+        diagnosis.facts["images"] = f"none in {pluralize(len(rows), 'row')} of the dry run"
+        return
+    largest = max(images, key=lambda tokens: tokens.count)
+    least = min(tokens.count for tokens in images)
+    counts = f"{least} to {largest.count}" if least < largest.count else f"{least}"
+    diagnosis.facts["images"] = (
+        f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "
+        f"at most {max(map(len, per_row))} in a row; {ImageUse.of_rows(rows, 0).share:.0%} of all tokens"
+    )
+
+
 def check_folding(
     diagnosis: Diagnosis,
     episodes: Sequence[Trajectory],
@@ -192,29 +203,6 @@ def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
             diagnosis.add(
                 "mask", f"the trained tokens of row {number} of the step differ from its sampled tokens"
             )
-
-
-async def measure_routers(engine: NativeEngine, learner: Learner, row: Sample) -> float | None:
-    """Return the share of routes that differ between the engine's forward pass over the beginning of a row and the
-    learner's, before an update. None: the model has no experts."""
-    if learner.routers is None:
-        return None
-    ids = [row.token_ids[-1], *row.token_ids][
-        :ROUTED_TOKENS
-    ]  # another first token, so that nothing is in the cache
-    engine_routers = find_routers(causal_model(engine.model), 0.0)
-    assert engine_routers is not None
-    with engine_routers.recording() as sampled:
-        await engine.sample(ids, SamplingParams(max_tokens=1))
-    layers = len(engine_routers.layers)
-    sampled.chosen = sampled.chosen[:layers]  # without steps after the prompt
-    zeros = [0.0] * len(ids)
-    probe = Sample(ids, [False] + [True] * (len(ids) - 1), zeros, zeros, zeros, [0] * len(ids))
-    (pack,) = make_batch([probe], sharing=learner.sharing).packs
-    learner.model.eval()
-    with torch.no_grad(), learner.routers.recording() as trained:
-        learner.states(pack)
-    return changed_routes(sampled, trained, len(ids))
 
 
 def check_routers(diagnosis: Diagnosis, changed: float) -> None:

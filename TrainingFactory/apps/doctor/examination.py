@@ -13,14 +13,15 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.doctor import checks
-from TrainingFactory.apps.plan.memory import check_memory, compare_memory, suggest_options
+from TrainingFactory.apps.plan.memory import check_memory, compare_memory, suggest_options, with_changes
 from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
-from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, find_shape
+from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, planned_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
 from TrainingFactory.assembly.memory import estimate_model_memory, needed
 from TrainingFactory.assembly.rewards import check_group_size, check_reward
+from TrainingFactory.assembly.router_check import measure_router_mismatch
 from TrainingFactory.assembly.trackers import check_trackers
 from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.event_loop import run as run_anywhere
@@ -30,6 +31,7 @@ from TrainingFactory.learning.forward import causal_model
 from TrainingFactory.learning.policy import LocalPolicy
 from TrainingFactory.learning.routers import find_routers, routing_bias_count
 from TrainingFactory.models import LoadedModel, TemplateChatFormat
+from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
@@ -82,9 +84,15 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     a model of `size`. If it fits, add the step time that `tfactory plan` computes. Load nothing."""
     available = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     diagnosis = Diagnosis()
-    shape = find_shape(config.model.name, size)
+    shape = planned_shape(config, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
     active = f", {shape.active:,} active" if shape.active < shape.total else ""
+    if shape.tower is not None:
+        active += f", a vision tower of {shape.tower.weights:,}"
+        diagnosis.facts["images"] = (
+            f"assumed: of model.image_tokens={config.model.image_tokens} tokens, all tokens of an update, and more "
+            "than the cache holds"
+        )
     diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active}; nothing was loaded"
     compare_memory(diagnosis, config, estimate_other(config), available, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
@@ -96,16 +104,19 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     return diagnosis
 
 
-def _estimate_shape(shape: ModelShape, max_length: int, config: TrainingConfig) -> dict[str, float]:
+def _estimate_shape(
+    shape: ModelShape, max_length: int, config: TrainingConfig, images: ImageUse | None = None
+) -> dict[str, float]:
     """Return the bytes of each part, from the model's shape; `max_length` applies where the config sets none."""
-    length = config.model.max_length or max_length
-    return needed(config, shape, shape.held(config), make_algorithm(config).needs, length)
+    length, needs = config.model.max_length or max_length, make_algorithm(config).needs
+    return needed(config, shape, shape.held(config), needs, length, shape.tower, images)
 
 
 def _check_model_alone(diagnosis: Diagnosis, config: TrainingConfig) -> None:
     loaded_model = build_sampler.load(config)
     make_trainable(config, loaded_model)
     _check_model(diagnosis, config, loaded_model, build_sampler.make_chat(config, loaded_model))
+    _check_memory(diagnosis, config, loaded_model)
 
 
 def _check_model(
@@ -114,10 +125,15 @@ def _check_model(
     checks.check_format(diagnosis, loaded_model, chat, config.model.family)
     checks.check_tools(diagnosis, chat, [checks.PROBE_TOOL])
     _describe_experts(diagnosis, config, loaded_model.model)
+
+
+def _check_memory(
+    diagnosis: Diagnosis, config: TrainingConfig, loaded_model: LoadedModel, images: ImageUse | None = None
+) -> None:
     limit = build_sampler.max_length(config, loaded_model)
-    parts = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit)
+    parts = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit, images)
     shape = dense_shape(config.model.name, loaded_model.model.config.to_dict())
-    estimate_other = None if shape is None else partial(_estimate_shape, shape, limit)
+    estimate_other = None if shape is None else partial(_estimate_shape, shape, limit, images=images)
     check_memory(diagnosis, config, parts, next(loaded_model.model.parameters()).device, estimate_other)
 
 
@@ -145,6 +161,7 @@ class DryRun(Training):
     def __init__(self, config: TrainingConfig, folder: Path, watcher: Watcher, diagnosis: Diagnosis) -> None:
         self.requested, self.diagnosis, self._folder = config, diagnosis, folder
         self.chat: Any = None  # None until the model is loaded
+        self.loaded_model: LoadedModel | None = None
         self.limits = 0, 0  # maximum tokens of a turn and of an episode
         super().__init__(_small(config), name="doctor", watcher=watcher)
 
@@ -160,6 +177,9 @@ class DryRun(Training):
             build_sampler.max_length(self.requested, loaded_model),
         )
         _check_model(self.diagnosis, self.requested, loaded_model, self.chat)
+        self.loaded_model = loaded_model
+        if loaded_model.vision is None:  # else the memory depends on the images of the dry run
+            _check_memory(self.diagnosis, self.requested, loaded_model)
         return loaded_model, self.chat
 
     async def play(self) -> None:
@@ -181,6 +201,7 @@ class DryRun(Training):
                 self.diagnosis.add("episodes_fail", str(error))
                 return
             self._check_episodes(batch.trajectories, batch.sampled)
+            self._check_images(batch, total)
             heldout, sampler = loop.heldout, loop.sampler
             if not batch.sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 episodes = await heldout.rollouts.rollout_batch(
@@ -197,6 +218,21 @@ class DryRun(Training):
             if (context := self.requested.environment.context) is not None:
                 checks.check_folding(self.diagnosis, episodes, context, self.requested, self.limits[1])
 
+    def _check_images(self, batch: StepGroups, total: int) -> None:
+        """Report the images of the step, and the memory that a run with such images needs."""
+        if self.loaded_model is None or self.loaded_model.vision is None:
+            return
+        last_turns = [episode.turns[-1] for episode in batch.trajectories if episode.turns]
+        rows = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in last_turns]
+        rows = rows if batch.sampled else [row.token_ids for row in batch.rows]
+        checks.describe_images(self.diagnosis, rows)
+        training = self.requested.training
+        members = training.group_size if batch.sampled else 1
+        images = ImageUse.of_rows(rows, total * training.batch_size * members)
+        _check_memory(
+            self.diagnosis, with_changes(self.requested, {"model.vision": True}), self.loaded_model, images
+        )
+
     async def _learn(self, loop: TrainingLoop, batch: StepGroups, total: int) -> None:
         """Update once, apply the run's finding rules to this single step, and report the expected step time."""
         checks.check_mask(self.diagnosis, batch)
@@ -204,7 +240,7 @@ class DryRun(Training):
             self.diagnosis.add("unscored", batch.problem)
         policy, sampler = loop.policy, loop.sampler
         if batch.rows and isinstance(policy, LocalPolicy) and isinstance(sampler, NativeEngine):
-            changed = await checks.measure_routers(sampler, policy.learner, batch.rows[0])
+            changed = await measure_router_mismatch(sampler, policy.learner, batch.rows[0])
             if changed is not None:
                 checks.check_routers(self.diagnosis, changed)
         start_time = time.perf_counter()

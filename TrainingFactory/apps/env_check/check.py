@@ -78,6 +78,7 @@ class _Check:
     ) -> None:
         self._environment, self._tasks, self._max_turns = environment, tasks, max_turns
         self._reference = reference
+        self._max_episodes: int | None = getattr(environment, "max_episodes", None)
 
     async def run(self, report: EnvironmentReport, num_episodes: int) -> None:
         environment = self._environment
@@ -85,9 +86,7 @@ class _Check:
             player = self._reference or junk
             first = await self._play(player)
             self._check_reference(report, first, await self._play(junk))
-            again = await asyncio.gather(
-                *(play(environment, episode.task, repeat(episode), self._max_turns) for episode in first)
-            )
+            again = await self._play_together([(episode.task, repeat(episode)) for episode in first])
             self._check_repeated(report, first, again)
             await self._check_concurrent(report, player, num_episodes)
         finally:
@@ -96,6 +95,16 @@ class _Check:
 
     async def _play(self, player: MakePlayer) -> list[Trajectory]:
         return [await play(self._environment, task, player, self._max_turns) for task in self._tasks]
+
+    async def _play_together(self, games: Sequence[tuple[Task, MakePlayer]]) -> list[Trajectory]:
+        """Play episodes concurrently, at most as many as the environment allows."""
+        gate = asyncio.Semaphore(self._max_episodes or len(games))
+
+        async def play_one(task: Task, player: MakePlayer) -> Trajectory:
+            async with gate:
+                return await play(self._environment, task, player, self._max_turns)
+
+        return await asyncio.gather(*(play_one(task, player) for task, player in games))
 
     def _check_reference(
         self, report: EnvironmentReport, first: list[Trajectory], of_junk: list[Trajectory]
@@ -140,15 +149,14 @@ class _Check:
         report.add("replies are deterministic", not different, detail)
 
     async def _check_concurrent(self, report: EnvironmentReport, player: MakePlayer, count: int) -> None:
-        tasks = list(islice(cycle(self._tasks), count))
         start = time.perf_counter()
-        episodes = await asyncio.gather(
-            *(play(self._environment, task, player, self._max_turns) for task in tasks)
-        )
+        episodes = await self._play_together([(task, player) for task in islice(cycle(self._tasks), count)])
         seconds = time.perf_counter() - start
         failed = [episode for episode in episodes if _total(episode) is None]
         report.figures |= {"episodes": float(count), "episodes_per_second": count / seconds}
-        detail = f"{count / seconds:.3g} episodes per second"
+        limit = self._max_episodes
+        limited = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
+        detail = f"{count / seconds:.3g} episodes per second{limited}"
         if failed:
             detail = f"{len(failed)} of {count} failed: {_reasons(failed)}"
         report.add(f"{count} episodes run concurrently", not failed, detail)

@@ -26,8 +26,8 @@ class PlayedEpisode(EpisodeRun):
         super().__init__(rules, trajectory, ClosedSession(), max_length=2**31, seed_of=int)
         self._make_player = make_player
 
-    async def _turns(self, environment: Environment) -> None:
-        await self._first_prompt(environment)
+    async def _play_turns(self, environment: Environment) -> None:
+        await self._render_first_prompt(environment)
         player = self._make_player(environment, self.trajectory.task)
         messages = list(self.trajectory.prompt)
         for number in range(self.rules.max_turns):
@@ -39,9 +39,9 @@ class PlayedEpisode(EpisodeRun):
                 call.id = call.id or f"call_{number}_{index}"
             turn = Turn([], Completion([], [], "stop"), message)
             self.trajectory.turns.append(turn)
-            await self._step(environment, turn)
+            await self._step_environment(environment, turn)
             messages += [message, *turn.replies]
-        self._end("max_turns", None)
+        self._end_episode("max_turns", None)
 
 
 async def play(

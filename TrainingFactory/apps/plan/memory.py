@@ -25,10 +25,13 @@ REDUCING_OPTIONS = {
     "weights": ["model.quantization"],
     "cache": ["sampling.slots", "model.max_length"],
     "states": ["sampling.slots"],
+    "encoded images": ["model.image_tokens", "training.token_budget"],
+    "vision activations": ["model.image_tokens", "training.gradient_checkpointing", "training.token_budget"],
     "all": ["lora.enabled"],  # all other parts, which grow with the number of trained weights
 }
 MAX_MEMORY_SHARE = 0.9  # share of the device's memory above which the doctor reports a finding
 MIN_TOKEN_BUDGET = 1024  # smallest training.token_budget that is suggested
+MIN_IMAGE_TOKENS = 64  # smallest model.image_tokens that is suggested
 MIN_PART_SHARE = 0.05  # share of the total below which a part gets no remedy
 
 
@@ -121,6 +124,8 @@ def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
         options["sampling.slots"] = sampling.slots // 4
     if not adapted:
         options["lora.enabled"] = True
+    if model.vision and model.image_tokens > MIN_IMAGE_TOKENS:
+        options["model.image_tokens"] = max(MIN_IMAGE_TOKENS, model.image_tokens // 4)
     if model.quantization != "4bit" and alone:
         options["model.quantization"] = "4bit"
     if model.max_length:

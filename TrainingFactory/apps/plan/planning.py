@@ -12,7 +12,7 @@ import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.plan.memory import with_changes
-from TrainingFactory.apps.plan.shapes import FIGURES, find_shape, learner_bytes, sampler_bytes
+from TrainingFactory.apps.plan.shapes import FIGURES, learner_bytes, planned_shape, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
 from TrainingFactory.apps.plan.workload import (
     draw_workload,
@@ -22,9 +22,12 @@ from TrainingFactory.apps.plan.workload import (
 )
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.assembly.memory import OPTIMIZER_BYTES
+from TrainingFactory.assembly.states import row_bytes
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
+from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.sampling.sizing import SNAPSHOTS
 
 MAX_SPLITS = 64  # maximum number of learner counts to try
 GIB = 2**30
@@ -92,7 +95,11 @@ class RunPlanner:
             raise ValueError(
                 f"training.algorithm={config.training.algorithm} does not sample; use grpo, ppo or rft"
             )
-        self.config, self.gpus, self.shape = config, gpus, find_shape(config.model.name, size)
+        self.config, self.gpus, self.shape = config, gpus, planned_shape(config, size)
+        if self.shape.tower is not None and gpus > 1:
+            raise ValueError(
+                f"--gpus {gpus}: runs with images use one GPU; set --gpus 1 or model.vision=false"
+            )
         configured, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
         self.figures = find_figures(engine, gpu, file, rates)
         text = "sampling.engine"
@@ -101,6 +108,9 @@ class RunPlanner:
         self.figures["engine"] = PlanFigure(engine, "that samples", text)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
             self.figures[name] = PlanFigure(1.0, self.figures[name].unit, "they share no GPU")
+        if self.shape.tower is not None and self.figures["image_tokens"].source == "assumed":
+            limit = "model.image_tokens, the maximum"
+            self.figures["image_tokens"] = PlanFigure(config.model.image_tokens, "tokens per image", limit)
         workload = {name: parse_distribution(self.figures[name].value) for name in FIGURES["workload"]}
         if run is None:
             limits = config.environment.max_turns, config.sampling.max_tokens
@@ -122,6 +132,10 @@ class RunPlanner:
         # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
+        steps, episodes = self._steps(), config.training.batch_size * config.training.group_size
+        self.images = ImageUse(
+            self.episodes.image_tokens, self.episodes.image_share, self.episodes.images * steps * episodes
+        )
         self.room = GIB * (self["gpu_memory_gib"] - self["reserve_gib"])
         # GPUs per sampler: from the config, else the smallest power of 2 that leaves a fifth of the memory free
         least = math.ceil(math.log2(max(1.0, 2 * self.shape.params / 0.8 / self.room)))
@@ -132,7 +146,10 @@ class RunPlanner:
 
     def least_learners(self, config: TrainingConfig) -> int:
         """Return the smallest number of GPUs on which the learner fits; 1025 if it does not fit on 1024."""
-        used = (sum(learner_bytes(self.shape, config, self.needs, n).values()) for n in range(1, 1025))
+        used = (
+            sum(learner_bytes(self.shape, config, self.needs, n, self.images).values())
+            for n in range(1, 1025)
+        )
         return next((n for n, count in enumerate(used, 1) if count <= self.room), 1025)
 
     def samplers(self, learners: int) -> int:
@@ -143,17 +160,17 @@ class RunPlanner:
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
-        trained = (
-            shape.adapter(self.config.lora.r, self.config.lora.experts)
-            if self.config.lora.enabled
-            else shape.params
-        )
-        read, per_token = (count / traffic for count in sampler_bytes(shape, width, 1, 1.0).values())
+        trained = shape.held(self.config).trained
+        of_token = sampler_bytes(shape, width, 1, 1.0)
+        read, per_token = of_token["weights"] / traffic, of_token["cache"] / traffic
+        states = 2 * row_bytes(shape, 2) / width / traffic  # read and written, whatever the context
         computed = flops * width * self["prefill_mfu"]
         prompt, length = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
         # Each sampler that has episodes of a group computes the group's prompt once.
         prompt_share = prompt * min(group_size, self.samplers(learners)) / group_size
+        in_prompt, in_replies = self.episodes.prompt_image_tokens, self.episodes.reply_image_tokens
+        encoding = shape.encode(in_prompt * prompt_share / prompt + in_replies)
         pushed = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
         over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         saved = (
@@ -168,8 +185,9 @@ class RunPlanner:
             * (self["layer_us"] + 2 * self["allreduce_us"] * (width > 1)),
             read=read,
             compute=2 * shape.computed / flops / width / self["decode_mfu"],
-            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * per_token,
-            prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context)) / computed,
+            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * per_token + states,
+            prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context) + encoding)
+            / computed,
             renewal=shape.forward(length / 2, length / 4) / computed,
             turn=1e-3 * self["turn_ms"],
             driver=1e-3 * self["driver_ms"],
@@ -193,6 +211,8 @@ class RunPlanner:
         tokens = groups * (episodes.length * size - episodes.prompt * (size - 1))  # the prompt counts once
         head = 2 * shape.hidden_size * shape.vocab_size * groups * size * float(np.mean(episodes.sampled))
         work = shape.forward(tokens, episodes.length / 2) + head
+        if self.config.model.train_tower:  # else the sampler's outputs of the tower are used
+            work += shape.encode(groups * (episodes.prompt_image_tokens + size * episodes.reply_image_tokens))
         learned = training.update_epochs * (3 + training.gradient_checkpointing)  # backward is two forwards
         passes = learned + (learned + 1) * ("critic" in self.needs) + len(self.needs & {"old", "reference"})
         packs = max(training.minibatches, math.ceil(tokens / training.token_budget / learners))
@@ -223,8 +243,15 @@ class RunPlanner:
         least, spare = self.least_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
             sampler = 2 * self.shape.params * (config.sampling.engine != "native")
-            spare = self.room - sampler - sum(learner_bytes(self.shape, config, self.needs, 1).values())
-        slots = min(config.sampling.slots, int(spare / sampler_bytes(self.shape, 1, 1, length)["cache"]))
+            spare = (
+                self.room
+                - sampler
+                - sum(learner_bytes(self.shape, config, self.needs, 1, self.images).values())
+            )
+        slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (1 + SNAPSHOTS) * row_bytes(
+            self.shape, 2
+        )
+        slots = min(config.sampling.slots, int(spare / slot_bytes))
         most = max(1, self.gpus - self.width)
         if slots < 1 or not least <= (learners or least) <= most:
             raise ValueError(self._too_few(least, learners))
@@ -245,7 +272,7 @@ class RunPlanner:
             "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.samplers(best),
             "gpus_per_sampler": self.width, "episodes_per_sampler": slots,
             "gpu_memory_gib": self["gpu_memory_gib"], "room_gib": self.room / GIB,
-            "learner_gib": in_gib(learner_bytes(self.shape, config, self.needs, best)),
+            "learner_gib": in_gib(learner_bytes(self.shape, config, self.needs, best, self.images)),
             "sampler_gib": in_gib(sampler_bytes(self.shape, self.width, slots, length)),
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
             "advice": advice, "tokens_per_second": tokens / seconds, "step_seconds_without": without,

@@ -13,15 +13,36 @@ from typing import Any, NamedTuple
 import yaml
 
 from TrainingFactory.assembly import memory
-from TrainingFactory.assembly.memory import WeightCounts, active_experts, cache_bytes, mlp_width
+from TrainingFactory.assembly.memory import (
+    WeightCounts,
+    active_experts,
+    cache_bytes,
+    image_bytes,
+    mlp_width,
+    state_bytes,
+)
+from TrainingFactory.assembly.states import (
+    STATE_TYPES,
+    RecurrentSizes,
+    attention_layers,
+    recurrent_layer,
+    recurrent_layers,
+)
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.names import SUPPORTED_MODELS, resolve_model_name
+from TrainingFactory.models.names import BUILTIN_VL, SUPPORTED_MODELS, resolve_model_name
+from TrainingFactory.models.tiny import builtin_tokenizer, tiny_vl_config
+from TrainingFactory.models.tower_shape import ImageUse, TowerShape, described_tower
 
 FIGURES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 MODEL_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
     Path(__file__).with_name("model_configs.yaml").read_text(encoding="utf-8")
 )
 
+# Keys of config.json that determine a dense model.
+DIMENSIONS = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # bits per weight of a layer, including quantization scales
 
 
@@ -43,6 +64,9 @@ class ModelShape(NamedTuple):
     adapter_weights: int = 0  # of a LoRA adapter of rank 1 on all linear layers
     expert_adapter_weights: int = 0  # of one on the experts
     all_linear_has_experts: bool = False
+    layer_types: tuple[str, ...] = ()  # empty: every layer has attention
+    recurrent: RecurrentSizes = RecurrentSizes()  # of a hybrid
+    tower: TowerShape | None = None  # of a model that sees images
 
     @property
     def ends(self) -> int:
@@ -79,16 +103,24 @@ class ModelShape(NamedTuple):
         # Quantization leaves fused experts as they are.
         quantized = self.computed if self.active < self.total else self.params
         bits, layers = BITS[config.model.quantization], max(0, quantized - self.ends)
-        stored = 2 * (self.params - layers) + layers * bits / 8
+        vision = 0 if self.tower is None else self.tower.weights
+        weights, stored = self.params + vision, 2 * (self.params - layers + vision) + layers * bits / 8
+        trained = vision * config.model.train_tower
         if not config.lora.enabled:
-            return WeightCounts(self.params, stored, self.params, 0, 2)
+            return WeightCounts(weights, stored, self.params + trained, 0, 2)
         adapter = self.adapter(config.lora.r, config.lora.experts)
-        return WeightCounts(self.params + adapter, stored + 2 * adapter, adapter, 0, 2)
+        return WeightCounts(weights + adapter, stored + 2 * adapter, adapter + trained, 0, 2)
 
     def forward(self, tokens: float, context: float) -> float:
-        """Return the FLOPs of the layers for `tokens` tokens with a mean context of `context` tokens."""
-        looks = 4 * self.num_attention_heads * self.head_dim * context
-        return self.num_hidden_layers * tokens * (2 * self.block + looks)
+        """Return the FLOPs of the layers for `tokens` tokens with a mean context of `context` tokens. The cost of a
+        recurrent layer does not depend on the context."""
+        weights = 2 * self.block * self.num_hidden_layers
+        attention = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
+        return tokens * (weights + attention + self.recurrent.flops * recurrent_layers(self))
+
+    def encode(self, tokens: float) -> float:
+        """Return the FLOPs of the vision tower for `tokens` image tokens, without its attention."""
+        return 0.0 if self.tower is None else 2 * self.tower.weights * self.tower.patches * tokens
 
 
 def find_shape(name: str, size: str | None) -> ModelShape:
@@ -96,6 +128,8 @@ def find_shape(name: str, size: str | None) -> ModelShape:
     sizes, path = FIGURES["shapes"], Path(resolve_model_name(name)).expanduser() / "config.json"
     if size is None and path.is_file():
         return _read(name, json.loads(path.read_text(encoding="utf-8")))
+    if size is None and resolve_model_name(name) == BUILTIN_VL:
+        return _read(BUILTIN_VL, tiny_vl_config(builtin_tokenizer(BUILTIN_VL)).to_dict())
     for key in (size, name) if size else (name,):
         if (config := _known_config(key)) is not None:
             return counted_shape(key, config)
@@ -150,8 +184,28 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
     tied = bool(getattr(text, "tie_word_embeddings", False))
     return ModelShape(
         name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
-        keys, width, text.vocab_size, tied, total, total - idle, *adapter_sizes(model),
+        keys, width, text.vocab_size, tied, total, total - idle, *adapter_sizes(model), *_recurrence(text),
     )  # fmt: skip
+
+
+def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
+    """Return the shape of a config's model, without its tower unless the run sees images. Environments and data, which
+    may show images, are not loaded, so `model.vision` decides."""
+    shape = find_shape(config.model.name, size)
+    sees = config.model.vision or resolve_model_name(config.model.name) == BUILTIN_VL
+    if config.model.vision and shape.tower is None:
+        raise ValueError(
+            f"model.vision: the tower of {shape.name} is unknown; set model.name to a folder with the config.json of a "
+            "vision-language model, without --model-size"
+        )
+    return shape if sees else shape._replace(tower=None)
+
+
+def _recurrence(text: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
+    """Return the layer types of a hybrid and the sizes of its recurrent layers; neither for other models."""
+    if not recurrent_layers(text):
+        return (), RecurrentSizes()
+    return tuple(text.layer_types), recurrent_layer(text, 2)
 
 
 def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
@@ -162,29 +216,43 @@ def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
         return None
 
 
-def _read(name: str, config: dict[str, Any]) -> ModelShape:
-    config = {key: value for key, value in config.get("text_config", config).items() if value is not None}
+def _read(name: str, whole: dict[str, Any]) -> ModelShape:
+    text_config: dict[str, Any] = whole.get("text_config", whole)
+    config = {key: value for key, value in text_config.items() if value is not None}
     heads = config.get("num_attention_heads", 1)
-    assumed = {"num_key_value_heads": heads, "head_dim": config.get("hidden_size", 0) // heads}
-    config = assumed | {"tie_word_embeddings": False} | config
-    is_plain = not any("experts" in key and config[key] for key in config)
-    if not is_plain and "model_type" in config:
-        return counted_shape(name, config)
+    assumed: dict[str, Any] = {
+        "num_key_value_heads": heads,
+        "head_dim": config.get("hidden_size", 0) // heads,
+    }
+    tied = bool(whole.get("tie_word_embeddings"))
+    dimensions: dict[str, Any] = assumed | {"tie_word_embeddings": tied} | config
+    has_experts = any("experts" in key and dimensions[key] for key in dimensions)
+    is_plain = not has_experts and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
+    if not is_plain and "model_type" in dimensions:
+        return counted_shape(name, dimensions)._replace(tower=described_tower(whole))
     if not is_plain:
-        raise ValueError(f"model.name: config.json of {name} has experts but no model_type")
-    if missing := [key for key in ModelShape._fields[1:] if key not in config]:
+        parts = "experts" if has_experts else "recurrent layers"
+        raise ValueError(f"model.name: config.json of {name} has {parts} but no model_type")
+    if missing := [key for key in DIMENSIONS if key not in dimensions]:
         raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
-    return ModelShape(name, *(config[key] for key in ModelShape._fields[1:]))
+    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(whole))
 
 
 def learner_bytes(
-    shape: ModelShape, config: TrainingConfig, needs: Set[str], learners: int
+    shape: ModelShape, config: TrainingConfig, needs: Set[str], learners: int, images: ImageUse | None = None
 ) -> dict[str, float]:
-    return memory.learner_bytes(
-        config, shape, shape.held(config), needs, learners, config.training.token_budget
-    )
+    tokens = config.training.token_budget
+    parts = memory.learner_bytes(config, shape, shape.held(config), needs, learners, tokens)
+    if shape.tower is not None:
+        images = images or ImageUse.largest(config.model.image_tokens)
+        parts |= image_bytes(config, shape.tower, images, tokens, 2)
+    return parts
 
 
 def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dict[str, float]:
-    """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens."""
-    return {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
+    """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. A hybrid's
+    states are those of the native engine: of each row, of its snapshots, and one for padding."""
+    parts = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
+    if recurrent_layers(shape):
+        parts["states"] = state_bytes(shape, rows, 2) / gpus
+    return parts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from TrainingFactory.common.image_tokens import VIRTUAL, images_in
 from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
@@ -58,6 +59,19 @@ class Workload(NamedTuple):
     tool: Array  # seconds of all tool calls
     reward: Array  # seconds
     taught: float = 1.0  # share of groups whose rewards differ, so that they are trained on
+    prompt_image_tokens: float = 0.0  # mean, of the tokens of a prompt
+    reply_image_tokens: float = 0.0  # mean of an episode, of the tokens of its replies
+    image_tokens: float = 0.0  # mean of an image
+
+    @property
+    def image_share(self) -> float:
+        """Return the share of image tokens among the tokens of an episode."""
+        return (self.prompt_image_tokens + self.reply_image_tokens) / self.length
+
+    @property
+    def images(self) -> float:
+        """Return the mean number of images of an episode."""
+        return self.image_share * self.length / max(1.0, self.image_tokens)
 
     @property
     def length(self) -> float:
@@ -74,14 +88,19 @@ def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_token
     """Draw episodes in which every turn but the last calls a tool."""
     rng = np.random.default_rng(0)
     turns = np.clip(np.round(figures["turns"].draw(rng, (DRAWS,))), 1, max_turns)
+    image_tokens = figures["image_tokens"].mean
+    in_prompt, in_reply = (figures[f"{name}_images"].mean * image_tokens for name in ("prompt", "reply"))
     return Workload(
-        prompt=figures["prompt_tokens"].mean,
+        prompt=figures["prompt_tokens"].mean + in_prompt,
         turns=turns,
         sampled=_sum_draws(figures["turn_tokens"], turns, rng, max_tokens),
-        replies=_sum_draws(figures["reply_tokens"], turns - 1, rng),
+        replies=_sum_draws(figures["reply_tokens"], turns - 1, rng) + in_reply * (turns - 1),
         tool=_sum_draws(figures["tool_seconds"], turns - 1, rng),
         reward=figures["reward_seconds"].draw(rng, (DRAWS,)),
         taught=figures["taught_share"].mean,
+        prompt_image_tokens=in_prompt,
+        reply_image_tokens=in_reply * float(np.mean(turns - 1)),
+        image_tokens=image_tokens,
     )
 
 
@@ -116,6 +135,9 @@ def workload_from_groups(
     if tool is not None:
         calls = np.array([len(of_turns) for of_turns in waits], float)
         seconds = _sum_draws(tool, calls, np.random.default_rng(0))
+    in_prompts = np.array([_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
+    shown = np.array([_image_tokens(turn.prompt_ids) for turn in last_turns], float)
+    sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
     taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Workload(
         prompt=float(prompts.mean()),
@@ -125,7 +147,14 @@ def workload_from_groups(
         tool=seconds,
         reward=np.full(len(episodes), reward),
         taught=sum(taught) / len(taught),
+        prompt_image_tokens=float(in_prompts.mean()),
+        reply_image_tokens=float((shown - in_prompts).mean()),
+        image_tokens=sum(sizes) / max(1, len(sizes)),
     )
+
+
+def _image_tokens(ids: Sequence[int]) -> int:
+    return sum(token >= VIRTUAL for token in ids)
 
 
 def fork_factor(branching: BranchingSection, turns: Array, group_size: int) -> float:

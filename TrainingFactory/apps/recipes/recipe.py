@@ -2,7 +2,7 @@
 task's tools starts with GRPO, and is evaluated before and after it.
 
     OUT/recipe.json         the options, and the seconds that each stage took
-    OUT/data/               rows, by gsm8k.py, wordnet_questions.py or envs/builtin/text2sql.py
+    OUT/data/               rows, by gsm8k.py, wordnet_questions.py, screen.py or envs/builtin/text2sql.py
     OUT/sft/, OUT/grpo/     ordinary runs, by the configs beside this file
     OUT/episodes/           evaluation episodes of both models
     OUT/results.json        all results
@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows, prepare
+from TrainingFactory.apps.recipes.screen import MODEL, prepare_screen, write_model
 from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
 from TrainingFactory.assembly.datasets import write_rows
@@ -51,9 +52,11 @@ CONFIGS = {
     },
     "wordnet": {"smollm2-135m": "smollm2_wordnet"},
     "text2sql": {"qwen2.5-coder-1.5b": "qwen25_coder_text2sql"},
+    "screen": {MODEL: "smolvlm_screen"},
 }
 # For sft the last checkpoint, which solves more tasks than the one with the lowest loss; for grpo the best one.
 EVALUATED_CHECKPOINTS = {"sft": "sft", "grpo": "grpo@best"}
+GENERATED = "generated"  # the source of rows that are not read
 TEMPERATURES = {"greedy": 0.0, "temperature 1": 1.0}
 TEXT2SQL_TASKS = {"tasks": 2000, "dev": 300, "test": 600}  # generated tasks of each split
 MAX_EXAMPLES = 3  # examples of improved tasks, and of worsened tasks
@@ -115,11 +118,18 @@ def write_text2sql(source: str | Path, folder: Path, plain: bool = False) -> Pre
     return _write_parts(PreparedRows(parts), source, folder)
 
 
-# task -> default source of its rows, and the function that writes them
+def write_screen(options: Mapping[str, Any], model: str | None, folder: Path, seed: int = 0) -> PreparedRows:
+    """Write the rows of each part, and the model with a random tower before the text model `model`."""
+    write_model(folder / "model", model or MODEL, seed)
+    return _write_parts(run(lambda: prepare_screen(options)), GENERATED, folder)
+
+
+# task -> default source of its rows, and the function that writes them; `screen` also writes its model
 TASKS = {
     "gsm8k": (HUB, write_gsm8k),
     "wordnet": (FOLDER, write_wordnet),
-    "text2sql": ("generated", write_text2sql),
+    "text2sql": (GENERATED, write_text2sql),
+    "screen": (GENERATED, None),
 }
 
 
@@ -132,8 +142,10 @@ class Recipe:
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
         task: str = "gsm8k",
     ) -> None:  # fmt: skip
-        if task == "text2sql" and source is not None:
-            raise ValueError(f"text2sql generates its databases and questions; remove --data {source}")
+        if TASKS[task][0] == GENERATED and source is not None:
+            raise ValueError(f"{task} generates its tasks; remove --data {source}")
+        if task == "screen" and plain:
+            raise ValueError("screen has no form without tools: the model taps with one; remove --plain")
         default_out = f"runs/{task}-small" if scale == "small" else f"runs/{task}"
         self.source, self.out = source or TASKS[task][0], Path(out or default_out).expanduser()
         self.plain, self.task = plain, task
@@ -141,6 +153,7 @@ class Recipe:
         requested |= {"scale": scale, "sft": list(sft), "grpo": list(grpo)}
         self.state: dict[str, Any] = {"asked": requested, "seconds": {}}
         self.compared = dict[str, dict[str, Comparison]]()
+        self.blind = dict[str, dict[str, dict[str, float]]]()  # metrics of the last model with empty pictures
         if (path := self.out / STATE).is_file():
             previous = json.loads(path.read_text(encoding="utf-8"))
             recorded = requested | previous["asked"]  # earlier versions did not record the task
@@ -186,7 +199,9 @@ class Recipe:
             overrides["sft"] = dict(overrides["grpo"])
         if "sft" in self.runs:
             overrides["grpo"]["model.name"] = EVALUATED_CHECKPOINTS["sft"]
-        if model is not None:
+        if self.task == "screen":  # the model of the data, which has the weights of `model`
+            overrides["sft"]["model.name"] = str(self.out / "data" / "model")
+        elif model is not None:
             overrides[self.runs[0]]["model.name"] = model
         if self.task == "wordnet":
             folder = str(WordNet(self.source).folder.resolve())  # raises if WordNet is missing
@@ -207,11 +222,18 @@ class Recipe:
         """Write the rows, and report how many were written and skipped."""
         if "data" not in self.state:
             with self._timed("data"), _with_resume_hint():
-                prepared = TASKS[self.task][1](self.source, self.out / "data", self.plain)
+                prepared = self._write_data(self.out / "data")
                 self.state["data"] = {"rows": prepared.counts, "left_out": dict(prepared.dropped)}
         for what, counts in self.state["data"].items():
             text = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
             watcher.say(f"{what.replace('_', ' ')}: {text}")
+
+    def _write_data(self, folder: Path) -> PreparedRows:
+        if (write := TASKS[self.task][1]) is not None:
+            return write(self.source, folder, self.plain)
+        requested = self.state["asked"]
+        options = self.configs["grpo"].environment.options
+        return write_screen(options, requested["model"], folder, requested["seed"])
 
     def train(self, name: str, watcher: Watcher) -> None:
         """Train the run `name`, or resume it; skip it if it has finished."""
@@ -239,28 +261,41 @@ class Recipe:
             for decoding, temperature in TEMPERATURES.items():
                 before, after = (self._evaluate(name, split, temperature, watcher) for name in self.evaluated)
                 self.compared.setdefault(split, {})[decoding] = compare(before, after)
+                if self.task == "screen":
+                    blind = self._evaluate("grpo", split, temperature, watcher, {"blind": True})
+                    self.blind.setdefault(split, {})[decoding] = _measured(blind)
 
-    def _evaluate(self, name: str, split: str, temperature: float, watcher: Watcher) -> ComparedModel:
+    def _evaluate(
+        self,
+        name: str,
+        split: str,
+        temperature: float,
+        watcher: Watcher,
+        further: Mapping[str, Any] | None = None,
+    ) -> ComparedModel:
+        """`further`: options of the environment, which are part of the name of the file."""
         options = {"data.tasks": str(self.out / "data" / f"{split}.jsonl"), "data.heldout": None}
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
+        options |= {f"environment.options.{key}": value for key, value in (further or {}).items()}
         model = request_model(self.evaluated[name], (), self.out).with_conditions(
             self._config("grpo", options)
         )
-        file, compared_model = (
-            self.out / "episodes" / f"{name}-{split}-{temperature:g}.jsonl",
-            ComparedModel(name),
-        )
+        variant = "-".join([name, *(further or ())])
+        file = self.out / "episodes" / f"{variant}-{split}-{temperature:g}.jsonl"
+        compared_model = ComparedModel(variant)
         compared_model.add(RecordedEvaluation(model, file, notify=watcher.say))
         for evaluation in compared_model.pending:
             if evaluation is not None:
-                watcher.say(f"{name} on {split} at temperature {temperature:g}: {evaluation.total} episodes")
+                watcher.say(
+                    f"{variant} on {split} at temperature {temperature:g}: {evaluation.total} episodes"
+                )
                 watcher.phase("evaluate")
                 if evaluation.run(watcher.episode).interrupted:
                     raise KeyboardInterrupt
         compared_model.take()
         if not compared_model.records:
-            raise ValueError(f"no episode of {name} on {split} was scored; see the errors in {file}")
+            raise ValueError(f"no episode of {variant} on {split} was scored; see the errors in {file}")
         return compared_model
 
     def results(self) -> dict[str, Any]:
@@ -278,6 +313,7 @@ class Recipe:
             split: {decoding: _compared(comparison) for decoding, comparison in by_decoding.items()}
             for split, by_decoding in self.compared.items()
         }
+        results |= {"blind": self.blind} if self.blind else {}
         last = list(self.compared.values())[-1]["greedy"]
         changed_episodes = last.episodes([*last.better[:MAX_EXAMPLES], *last.worse[:MAX_EXAMPLES]])
         results["examples"] = [_example(self.evaluated, episodes) for _, episodes in changed_episodes]
@@ -341,14 +377,14 @@ def _figures(run: RunFolder) -> dict[str, Any]:
 def _compared(comparison: Comparison) -> dict[str, Any]:
     summary = comparison.as_json()
     keys = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
-    model_results = {
-        model.name: {
-            key: model.records[0].metrics[key] for key in REPORTED_METRICS if key in model.records[0].metrics
-        }
-        for model in (comparison.first, comparison.second)
-    }
+    model_results = {model.name: _measured(model) for model in (comparison.first, comparison.second)}
     changes = {"better": len(summary["better"]), "worse": len(summary["worse"])}
     return model_results | {key: summary[key] for key in keys} | changes
+
+
+def _measured(model: ComparedModel) -> dict[str, float]:
+    metrics = model.records[0].metrics
+    return {key: metrics[key] for key in REPORTED_METRICS if key in metrics}
 
 
 def _example(names: Iterable[str], compared_episodes: Iterable[Trajectory | None]) -> dict[str, Any]:

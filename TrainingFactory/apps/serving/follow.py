@@ -21,7 +21,7 @@ from TrainingFactory.apps.serving.server import ChatServer
 from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.assembly.memory import cache_bytes, free_bytes, release_models, state_bytes
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.loading import pick_device, pick_dtype
+from TrainingFactory.models.dtypes import pick_device, pick_dtype
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.rows import VERSION_NAME
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model

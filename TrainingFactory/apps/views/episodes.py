@@ -110,8 +110,9 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
 
 def _takes_thousandths(spec: Json) -> bool:
     properties = spec.get("parameters", {}).get("properties", {})
-    return all(
-        isinstance(properties.get(n), dict) and properties[n].get("maximum") == 1000 for n in ("x", "y")
+    limits = [properties[name] for name in ("x", "y") if isinstance(properties.get(name), dict)]
+    return len(limits) == 2 and all(
+        limit.get("maximum", limit.get("exclusiveMaximum")) == 1000 for limit in limits
     )
 
 

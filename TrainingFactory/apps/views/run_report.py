@@ -9,7 +9,7 @@ from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.apps.views.run_tables import state_rows
 from TrainingFactory.apps.views.runs import findings
 from TrainingFactory.common.charts import Chart, Curve
-from TrainingFactory.runs.episode_texts import best_and_worst, conversation_lines, ending_text
+from TrainingFactory.runs.episode_texts import best_and_worst, conversation_with_images, ending_text
 from TrainingFactory.runs.folder import CONFIG, TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
@@ -38,7 +38,9 @@ def run_page(run: RunFolder) -> str:
     """Return the report as a self-contained HTML page."""
     versions = ", ".join(f"{name} {version}" for name, version in run.run_info["versions"].items())
     rows = [*state_rows(run), ("versions", versions)]
-    episodes = [(name, conversation_lines(episode), ending_text(episode)) for name, episode in samples(run)]
+    episodes = [
+        (name, conversation_with_images(episode), ending_text(episode)) for name, episode in samples(run)
+    ]
     return render(
         "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
         episodes=episodes, config=(run.path / CONFIG).read_text(encoding="utf-8"),

@@ -2,7 +2,7 @@
 import { counted } from "./format.js";
 import { h, visible } from "./dom.js";
 import { button } from "./parts.js";
-import { imagesOf, piecesOf } from "./pictures.js";
+import { imagesOf, piecesOf, tapped } from "./pictures.js";
 import { block, callOf, contentOf, reasoning, text } from "./turns.js";
 
 /** The entries of an answer: each message, with the data of its turn. */
@@ -13,8 +13,12 @@ export function entryOf({ messages, turns }) {
   );
 }
 
-/** All messages; tool replies are shown with their calls. */
-export function entriesOf(entries, actsOf) {
+/** The image that the model saw last in messages. */
+export const screenOf = (messages) => messages.flatMap(imagesOf).at(-1);
+
+/** All messages; tool replies are shown with their calls. The last argument: the names of tools whose points are in thousandths, and the
+ *  image that the model saw before the messages. */
+export function entriesOf(entries, actsOf, { thousandths, screen }) {
   return entries.map(({ message, turn }, at) => {
     if (
       message.role === "tool" &&
@@ -23,7 +27,11 @@ export function entriesOf(entries, actsOf) {
       return null;
     const shown =
       message.role === "assistant"
-        ? answerOf(message, resultsOf(message, turn, entries.slice(at + 1)), turn)
+        ? answerOf(message, resultsOf(message, turn, entries.slice(at + 1)), {
+            turn,
+            thousandths,
+            screen: screenOf(entries.slice(0, at).map((each) => each.message)) ?? screen,
+          })
         : block(message.role, message.name, contentOf(message));
     shown.dataset.at = at;
     const acts = actsOf(at);
@@ -48,11 +56,12 @@ function resultsOf(message, turn, after) {
     }));
 }
 
-export function answerOf(message, results, turn = null) {
+export function answerOf(message, results, { turn = null, thousandths, screen }) {
   const calls = (message.tool_calls ?? []).map((call) =>
     callOf(
       call,
       results.find((result) => result.id === call.id),
+      tapped(call, screen, thousandths),
     ),
   );
   const facts =

@@ -4,7 +4,8 @@ import { dialog } from "./parts.js";
 
 /** The texts and images of a message in order; images are {src, width, height}. */
 export function piecesOf({ content, images }) {
-  if (Array.isArray(content)) return content.map((part) => (part.image_url ? { src: part.image_url.url } : part.text));
+  if (Array.isArray(content))
+    return content.map((part) => (part.image_url ? { src: part.image_url.url, ...sizeOf(part.image_url.url) } : part.text));
   if (!images?.length) return [content];
   const letters = Array.from(content ?? ""); // places count characters, not UTF-16 units
   const pieces = [];
@@ -14,6 +15,14 @@ export function piecesOf({ content, images }) {
     start = image.place;
   }
   return [...pieces, letters.slice(start).join("")].filter((piece) => piece !== "");
+}
+
+/** The size in the header of a PNG file in a data: URL. */
+function sizeOf(url) {
+  const start = "data:image/png;base64,";
+  if (!url.startsWith(start)) return {};
+  const header = new DataView(Uint8Array.from(atob(url.slice(start.length, start.length + 32)), (c) => c.charCodeAt(0)).buffer);
+  return { width: header.getUint32(16), height: header.getUint32(20) };
 }
 
 export const imagesOf = (message) => piecesOf(message).filter((piece) => piece?.src);
@@ -34,6 +43,18 @@ function shown(image, name, taps) {
     ),
   ];
 }
+
+/** The names of tools whose points x, y are in thousandths of an image. */
+export const inThousandths = (tools) =>
+  tools
+    .map((tool) => tool.function)
+    .filter(({ parameters }) =>
+      ["x", "y"].every((name) => {
+        const { maximum, exclusiveMaximum } = parameters?.properties?.[name] ?? {};
+        return (maximum ?? exclusiveMaximum) === 1000;
+      }),
+    )
+    .map(({ name }) => name);
 
 /** The point {x, y, image} at which a call taps, if its arguments are within the image; else null. `thousandths`: the names of
  *  tools whose points are in thousandths of the image; those of others are in pixels. */

@@ -1,9 +1,10 @@
 // Play: chat with a local model and an environment's tools; edit turns; compare two answers; save training rows.
 import { get, job, post, url } from "./api.js";
-import { answerOf, editorOf, entriesOf, entryOf } from "./chat.js";
+import { answerOf, editorOf, entriesOf, entryOf, screenOf } from "./chat.js";
 import { h, put, visible } from "./dom.js";
 import { counted, number } from "./format.js";
 import { act, button, command, empty, iconButton, toast, waiting } from "./parts.js";
+import { inThousandths } from "./pictures.js";
 import { PlayFrame } from "./play_frame.js";
 
 const WRITTEN = {
@@ -124,7 +125,7 @@ class PlayPage extends PlayFrame {
           "Choose a model and press Begin",
           "Choosing a run's checkpoint also selects the environment that it was trained in.",
         ),
-      entriesOf(entries, (at) => this.actsOf(at)),
+      entriesOf(entries, (at) => this.actsOf(at), this.taps([])),
     );
     put(
       this.told,
@@ -137,6 +138,11 @@ class PlayPage extends PlayFrame {
     for (const each of this.keepButtons) each.disabled = !ended;
     this.sendButton.disabled = !opened || this.busy || Boolean(this.other);
     this.drawPair();
+  }
+
+  /** What shows where calls tap, after these messages. */
+  taps(messages) {
+    return { thousandths: inThousandths(this.opened?.tools ?? []), screen: screenOf(messages) };
   }
 
   actsOf(at) {
@@ -198,15 +204,19 @@ class PlayPage extends PlayFrame {
     const live = h("div", { class: "message live role-assistant" });
     const said = h("pre", {});
     let asked = null; // the turn whose tool calls are running
+    let taps = this.taps(messages);
     put(live, h("div", { class: "role" }, "assistant"), h("div", { class: "said" }, said));
     const heard = ({ text: words, message, results }) => {
       if (words !== undefined) said.textContent = visible(words);
       if (message) {
         asked = message;
-        live.before(answerOf(message, []));
+        live.before(answerOf(message, [], taps));
         said.textContent = "";
       }
-      if (results?.length) live.previousElementSibling?.replaceWith(answerOf(asked, results));
+      if (results?.length) {
+        live.previousElementSibling?.replaceWith(answerOf(asked, results, taps));
+        taps = { ...taps, screen: screenOf(results) ?? taps.screen };
+      }
       live.scrollIntoView({ block: "nearest" });
     };
     this.wait("Sampling…");
@@ -301,7 +311,7 @@ class PlayPage extends PlayFrame {
                 !this.busy &&
                 button("Continue with it", () => this.choose(at, false), { class: "small" }),
             ),
-            entriesOf(column, () => null),
+            entriesOf(column, () => null, this.taps(this.other.before.map(({ message }) => message))),
           ),
         ),
       ),
