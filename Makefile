@@ -95,9 +95,10 @@ $(SERVERS)/envs.installed: $(ENVS:%=TrainingFactory/envs/adapters/%.py) | $(STAM
 	@if $(call quietly,$(call add_envs,$(ENVS))); then touch $@; \
 	else echo "pip failed: tests with environments of other packages will skip"; fi
 
-# Those of slow tests (1 GB): verifiers, and a server of OpenEnv.
-$(SERVERS)/verifiers.installed: TrainingFactory/envs/adapters/verifiers.py | $(STAMP)
-	@if $(call quietly,$(call add_envs,verifiers)); then touch $@; \
+# Those of slow tests (1.5 GB): verifiers, and a server of OpenEnv.
+VERIFIERS := verifiers verifiers_v0
+$(SERVERS)/verifiers.installed: $(VERIFIERS:%=TrainingFactory/envs/adapters/%.py) | $(STAMP)
+	@if $(call quietly,$(call add_envs,$(VERIFIERS))); then touch $@; \
 	else echo "pip failed: tests with verifiers will skip"; fi
 
 $(SERVERS)/openenv.installed: tests/servers/openenv.txt | $(STAMP)

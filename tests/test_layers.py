@@ -50,7 +50,7 @@ SATELLITES = [
     "cli", "web", "apps", "services", "integrations", "cluster", "registry", "evaluation", "promotion", "agent_api",
     "retrieval", "common/http", "common/workers", "common/sql", "common/arithmetic.py", "common/endpoints",
     "envs/builtin", "envs/android", "envs/process", "envs/adapters", "envs/users",
-    "envs/containers", "tools/mcp", "tools/cache", "tools/builtin",
+    "envs/containers", "envs/web_page", "tools/mcp", "tools/cache", "tools/builtin",
     "tools/sandbox", "tools/endpoints",
     "rewards/rules", "rewards/judge", "rewards/workers", "data/convert.py", "data/provider_rows.py",
     "learning/reward_models.py", "models/faces.py", "models/qwen3.py", "models/tools_format.py",
@@ -70,7 +70,7 @@ HEART = [
     "learning/optim.py",
 ]  # fmt: skip
 HEART_LINES = 7_800
-TOTAL_LINES = 76_000  # of Python in the package
+TOTAL_LINES = 77_000  # of Python in the package
 STATIC_LINES = 8_900  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 

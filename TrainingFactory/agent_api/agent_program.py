@@ -313,7 +313,7 @@ class ProgramRun(EpisodeRun):
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
         self._sampler = sampler
 
-    async def _turns(self, environment: Any) -> None:
+    async def _play_turns(self, environment: Any) -> None:
         endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
         calls = EpisodeRequests(
             self.rules, self._sampler, self.session, self.seed_of, endpoint.counts, endpoint.model
@@ -336,20 +336,20 @@ class ProgramRun(EpisodeRun):
         except ProgramFailed as error:
             problem = str(error)
         if not nodes:
-            self._end("error", problem or "the program made no successful request to the endpoint")
+            self._end_episode("error", problem or "the program made no successful request to the endpoint")
         elif calls.limited:
-            self._end("max_turns", None)
+            self._end_episode("max_turns", None)
         elif calls.full or nodes[-1].turn.completion.finish == "length":
-            self._end("truncated", None)
+            self._end_episode("truncated", None)
         else:
-            self._end("done" if problem is None else "error", problem)
+            self._end_episode("done" if problem is None else "error", problem)
 
-    def _check(self) -> None:
+    def _check_prompt_chain(self) -> None:
         """Check nothing: `Conversations` makes each prompt extend the sampled tokens or start a new row."""
 
 
 class ProgramRollouts(RolloutEngine):
     """Runs episodes of an `AgentProgram`."""
 
-    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+    def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
         return ProgramRun(self.rules, trajectory, sampler, *args)

@@ -46,10 +46,10 @@ class EpisodeTrees:
     def __init__(self, group: Sequence[Trajectory], leaves: Sequence[Trajectory]) -> None:
         self._members = {trajectory.member: trajectory for trajectory in group}
         self._leaves = leaves
-        self._origins = [self._origin_by_turn(leaf) for leaf in leaves]
+        self._origins = [self._find_turn_origins(leaf) for leaf in leaves]
         self.roots = [origins[0] for origins in self._origins]
 
-    def _origin_by_turn(self, leaf: Trajectory) -> list[int]:
+    def _find_turn_origins(self, leaf: Trajectory) -> list[int]:
         """Return the member that sampled each turn of the leaf, and in the end the leaf's own."""
         origins = [leaf.member] * (len(leaf.turns) + 1)
         trajectory, end = leaf, len(leaf.turns)

@@ -57,9 +57,9 @@ class DPO(BaseAlgorithm):
         return pair_samples(group)
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        scores = self._scores(tokens)
+        scores = self._score_dialogues(tokens)
         chosen, rejected = scores[tokens.pairs].unbind(1)  # [P] each
-        total = self._losses(chosen - rejected).sum()
+        total = self._pair_losses(chosen - rejected).sum()
         if self.loss_kind == "orpo":
             total = total - _mean_logprobs(tokens)[tokens.pairs[:, 0]].sum()
         sums = {
@@ -71,7 +71,7 @@ class DPO(BaseAlgorithm):
         metrics = {name: float(values.detach().sum()) / tokens.step_pairs for name, values in sums.items()}
         return total / tokens.step_pairs, metrics
 
-    def _scores(self, tokens: TrainedTokens) -> torch.Tensor:
+    def _score_dialogues(self, tokens: TrainedTokens) -> torch.Tensor:
         """Return the score s of every dialogue. [E]"""
         if self.loss_kind == "simpo":
             return self.beta * _mean_logprobs(tokens)
@@ -82,7 +82,7 @@ class DPO(BaseAlgorithm):
         ratios = tokens.per_episode(tokens.logprobs - tokens.reference)
         return ratios / tokens.lengths if self.loss_kind == "ipo" else self.beta * ratios
 
-    def _losses(self, margin: torch.Tensor) -> torch.Tensor:
+    def _pair_losses(self, margin: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair from its margin d. [P] -> [P]"""
         if self.loss_kind == "hinge":
             return torch.relu(1 - margin)

@@ -123,11 +123,11 @@ class GRPO(BaseAlgorithm):
         ):
             return []
         if self.overlong_length is not None:
-            outcomes -= self._penalties(scored_trajectories, self.overlong_length)
+            outcomes -= self._length_penalties(scored_trajectories, self.overlong_length)
         baseline = "none" if is_ungrouped else "rloo" if self.advantage == "rloo" else "group"
         if has_forks(scored_trajectories):
             trees = EpisodeTrees(group, scored_trajectories)
-            return self._tree_rows(scored_trajectories, trees, outcomes, steps, baseline)
+            return self._make_tree_rows(scored_trajectories, trees, outcomes, steps, baseline)
         table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
         if self.state_groups:
             members = range(len(scored_trajectories))
@@ -142,7 +142,7 @@ class GRPO(BaseAlgorithm):
                 rows += to_samples(trajectory, values[: len(trajectory.turns)])
         return rows
 
-    def _tree_rows(
+    def _make_tree_rows(
         self,
         leaves: Sequence[Trajectory],
         trees: EpisodeTrees,
@@ -185,7 +185,7 @@ class GRPO(BaseAlgorithm):
         """Return the episodes with the overlong penalty added to the parts of their rewards, for logs and files."""
         if self.overlong_length is None:
             return list(group)
-        penalties = self._penalties(group, self.overlong_length).tolist()
+        penalties = self._length_penalties(group, self.overlong_length).tolist()
         episodes = []
         for trajectory, penalty in zip(group, penalties, strict=True):
             if trajectory.reward is not None:
@@ -195,7 +195,7 @@ class GRPO(BaseAlgorithm):
             episodes.append(trajectory)
         return episodes
 
-    def _penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
+    def _length_penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
         """Return the penalties, which grow linearly over the last `overlong_buffer` tokens before the limit. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
         excess = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
@@ -234,9 +234,9 @@ class GRPO(BaseAlgorithm):
             metrics["kl"] = _mean(tokens, divergence)
         if self.entropy:
             terms = terms - self.entropy * tokens.entropy
-        return self._reduced(tokens, terms), metrics
+        return self._reduce_loss(tokens, terms), metrics
 
-    def _reduced(self, tokens: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
+    def _reduce_loss(self, tokens: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
         """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
             return tokens.total(terms) / tokens.step_tokens

@@ -73,7 +73,7 @@ class PPO(BaseAlgorithm):
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
-            self._credit(pack)
+            self._fill_advantages(pack)
         _, deviation = mean_and_deviation([pack.returns for pack in packs if pack.returns is not None])
         if self.whiten:
             whiten(packs)
@@ -83,7 +83,7 @@ class PPO(BaseAlgorithm):
             batch.baseline = deviation**2
             batch.values_only = step < self.critic_warmup
 
-    def _credit(self, pack: Pack) -> None:
+    def _fill_advantages(self, pack: Pack) -> None:
         """Fill in the pack's advantages, in float64, and returns."""
         assert pack.values is not None
         rewards = pack.rewards.astype("float64")

@@ -59,10 +59,10 @@ class RewardModel(BaseAlgorithm):
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, Metrics]:
         assert tokens.scores is not None
-        loss = self._outcome if self.kind == "outcome" else self._process
+        loss = self._outcome_loss if self.kind == "outcome" else self._process_loss
         return loss(tokens, tokens.scores)
 
-    def _outcome(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _outcome_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         # Only the last token of each episode is trained: [M] -> [E] -> [P] each.
         chosen, rejected = tokens.per_episode(scores)[tokens.pairs].unbind(1)
         gap = chosen - rejected
@@ -74,7 +74,7 @@ class RewardModel(BaseAlgorithm):
         metrics = {"accuracy": float((gap > 0).sum()) / pairs, "margin": float(gap.detach().sum()) / pairs}
         return total / pairs, metrics
 
-    def _process(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _process_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         is_correct = (tokens.rewards > self.threshold).float()
         total = binary_cross_entropy_with_logits(scores, is_correct, reduction="sum")
         errors = ((scores > 0) != (is_correct > 0)).float()

@@ -58,7 +58,7 @@ class RFT(BaseAlgorithm):
         if self.dedupe:
             unique: dict[tuple[str, ...], Trajectory] = {}
             for episode in ranked:
-                unique.setdefault(_actions(episode), episode)
+                unique.setdefault(_action_key(episode), episode)
             ranked = list(unique.values())
         return ranked[: self.best_of]
 
@@ -81,7 +81,7 @@ class RFT(BaseAlgorithm):
         return -(tokens.advantages * tokens.logprobs * weight).sum() / tokens.step_tokens, metrics
 
 
-def _actions(trajectory: Trajectory) -> tuple[str, ...]:
+def _action_key(trajectory: Trajectory) -> tuple[str, ...]:
     """Return an episode's tool calls in order and its final text: the key for `dedupe`."""
     calls = [
         json.dumps([call.name, call.arguments], sort_keys=True, default=str)

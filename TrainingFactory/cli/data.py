@@ -233,6 +233,25 @@ def text2sql(*, out: Path = Path("text2sql")) -> int:
     return _print_files(out, write_text2sql("generated", out))
 
 
+@data.command
+def screen(*, out: Path = Path("screen"), model: str | None = None) -> int:
+    """Write the data of the recipe `screen`: demonstrations of taps in pictures, tasks, and a SmolVLM of a text model's
+    weights and of a vision part with random ones.
+
+    ```
+    tfactory data screen --out screen
+    ```
+
+    Args:
+        out: Folder for the JSONL files and the model; existing files are replaced.
+        model: Text model. Default: smollm2-135m.
+    """
+    from TrainingFactory.apps.recipes.recipe import Recipe, write_screen
+
+    options = Recipe(task="screen", out=out).configs["grpo"].environment.options
+    return _print_files(out, write_screen(options, model, out))
+
+
 def _print_files(out: Path, prepared: PreparedRows) -> int:
     rows = [
         (str(out / f"{split}.jsonl"), show.pluralize(count, "row"))

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from TrainingFactory import __version__
 from TrainingFactory.models import load_model
-from TrainingFactory.models.loading import LOADING_ERRORS, pick_device, pick_dtype
+from TrainingFactory.models.dtypes import pick_device, pick_dtype
+from TrainingFactory.models.loading_errors import LOADING_ERRORS
 from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.native import NativeSession

@@ -103,6 +103,9 @@ class TrainingSection(Section):
     router_aux_loss: NotNegative | None = None
     """Mixtures of experts: coefficient of the loss that balances the experts, as the model's family defines it. null:
     the model's own (router_aux_loss_coef in its config.json). 0: off, which saves a forward pass per update."""
+    router_check_every: Count | None = None
+    """Mixtures of experts: measure every N steps how often sampling and training send a token to different experts
+    (metric router_mismatch), on 256 tokens of one row; native engine without async_rollout. null: never."""
     update_epochs: Count = 1
     """Passes over the episodes or rows of one step."""
     minibatches: Count = 1
@@ -127,7 +130,7 @@ class TrainingSection(Section):
 
 class ContextSection(Section):
     fold: Literal["window", "drop_thoughts", "drop_results", "summary", "own"]
-    """How a conversation that exceeds `limit` is shortened. window: keep the system prompt, the task and the last
+    """Method that shortens a conversation over `limit`. window: keep the system prompt, the task and the last
     keep_turns turns; drop_thoughts: remove the reasoning of older turns; drop_results: replace older tool results by
     a placeholder; summary: the model writes a summary and continues from system prompt, task and summary; own: your
     function."""

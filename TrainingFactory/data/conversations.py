@@ -50,7 +50,7 @@ def read_conversation(columns: Mapping[str, Any], name: str, is_negative: bool =
     if not rows:
         raise ValueError(f'has an empty "{name}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
-        rows = _from_sharegpt(rows, name, is_negative)
+        rows = _convert_sharegpt(rows, name, is_negative)
     return name_tool_messages(with_system(columns, read_messages(rows, name, is_negative)))
 
 
@@ -77,7 +77,7 @@ def read_prompt(columns: Mapping[str, Any]) -> list[Message]:
 def read_messages(rows: Sequence[Any], name: str, is_negative: bool = False) -> list[Message]:
     messages = []
     if any(isinstance(row, Mapping) and row.get("role") in ("tool_call", "tool_response") for row in rows):
-        rows = _from_sharegpt(
+        rows = _convert_sharegpt(
             [{"from": row["role"], "value": row.get("content")} for row in rows], name, is_negative
         )
     for number, row in enumerate(rows):
@@ -152,7 +152,7 @@ def check_calls(conversation: Conversation, name: str, check_call: CallChecker |
         location = f'in message {number} of "{name}"'
         if number < conversation.start or number in conversation.bad or message.role != "assistant":
             continue
-        if problem := _broken_text(message.content):
+        if problem := _find_broken_call(message.content):
             raise ValueError(f"has an invalid call {location}: {problem}")
         for call in message.tool_calls if specs else []:
             if call.name not in specs:
@@ -185,7 +185,7 @@ def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Mes
     return [Message("system", system), *messages]
 
 
-def _broken_text(text: str) -> str | None:
+def _find_broken_call(text: str) -> str | None:
     """Return the problem of a malformed <tool_call> block in a text, or None."""
     for body, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
         if not end:
@@ -208,7 +208,9 @@ def _has_image(value: Any) -> bool:
     return isinstance(value, list) and any(map(is_image_part, value))
 
 
-def _from_sharegpt(rows: Sequence[Mapping[str, Any]], name: str, is_negative: bool) -> list[dict[str, Any]]:
+def _convert_sharegpt(
+    rows: Sequence[Mapping[str, Any]], name: str, is_negative: bool
+) -> list[dict[str, Any]]:
     """Convert ShareGPT rows to OpenAI-style dicts. `is_negative`: keep invalid calls as text."""
     messages: list[dict[str, Any]] = []
     for number, row in enumerate(rows):

@@ -95,7 +95,7 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
     num_forked = num_folded = 0
     for row in rows:
         result.read += 1
-        episode = _read(row, to, filters)
+        episode = _read_episode(row, to, filters)
         if isinstance(episode, str):
             result.dropped[episode] += 1
             num_folded += episode == FOLDED
@@ -104,9 +104,9 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
             num_forked += row.columns.get("parent") is not None
     threshold = DEFAULT_THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
     if to in PAIRS:
-        converted = _pairs(episodes, filters, result.dropped)
+        converted = _make_pairs(episodes, filters, result.dropped)
     else:
-        converted = [_single(episode, to, threshold) for episode in episodes]
+        converted = [_make_single_row(episode, to, threshold) for episode in episodes]
     if to in DEFAULT_THRESHOLDS:
         rewards = [reward for e in episodes for reward in (e.steps if to == "prm" else [e.reward])]
         result.note = one_sided_warning(rewards, threshold, "--threshold")
@@ -120,20 +120,24 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
         )
         result.note = text if result.note is None else f"{result.note}; {text}"
     if filters.dedupe:
-        converted = _deduplicated(converted, result.dropped)
+        converted = _deduplicate_rows(converted, result.dropped)
     result.images = {path: image for episode in episodes for path, image in episode.images.items()}
-    result.rows = converted if filters.max_per_task is None else _limited(converted, filters, result.dropped)
+    result.rows = (
+        converted
+        if filters.max_per_task is None
+        else _limit_rows_per_task(converted, filters, result.dropped)
+    )
     return result
 
 
-def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
+def _read_episode(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
     """Return the episode of a row, or why it is dropped."""
     try:
         episode = recorded_episode(row)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a trajectory"
     reward = None if episode.reward is None else total(episode.reward)
-    if reason := reason_unusable(episode, to) or _filtered_by(episode, reward, filters):
+    if reason := reason_unusable(episode, to) or _find_rejecting_filter(episode, reward, filters):
         return reason
     if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"
@@ -150,10 +154,10 @@ def _read(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
         "id": f"{episode.group}/{episode.member}",
         "task": episode.task.id,
         "reward": reward,
-        "prompt": [_message_row(message) for message in episode.prompt],
-        "completion": [_message_row(message) for message in messages],
+        "prompt": [_make_message_row(message) for message in episode.prompt],
+        "completion": [_make_message_row(message) for message in messages],
     }
-    prompt_images, images = _images_of(episode.prompt), _images_of(messages)
+    prompt_images, images = _list_images(episode.prompt), _list_images(messages)
     if prompt_images or images:
         converted["images"] = [image_path(image) for image in (*prompt_images, *images)]
     if episode.tools:
@@ -168,11 +172,11 @@ def image_path(image: Image) -> str:
     return ImageStore(Path(IMAGES_FOLDER)).path(image.digest).as_posix()
 
 
-def _images_of(messages: Iterable[Message]) -> list[Image]:
+def _list_images(messages: Iterable[Message]) -> list[Image]:
     return [image for message in messages for _, image in message.images]
 
 
-def _message_row(message: Message) -> dict[str, Any]:
+def _make_message_row(message: Message) -> dict[str, Any]:
     """Return a message with TRL's placeholders for its images, which are in the column "images"."""
     row = message_to_dict(replace(message, images=[]))
     if message.images:
@@ -183,7 +187,7 @@ def _message_row(message: Message) -> dict[str, Any]:
     return row
 
 
-def _filtered_by(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
+def _find_rejecting_filter(trajectory: Trajectory, reward: float | None, filters: Filters) -> str | None:
     if filters.status and trajectory.status not in filters.status:
         return "--status"
     if filters.tasks and not any(fnmatchcase(trajectory.task.id, pattern) for pattern in filters.tasks):
@@ -195,7 +199,7 @@ def _filtered_by(trajectory: Trajectory, reward: float | None, filters: Filters)
     return None
 
 
-def _single(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
+def _make_single_row(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
     row = episode.row
     # A prompt that contains assistant messages stays a prompt, so that they are not trained.
     if to == "sft" and not any(message["role"] == "assistant" for message in row["prompt"]):
@@ -207,7 +211,7 @@ def _single(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
     return row
 
 
-def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
+def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
     """Return one pair per group: its first best against its first worst episode."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
@@ -230,7 +234,7 @@ def _pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) ->
     return rows
 
 
-def _deduplicated(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
+def _deduplicate_rows(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
     first_rows: dict[str, dict[str, Any]] = {}
     for row in rows:
         content = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
@@ -239,7 +243,9 @@ def _deduplicated(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dic
     return list(first_rows.values())
 
 
-def _limited(rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
+def _limit_rows_per_task(
+    rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
+) -> list[dict[str, Any]]:
     by_task: dict[str, list[int]] = defaultdict(list)
     for number, row in enumerate(rows):
         by_task[row["task"]].append(number)
@@ -268,7 +274,7 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
     return {key: row[key] for key in ("id", "label", "margin") if key in row} | converted
 
 
-def _tagged(content: Any) -> str:
+def _insert_image_tags(content: Any) -> str:
     """Return a content with the tag <image> for each image. Raise ValueError if the text itself has the tag."""
     if not isinstance(content, list):
         return content
@@ -283,7 +289,7 @@ def swift_messages(
     """Return messages in ms-swift's roles. `loss_fields` are added to those of the assistant."""
     messages: list[dict[str, Any]] = []
     for row in rows:
-        role, text = row["role"], _tagged(row["content"])
+        role, text = row["role"], _insert_image_tags(row["content"])
         if role != "assistant":
             messages.append({"role": "tool_response" if role == "tool" else role, "content": text})
             continue

@@ -37,15 +37,15 @@ def read_rows(
     """Yield the rows of a path, a hub id (`name` or `name:configuration`), a `datasets.Dataset` or dicts. `columns`
     maps expected to actual column names: {"prompt": "question"}."""
     try:
-        folder = _folder_of(source)
-        for row in _rows(source, split):
+        folder = _find_folder(source)
+        for row in _read_rows(source, split):
             row.folder = row.folder or folder
-            yield _renamed(row, columns) if columns else row
+            yield _rename_columns(row, columns) if columns else row
     except UnicodeDecodeError as error:
         raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {SOURCES}") from error
 
 
-def _folder_of(source: Any) -> Path | None:
+def _find_folder(source: Any) -> Path | None:
     path = Path(source).expanduser() if isinstance(source, str | Path) else None
     if path is None or not path.exists():
         return None
@@ -63,23 +63,23 @@ def builtin_dataset(name: str) -> Path | None:
     return path if path.parent.name == "builtin" and path.is_file() else None
 
 
-def _rows(source: Any, split: str) -> Iterator[DatasetRow]:
+def _read_rows(source: Any, split: str) -> Iterator[DatasetRow]:
     if not isinstance(source, str | Path):
-        return _of_objects(source, split)
+        return _read_objects(source, split)
     path = Path(source).expanduser()
     if path.is_dir():
-        return _of_folder(path, split)
+        return _read_folder(path, split)
     if path.is_file():
-        readers = {".json": _of_json, ".parquet": _of_parquet, ".csv": _of_csv}
-        return readers.get(path.suffix.lower(), _of_lines)(path)
+        readers = {".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
+        return readers.get(path.suffix.lower(), _read_jsonl)(path)
     if (builtin := builtin_dataset(str(source))) is not None:
-        return _of_lines(builtin)
+        return _read_jsonl(builtin)
     if is_path(str(source)):
         raise ValueError(f"data file not found: {path}; expected {SOURCES}")
-    return _of_dicts(_from_hub(str(source), split), str(source), arrow=True)
+    return _read_dicts(_load_from_hub(str(source), split), str(source), arrow=True)
 
 
-def _of_lines(path: Path) -> Iterator[DatasetRow]:
+def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
     """Read JSONL. Invalid lines are held back until the first valid one; without any, the file has another format."""
     pending: list[DatasetRow] = []
     any_valid = False
@@ -87,7 +87,7 @@ def _of_lines(path: Path) -> Iterator[DatasetRow]:
     with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                pending.append(_of_line(line, f"{path}, line {number}"))
+                pending.append(_parse_line(line, f"{path}, line {number}"))
                 any_valid = any_valid or pending[-1].problem is None
             if any_valid:
                 yield from pending
@@ -97,7 +97,7 @@ def _of_lines(path: Path) -> Iterator[DatasetRow]:
         raise ValueError(f"{first}, and no line of the file is a JSON object; expected {SOURCES}")
 
 
-def _of_line(line: str, location: str) -> DatasetRow:
+def _parse_line(line: str, location: str) -> DatasetRow:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -109,22 +109,22 @@ def _of_line(line: str, location: str) -> DatasetRow:
     return DatasetRow(location, _without_nulls(row, recursive=False))
 
 
-def _of_json(path: Path) -> Iterator[DatasetRow]:
+def _read_json(path: Path) -> Iterator[DatasetRow]:
     """Read a list of objects, at the top level or under a key such as `data`; fall back to JSONL."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            return _of_lines(path)
+            return _read_jsonl(path)
         raise ValueError(f"{path} is not valid JSON: {error}; expected {SOURCES}") from error
     if isinstance(value, dict):
         value = next((value[key] for key in LIST_KEYS if isinstance(value.get(key), list)), [value])
     if not isinstance(value, list):
         raise ValueError(f"{path} must contain a list of objects, not {str(value)[:40]}")
-    return _of_dicts(value, str(path))
+    return _read_dicts(value, str(path))
 
 
-def _of_csv(path: Path) -> Iterator[DatasetRow]:
+def _read_csv(path: Path) -> Iterator[DatasetRow]:
     csv.field_size_limit(2**31 - 1)  # characters; a conversation can be long
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file)
@@ -135,33 +135,33 @@ def _of_csv(path: Path) -> Iterator[DatasetRow]:
             yield DatasetRow(f"{path}, line {reader.line_num}", columns, problem)
 
 
-def _of_parquet(path: Path) -> Iterator[DatasetRow]:
+def _read_parquet(path: Path) -> Iterator[DatasetRow]:
     import pyarrow.parquet
 
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} is not a Parquet file: {error}; expected {SOURCES}") from error
-    return _of_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
+    return _read_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
 
 
-def _of_folder(path: Path, split: str) -> Iterator[DatasetRow]:
+def _read_folder(path: Path, split: str) -> Iterator[DatasetRow]:
     if (path / "trajectories.jsonl").is_file():  # a run folder
-        return _of_lines(path / "trajectories.jsonl")
+        return _read_jsonl(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
         files = [path / f"{split}{suffix}" for suffix in FILE_SUFFIXES]
         if (split_file := next((file for file in files if file.is_file()), None)) is not None:
-            return _rows(split_file, split)
+            return _read_rows(split_file, split)
         raise ValueError(
             f"folder {path} is not a dataset: it has neither dataset_info.json nor {split}.jsonl"
         )
     import datasets
 
-    dataset = _split_of(datasets.load_from_disk(str(path)), str(path), split)
-    return _of_dicts(dataset, str(path), arrow=True)
+    dataset = _select_split(datasets.load_from_disk(str(path)), str(path), split)
+    return _read_dicts(dataset, str(path), arrow=True)
 
 
-def _from_hub(source: str, split: str) -> Any:
+def _load_from_hub(source: str, split: str) -> Any:
     import datasets
 
     name, _, configuration = source.partition(":")
@@ -172,7 +172,7 @@ def _from_hub(source: str, split: str) -> Any:
         raise UnknownNameError(source, f"{text}: {describe(error)}. Expected {SOURCES}") from error
 
 
-def _split_of(dataset: Any, name: str, split: str) -> Any:
+def _select_split(dataset: Any, name: str, split: str) -> Any:
     if not isinstance(dataset, Mapping):
         return dataset
     if split not in dataset:
@@ -180,14 +180,14 @@ def _split_of(dataset: Any, name: str, split: str) -> Any:
     return dataset[split]
 
 
-def _of_objects(source: Any, split: str) -> Iterator[DatasetRow]:
-    source = _split_of(source, "the dataset", split)
+def _read_objects(source: Any, split: str) -> Iterator[DatasetRow]:
+    source = _select_split(source, "the dataset", split)
     if not isinstance(source, Iterable):
         raise ValueError(f"a dataset must be {SOURCES}, or a list of dicts, not a {type(source).__name__}")
-    return _of_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
+    return _read_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
 
 
-def _of_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[DatasetRow]:
+def _read_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[DatasetRow]:
     for number, row in enumerate(rows):
         location = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
         if isinstance(row, DatasetRow):  # already read
@@ -217,7 +217,7 @@ def column_at(columns: Mapping[str, Any], name: str) -> Any:
     return column_at(inner, rest) if isinstance(inner, Mapping) else None
 
 
-def _renamed(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:
+def _rename_columns(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:
     renamed = {expected: column_at(row.columns, actual) for expected, actual in names.items()}
     missing = [f"{names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None]
     if missing and row.problem is None:

@@ -100,7 +100,7 @@ def load_examples(
                 raise ValueError(row.problem)
             name = str(row.columns.get("id", f"{stem}-{examples.rows}"))
             if "turns" in row.columns and "task" in row.columns:
-                episode = _recorded(row, form)
+                episode = _convert_recorded(row, form)
                 if isinstance(episode, str):
                     examples.unused[episode] += 1
                     continue
@@ -109,7 +109,9 @@ def load_examples(
                     first.conversations.append(episode)
                     continue
             else:
-                example = Example(name, row.where, _conversations(row, form, name, check_call, image_urls))
+                example = Example(
+                    name, row.where, _read_conversations(row, form, name, check_call, image_urls)
+                )
         except ValueError as error:
             examples.bad.append(f"{row.where} {error}")
             continue
@@ -125,8 +127,8 @@ def load_examples(
         raise ValueError(join_problems(examples.bad))
     examples.found = examples.found[:count]
     if not examples.found:
-        raise ValueError(_why_empty(examples, source))
-    examples.notes += _one_sided(examples)
+        raise ValueError(_explain_empty(examples, source))
+    examples.notes += _warn_of_equal_labels(examples)
     return examples
 
 
@@ -140,7 +142,7 @@ def _with_shared_specs(check_call: CallChecker) -> CallChecker:
     return shared
 
 
-def _one_sided(examples: Examples) -> list[str]:
+def _warn_of_equal_labels(examples: Examples) -> list[str]:
     """Return a warning if all labels are equal, at the default thresholds of the algorithms."""
     conversations = [conversation for example in examples.found for conversation in example.conversations]
     note = None
@@ -173,7 +175,7 @@ def reason_unusable(trajectory: Trajectory, form: str) -> str | None:
     return None
 
 
-def _recorded(row: DatasetRow, form: str) -> Conversation | str:
+def _convert_recorded(row: DatasetRow, form: str) -> Conversation | str:
     """Return a recorded episode as a conversation, or why it cannot be used."""
     try:
         episode = recorded_episode(row)
@@ -196,7 +198,7 @@ def recorded_episode(row: DatasetRow) -> Trajectory:
     return trajectory_from_dict(dict(row.columns), store)
 
 
-def _why_empty(examples: Examples, source: Any) -> str:
+def _explain_empty(examples: Examples, source: Any) -> str:
     name = f"{source}" if isinstance(source, str | Path) else "the dataset"
     if examples.bad:
         return f"no row of {name} is valid:\n{join_problems(examples.bad)}"
@@ -206,25 +208,25 @@ def _why_empty(examples: Examples, source: Any) -> str:
     return f"{name} is empty; {examples.form} needs rows with {REQUIRED_COLUMNS[examples.form]}"
 
 
-def _conversations(
+def _read_conversations(
     row: DatasetRow, form: Form, name: str, check_call: CallChecker | None, image_urls: bool
 ) -> list[Conversation]:
     columns = with_images(normalize_columns(row.columns), row, image_urls)
     if not all(key in columns for key in COLUMNS.get(form, [])):
-        raise ValueError(_missing(columns, form))
+        raise ValueError(_describe_missing_columns(columns, form))
     if form in PAIRS:
-        return _pair(columns, name, check_call)
+        return _read_pair(columns, name, check_call)
     if form == "prm":
-        return [_labelled_turns(columns, name, check_call)]
-    is_positive = form == "sft" or _label(columns["label"], "label")
-    conversation, column = _single(columns, form, name, is_negative=not is_positive)
+        return [_read_labelled_turns(columns, name, check_call)]
+    is_positive = form == "sft" or _parse_label(columns["label"], "label")
+    conversation, column = _read_single(columns, form, name, is_negative=not is_positive)
     if form == "kto":
         conversation.reward = Reward(float(is_positive))
     check_calls(conversation, column, check_call)
     return [conversation]
 
 
-def _single(
+def _read_single(
     columns: Mapping[str, Any], form: Form, name: str, is_negative: bool = False
 ) -> tuple[Conversation, str]:
     """Return the conversation of a row, and the column of its calls. `is_negative`: negative example, allow invalid
@@ -235,10 +237,10 @@ def _single(
             name, messages, read_tools(columns), bad=_all_indices(messages, is_negative)
         ), column
     if "prompt" not in columns or "completion" not in columns:
-        raise ValueError(_missing(columns, form))
+        raise ValueError(_describe_missing_columns(columns, form))
     prompt = read_prompt(columns)
     answer = text_or_messages(columns, "completion", "assistant", is_negative)
-    messages = _joined(prompt, answer, "completion")
+    messages = _join_answer(prompt, answer, "completion")
     tools = read_tools(columns)
     return Conversation(
         name, messages, tools, context=len(prompt), bad=_all_indices(messages, is_negative)
@@ -249,17 +251,17 @@ def _all_indices(messages: list[Message], is_negative: bool) -> frozenset[int]:
     return frozenset(range(len(messages) if is_negative else 0))
 
 
-def _joined(prompt: list[Message], answer: list[Message], column: str) -> list[Message]:
+def _join_answer(prompt: list[Message], answer: list[Message], column: str) -> list[Message]:
     if not any(message.role == "assistant" for message in answer):
         raise ValueError(f'has no assistant message in "{column}", so there is nothing to train on')
     return check_roles(name_tool_messages([*prompt, *answer]), f"prompt and {column}")
 
 
-def _pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | None) -> list[Conversation]:
+def _read_pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | None) -> list[Conversation]:
     tools = read_tools(columns)
     prompt = read_prompt(columns) if "prompt" in columns else []
-    sides = [_side(columns, side, prompt) for side in ("chosen", "rejected")]
-    common = _common(*sides)
+    sides = [_read_side(columns, side, prompt) for side in ("chosen", "rejected")]
+    common = _count_common_messages(*sides)
     has_prompt = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
     if sides[0] == sides[1]:
         raise ValueError('has the same conversation in "chosen" and "rejected"')
@@ -280,7 +282,7 @@ def _pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | None)
     return [chosen, rejected]
 
 
-def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
+def _read_side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
     """Return the whole conversation of one side of a pair. The column may repeat the prompt."""
     answer = text_or_messages(columns, column, "assistant", is_negative=column == "rejected")
     if answer[0].role == "user":
@@ -292,10 +294,10 @@ def _side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> lis
     is_whole = answer[0].role in ("system", "user") and (repeats or answer[: len(prompt)] == prompt)
     if not prompt or is_whole:
         return check_roles(name_tool_messages(answer), column)
-    return _joined(prompt, answer, column)
+    return _join_answer(prompt, answer, column)
 
 
-def _common(chosen: list[Message], rejected: list[Message]) -> int:
+def _count_common_messages(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of common messages before the assistant messages that differ."""
     pairs = list(zip(chosen, rejected, strict=False))
     common_length = next((number for number, (left, right) in enumerate(pairs) if left != right), len(pairs))
@@ -306,8 +308,10 @@ def _common(chosen: list[Message], rejected: list[Message]) -> int:
     raise ValueError('has no common prompt before the differing answers in "chosen" and "rejected"')
 
 
-def _labelled_turns(columns: Mapping[str, Any], name: str, check_call: CallChecker | None) -> Conversation:
-    labels = [_label(label, "labels") for label in read_list(columns["labels"], "labels")]
+def _read_labelled_turns(
+    columns: Mapping[str, Any], name: str, check_call: CallChecker | None
+) -> Conversation:
+    labels = [_parse_label(label, "labels") for label in read_list(columns["labels"], "labels")]
     if "completions" in columns and "prompt" in columns:
         steps = read_list(columns["completions"], "completions")
         if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
@@ -316,7 +320,7 @@ def _labelled_turns(columns: Mapping[str, Any], name: str, check_call: CallCheck
         conversation = Conversation(name, check_roles(messages), read_tools(columns), steps=steps)
         count, source = len(steps), '"completions"'
     else:
-        conversation, column = _single(columns, "prm", name, is_negative=True)
+        conversation, column = _read_single(columns, "prm", name, is_negative=True)
         roles = [message.role for message in conversation.messages]
         turns = [n for n, role in enumerate(roles) if role == "assistant" and n >= conversation.start]
         count, source = len(turns), "assistant turns"
@@ -332,12 +336,12 @@ def _labelled_turns(columns: Mapping[str, Any], name: str, check_call: CallCheck
     return conversation
 
 
-def _missing(columns: Mapping[str, Any], form: Form) -> str:
+def _describe_missing_columns(columns: Mapping[str, Any], form: Form) -> str:
     keys = ", ".join(map(str, columns)) or "none"
     return f"lacks columns: {form} needs {REQUIRED_COLUMNS[form]}, or a recorded trajectory; its columns are: {keys}"
 
 
-def _label(value: Any, column: str) -> bool:
+def _parse_label(value: Any, column: str) -> bool:
     if str(value).lower() in (*TRUE, *FALSE):
         return str(value).lower() in TRUE
     raise ValueError(f'has {str(value)[:40]!r} in "{column}"; it must be true or false, or 1 or 0')

@@ -15,7 +15,7 @@ def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the row with the columns "messages", "chosen" and "rejected" if it has them under other names."""
     if media := next((name for name in MEDIA if columns.get(name)), None):
         raise ValueError(f'has "{media}", but only text and images are supported')
-    if "messages" not in columns and (messages := _messages_of(columns)) is not None:
+    if "messages" not in columns and (messages := _collect_messages(columns)) is not None:
         columns = {**columns, "messages": messages}
     if "messages" not in columns or "rejected" in columns:
         return columns
@@ -23,12 +23,12 @@ def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**columns, "chosen": columns["messages"], "rejected": columns["rejected_messages"]}
     messages = read_list(columns["messages"], "messages")
     if "rejected_response" in columns:
-        rejected = _rejected_side(messages, columns["rejected_response"])
+        rejected = _make_rejected_side(messages, columns["rejected_response"])
         return {**columns, "chosen": messages, "rejected": rejected}
     return _split_masked({**columns, "messages": messages})
 
 
-def _rejected_side(messages: list[Any], rejected: Any) -> list[Any]:
+def _make_rejected_side(messages: list[Any], rejected: Any) -> list[Any]:
     """Return the messages with the part after the last user message replaced by the rejected response."""
     users = [number for number, row in enumerate(messages) if _has_role(row, "user")]
     if not users:
@@ -58,7 +58,7 @@ def _has_role(row: Any, *roles: str) -> bool:
     return isinstance(row, Mapping) and row.get("role") in roles
 
 
-def _messages_of(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def _collect_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the messages of a row that has questions and answers in separate columns. None: another format."""
     turns: list[Any]
     if "conversation" in columns:

@@ -83,30 +83,32 @@ def pack(
     batch: list[list[int]] = []
     size = widest = rows = 0
     keys = process_independent([sample.token_ids for sample in samples])
-    units = _units(samples, ids, keys, sharing)
+    units = _group_into_units(samples, ids, keys, sharing)
     if splitting:
-        units = [part for unit in units for part in _split(ids, unit, token_budget, sharing)]
+        units = [part for unit in units for part in _split_unit(ids, unit, token_budget, sharing)]
     for unit in units:
         longest = max(len(ids[number]) for number in unit)
         if sharing:
-            tree_size = _tree_size(ids, unit)
+            tree_size = _count_tree_tokens(ids, unit)
             joint_size = size + tree_size - (shared_prefix(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
         else:
             tree_size = longest * len(unit)
             joint_size = max(widest, longest) * (rows + len(unit))
         if batch and joint_size > token_budget:
-            packs += _packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
+            packs += _build_packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
             batch, joint_size, widest, rows = [], tree_size, 0, 0
         batch.append(unit)
         size, widest, rows = joint_size, max(widest, longest), rows + len(unit)
     return (
-        packs + _packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
+        packs + _build_packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
         if batch
         else packs
     )
 
 
-def _units(samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool) -> list[list[int]]:
+def _group_into_units(
+    samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool
+) -> list[list[int]]:
     """Return the indices of the rows that must stay in one pack, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
@@ -119,13 +121,13 @@ def _units(samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing
     return list(units.values())
 
 
-def _split(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
+def _split_unit(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
     """Return the unit, or each of its rows as a unit if together they exceed the budget."""
-    size = _tree_size(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
+    size = _count_tree_tokens(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
     return [unit] if size <= budget else [[row] for row in unit]
 
 
-def _tree_size(ids: list[np.ndarray], rows: list[int]) -> int:
+def _count_tree_tokens(ids: list[np.ndarray], rows: list[int]) -> int:
     """Return the number of tokens of a tree over sorted rows in which every common prefix is shared."""
     common = sum(shared_prefix(ids[left], ids[right]) for left, right in pairwise(rows))
     return sum(len(ids[row]) for row in rows) - common
@@ -182,7 +184,7 @@ class _Tree:
         return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
 
 
-def _packs(
+def _build_packs(
     samples: Sequence[Sample],
     ids: list[np.ndarray],
     keys: Keys,
@@ -192,27 +194,29 @@ def _packs(
     min_shared: int,
     splitting: bool,
 ) -> list[Pack]:
-    """Build one pack, or several if the tree exceeds the budget: unlike `_tree_size`, it shares no short prefixes."""
+    """Build one pack, or several if the tree exceeds the budget: unlike `_count_tree_tokens`, it shares
+    no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: keys[number])
     shared = [0, *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows))]
     tree = _Tree(
-        [ids[number] for number in rows], _parted([len(ids[row]) for row in rows], shared, min_shared)
+        [ids[number] for number in rows],
+        _cut_small_overlaps([len(ids[row]) for row in rows], shared, min_shared),
     )
     if splitting and len(units) == 1 and tree.size > budget:
         units = [[row] for row in rows]
     half = len(units) // 2
     if half and tree.size > budget:
         parts = (
-            _packs(samples, ids, keys, part, budget, sharing, min_shared, splitting)
+            _build_packs(samples, ids, keys, part, budget, sharing, min_shared, splitting)
             for part in (units[:half], units[half:])
         )
         return [*chain.from_iterable(parts)]
-    return [_pack(samples, ids, rows, tree)]
+    return [_build_pack(samples, ids, rows, tree)]
 
 
-def _parted(lengths: list[int], shared: list[int], min_shared: int) -> list[int]:
+def _cut_small_overlaps(lengths: list[int], shared: list[int], min_shared: int) -> list[int]:
     """Return `shared` with 0 where a new tree begins: at a row that shares no more than all rows of the tree before."""
     shared_lengths = list(shared)
     size = shortest = lengths[0]
@@ -225,7 +229,7 @@ def _parted(lengths: list[int], shared: list[int], min_shared: int) -> list[int]
     return shared_lengths
 
 
-def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
+def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
     rows = [samples[number] for number in batch]
     trained_positions = [np.flatnonzero(sample.loss_mask) for sample in rows]
     sizes = [len(positions) for positions in trained_positions]
@@ -252,7 +256,7 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
         row=np.repeat(batch, sizes),
         episode=np.repeat([order[sample.episode] for sample in rows], sizes),
         labels=np.array([sample.label for sample in first.values()], np.float32),
-        pairs=_pairs(first.values(), order),
+        pairs=_order_pairs(first.values(), order),
         logprobs=gather_values((sample.logprobs for sample in rows), np.float32),
         advantages=gather_values((sample.advantages for sample in rows), np.float32),
         rewards=gather_values((sample.rewards for sample in rows), np.float32),
@@ -267,7 +271,7 @@ def _pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tr
     )
 
 
-def _pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
+def _order_pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
     """Return [P, 2]: the episodes of each pair, the one with the higher label first."""
     groups: dict[int, list[Sample]] = {}
     for sample in episodes:

@@ -54,13 +54,13 @@ def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]
         if not {"chosen", "messages", "completion"} & row.keys() or "label" in row or "labels" in row:
             raise ValueError(f"the format {provider} is for sft and dpo rows; use --to {provider}")
         try:
-            converted.append(_checked(row, fmt))
+            converted.append(_check_row(row, fmt))
         except UnfitRow as error:
             dropped[f"{provider}: {error}"] += 1
     return converted
 
 
-def _checked(row: Row, fmt: ProviderFormat) -> Row:
+def _check_row(row: Row, fmt: ProviderFormat) -> Row:
     if row.get("images"):
         raise UnfitRow("the row has images, which this format does not carry")
     for tool in row.get("tools", ()):
@@ -68,17 +68,17 @@ def _checked(row: Row, fmt: ProviderFormat) -> Row:
             raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
     if "chosen" in row:
         assert fmt.pair is not None
-        shared, chosen, rejected = _single_difference(row)
-        prompt = [*_unweighted(row["prompt"]), *shared]
+        shared, chosen, rejected = _split_at_difference(row)
+        prompt = [*_remove_weights(row["prompt"]), *shared]
         _check_messages([*prompt, chosen])
         _check_messages([*prompt, rejected])
         return fmt.pair(row, prompt, chosen, rejected)
-    messages = row["messages"] if "messages" in row else [*_unweighted(row["prompt"]), *row["completion"]]
+    messages = row["messages"] if "messages" in row else [*_remove_weights(row["prompt"]), *row["completion"]]
     _check_messages(messages)
     return fmt.supervised(row, messages)
 
 
-def _single_difference(row: Row) -> tuple[list[Row], Row, Row]:
+def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
     """Return the common beginning of two completions and the single message of each after it."""
     plain = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
     shared = 0
@@ -89,7 +89,7 @@ def _single_difference(row: Row) -> tuple[list[Row], Row, Row]:
     ends = [row[side][shared:] for side in ("chosen", "rejected")]
     if any(len(end) != 1 or end[0]["role"] != "assistant" for end in ends):
         raise UnfitRow("the episodes of a pair differ in more than their last message")
-    return _unweighted(row["chosen"][:shared]), ends[0][0], ends[1][0]
+    return _remove_weights(row["chosen"][:shared]), ends[0][0], ends[1][0]
 
 
 def _without_ids(message: Row) -> Row:
@@ -98,7 +98,7 @@ def _without_ids(message: Row) -> Row:
     return {key: value for key, value in message.items() if key != "tool_call_id"} | {"tool_calls": calls}
 
 
-def _unweighted(messages: Sequence[Row]) -> list[Row]:
+def _remove_weights(messages: Sequence[Row]) -> list[Row]:
     """Return messages that are not trained."""
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
@@ -128,33 +128,33 @@ def _check_messages(messages: Sequence[Row]) -> None:
 # OpenAI
 
 
-def _openai_message(message: Row) -> Row:
+def _to_openai_message(message: Row) -> Row:
     keys = ("role", "tool_calls", "tool_call_id", "weight")
     row = {key: message[key] for key in keys if key in message}
     return row if "tool_calls" in row and not message["content"] else row | {"content": message["content"]}
 
 
-def _openai_tools(row: Row) -> Row:
+def _to_openai_tools(row: Row) -> Row:
     return {"tools": row["tools"], "parallel_tool_calls": True} if row.get("tools") else {}
 
 
-def _openai(row: Row, messages: list[Row]) -> Row:
-    return {"messages": [_openai_message(message) for message in messages]} | _openai_tools(row)
+def _to_openai_row(row: Row, messages: list[Row]) -> Row:
+    return {"messages": [_to_openai_message(message) for message in messages]} | _to_openai_tools(row)
 
 
-def _openai_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
-    shown = [_openai_message({k: v for k, v in message.items() if k != "weight"}) for message in prompt]
+def _to_openai_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
+    shown = [_to_openai_message({k: v for k, v in message.items() if k != "weight"}) for message in prompt]
     outputs = {
-        "preferred_output": [_openai_message(chosen)],
-        "non_preferred_output": [_openai_message(rejected)],
+        "preferred_output": [_to_openai_message(chosen)],
+        "non_preferred_output": [_to_openai_message(rejected)],
     }
-    return {"input": {"messages": shown} | _openai_tools(row)} | outputs
+    return {"input": {"messages": shown} | _to_openai_tools(row)} | outputs
 
 
 # Gemini
 
 
-def _gemini_parts(message: Row, names: dict[str, str]) -> list[Row]:
+def _to_gemini_parts(message: Row, names: dict[str, str]) -> list[Row]:
     if message["role"] == "tool":
         response = {"name": names[message["tool_call_id"]], "response": {"result": message["content"]}}
         return [{"functionResponse": response}]
@@ -172,14 +172,14 @@ def _gemini_parts(message: Row, names: dict[str, str]) -> list[Row]:
     return [*([{"text": message["content"]}] if message["content"] else []), *calls]
 
 
-def _gemini_contents(messages: Sequence[Row]) -> list[Row]:
+def _to_gemini_contents(messages: Sequence[Row]) -> list[Row]:
     contents: list[Row] = []
     names: dict[str, str] = {}
     for message in messages:
         if message["role"] == "system":
             continue
         role = "model" if message["role"] == "assistant" else "user"
-        parts = _gemini_parts(message, names)
+        parts = _to_gemini_parts(message, names)
         if contents and contents[-1]["role"] == role:
             contents[-1]["parts"] += parts
         else:
@@ -187,7 +187,7 @@ def _gemini_contents(messages: Sequence[Row]) -> list[Row]:
     return contents
 
 
-def _gemini_schema(schema: Any) -> Any:
+def _to_gemini_schema(schema: Any) -> Any:
     """Return a JSON schema as an OpenAPI schema with the keys that Gemini knows."""
     if not isinstance(schema, Mapping):
         return schema
@@ -199,43 +199,46 @@ def _gemini_schema(schema: Any) -> Any:
     if isinstance(row.get("type"), str):
         row["type"] = row["type"].upper()
     if "properties" in row:
-        row["properties"] = {name: _gemini_schema(value) for name, value in row["properties"].items()}
+        row["properties"] = {name: _to_gemini_schema(value) for name, value in row["properties"].items()}
     if "items" in row:
-        row["items"] = _gemini_schema(row["items"])
+        row["items"] = _to_gemini_schema(row["items"])
     if "anyOf" in row:
-        row["anyOf"] = [_gemini_schema(value) for value in row["anyOf"]]
+        row["anyOf"] = [_to_gemini_schema(value) for value in row["anyOf"]]
     return row
 
 
-def _gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
+def _to_gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
     frame: Row = {}
-    if system := _system_text(messages):
+    if system := _join_system_texts(messages):
         frame["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
     functions = [tool["function"] for tool in row.get("tools", ())]
     if functions:
         declared = [
-            function | {"parameters": _gemini_schema(function["parameters"])} for function in functions
+            function | {"parameters": _to_gemini_schema(function["parameters"])} for function in functions
         ]
         frame["tools"] = [{"functionDeclarations": declared}]
     return frame
 
 
-def _gemini(row: Row, messages: list[Row]) -> Row:
-    return _gemini_frame(row, messages) | {"contents": _gemini_contents(messages)}
+def _to_gemini_row(row: Row, messages: list[Row]) -> Row:
+    return _to_gemini_frame(row, messages) | {"contents": _to_gemini_contents(messages)}
 
 
-def _gemini_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
+def _to_gemini_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
     completions = [
-        {"score": score, "completion": {"role": "model", "parts": _gemini_parts(message, {})}}
+        {"score": score, "completion": {"role": "model", "parts": _to_gemini_parts(message, {})}}
         for score, message in ((1, chosen), (0, rejected))
     ]
-    return _gemini_frame(row, prompt) | {"contents": _gemini_contents(prompt), "completions": completions}
+    return _to_gemini_frame(row, prompt) | {
+        "contents": _to_gemini_contents(prompt),
+        "completions": completions,
+    }
 
 
 # Bedrock
 
 
-def _bedrock_blocks(message: Row) -> list[Row]:
+def _to_bedrock_blocks(message: Row) -> list[Row]:
     if message["role"] == "tool":
         result = {"toolUseId": message["tool_call_id"], "content": [{"text": message["content"]}]}
         return [{"toolResult": result}]
@@ -248,38 +251,40 @@ def _bedrock_blocks(message: Row) -> list[Row]:
     return [*([{"text": message["content"]}] if message["content"] else []), *uses]
 
 
-def _bedrock(row: Row, messages: list[Row]) -> Row:
-    system = _system_text(messages)
+def _to_bedrock_row(row: Row, messages: list[Row]) -> Row:
+    system = _join_system_texts(messages)
     turns: list[Row] = []
     for message in messages:
         if message["role"] == "system":
             continue
         role = "assistant" if message["role"] == "assistant" else "user"
         if turns and turns[-1]["role"] == role:
-            turns[-1]["content"] += _bedrock_blocks(message)
+            turns[-1]["content"] += _to_bedrock_blocks(message)
         else:
-            turns.append({"role": role, "content": _bedrock_blocks(message)})
+            turns.append({"role": role, "content": _to_bedrock_blocks(message)})
     if turns[0]["role"] != "user":
         raise UnfitRow("the first message is not the user's")
     converted: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
     converted["messages"] = turns
     if row.get("tools"):
         functions = [tool["function"] for tool in row["tools"]]
-        converted["toolConfig"] = {"tools": [{"toolSpec": _tool_spec(function)} for function in functions]}
+        converted["toolConfig"] = {
+            "tools": [{"toolSpec": _to_bedrock_tool_spec(function)} for function in functions]
+        }
     return converted
 
 
-def _tool_spec(function: Row) -> Row:
+def _to_bedrock_tool_spec(function: Row) -> Row:
     described = {"description": function["description"]} if function.get("description") else {}
     return {"name": function["name"]} | described | {"inputSchema": {"json": function["parameters"]}}
 
 
-def _system_text(messages: Sequence[Row]) -> str:
+def _join_system_texts(messages: Sequence[Row]) -> str:
     return "\n\n".join(message["content"] for message in messages if message["role"] == "system")
 
 
 FORMATS: dict[Provider, ProviderFormat] = {
-    "openai": ProviderFormat(_openai, _openai_pair),
-    "gemini": ProviderFormat(_gemini, _gemini_pair),
-    "bedrock": ProviderFormat(_bedrock, None),
+    "openai": ProviderFormat(_to_openai_row, _to_openai_pair),
+    "gemini": ProviderFormat(_to_gemini_row, _to_gemini_pair),
+    "bedrock": ProviderFormat(_to_bedrock_row, None),
 }

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.common.image_parts import image_of_part, image_of_url, is_image_part
-from TrainingFactory.common.images import LIMITS, as_image, is_image, read_image
+from TrainingFactory.common.images import LIMITS, LazyImage, as_image, is_image, read_image, read_image_file
 from TrainingFactory.data.datasets import DatasetRow
 from TrainingFactory.types import Image
 
@@ -38,14 +38,14 @@ def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False)
         conversations["prompt"] = [{"role": "user", "content": columns["prompt"]}]
     if images and not any(map(_has_image_parts, conversations.values())):
         conversations = {name: _with_tags_as_parts(value) for name, value in conversations.items()}
-    if images and not any(map(_num_placeholders, conversations.values())):
+    if images and not any(map(_count_placeholders, conversations.values())):
         shown_in = ["prompt"] if "prompt" in conversations else list(conversations)
-        conversations |= {name: _first_user_shows(conversations[name], len(images)) for name in shown_in}
+        conversations |= {name: _add_placeholders(conversations[name], len(images)) for name in shown_in}
     # Other columns continue the prompt, unless they repeat it.
-    shared, last = _num_placeholders(conversations.get("prompt")), 0
+    shared, last = _count_placeholders(conversations.get("prompt")), 0
     for name, value in conversations.items():
-        start = 0 if name == "prompt" or shared + _num_placeholders(value) > len(images) else shared
-        last = max(last, start + _num_placeholders(value))
+        start = 0 if name == "prompt" or shared + _count_placeholders(value) > len(images) else shared
+        last = max(last, start + _count_placeholders(value))
         if last <= len(images):
             conversations[name] = reader.fill(value, iter(images[start:]), name)
     if last != len(images):
@@ -66,7 +66,7 @@ class _ImageReader:
         images = []
         for number, value in enumerate(values if isinstance(values, list | tuple) else [values]):
             try:
-                images.append(self._read(value))
+                images.append(self._read_image(value))
             except ValueError as error:
                 raise ValueError(
                     f'has an invalid image {number} in "{column}": {error}. Repair or remove it, or rename the column '
@@ -74,7 +74,7 @@ class _ImageReader:
                 ) from error
         return images
 
-    def _read(self, value: Any) -> Image:
+    def _read_image(self, value: Any) -> Image:
         if isinstance(value, Mapping):  # Hugging Face's {"bytes", "path"}, of which one may be missing
             value = value.get("bytes") or value.get("path") or value.get("url")
         if is_image(value):
@@ -86,7 +86,7 @@ class _ImageReader:
         if value.startswith("data:"):
             return image_of_url(value)
         if value.startswith(("http://", "https://")):
-            return self._download(value)
+            return self._download_image(value)
         return self._read_file(value.removeprefix("file://"))
 
     def _read_file(self, name: str) -> Image:
@@ -94,13 +94,10 @@ class _ImageReader:
         if self._folder is None and not path.is_absolute():
             raise ValueError(f"{name[:80]!r} is a relative path, but the dataset is no local file")
         path = path if self._folder is None else self._folder / path
-        try:
-            with path.open("rb") as file:
-                return read_image(file.read(LIMITS.max_bytes + 1))
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+        image = read_image_file(path)  # its pixels are checked now, and read again when they are needed
+        return LazyImage(image.digest, image.width, image.height, path.absolute())
 
-    def _download(self, url: str) -> Image:
+    def _download_image(self, url: str) -> Image:
         if not self._urls:
             raise ValueError(f"{url[:80]} is an address; set data.image_urls=true to download such images")
         try:
@@ -119,7 +116,7 @@ class _ImageReader:
         ]
 
     def _fill_message(self, message: Any, images: Iterator[Image], where: str) -> Any:
-        key = _content_key(message)
+        key = _find_content_key(message)
         if key is None or not isinstance(message[key], list):
             return message
         parts = [self._fill_part(part, images, where) for part in message[key]]
@@ -135,46 +132,49 @@ class _ImageReader:
         try:
             url = part.get("image_url", part.get("url"))
             value = part.get("image", url.get("url") if isinstance(url, Mapping) else url)
-            return {"type": "image", "image": image_of_part(part) if value is None else self._read(value)}
+            return {
+                "type": "image",
+                "image": image_of_part(part) if value is None else self._read_image(value),
+            }
         except ValueError as error:
             raise ValueError(f"has an invalid image in {where}: {error}") from error
 
 
-def _content_key(message: Any) -> str | None:
+def _find_content_key(message: Any) -> str | None:
     """Return the key of a message's content: OpenAI's or ShareGPT's."""
     return next(
         (key for key in ("content", "value") if isinstance(message, Mapping) and key in message), None
     )
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _iterate_parts(value: Any) -> Iterator[Any]:
     """Yield the parts of the contents in a conversation."""
     for message in value if isinstance(value, list) else ():
-        if (key := _content_key(message)) is not None and isinstance(message[key], list):
+        if (key := _find_content_key(message)) is not None and isinstance(message[key], list):
             yield from message[key]
 
 
 def _has_image_parts(value: Any) -> bool:
-    return any(map(is_image_part, _parts(value)))
+    return any(map(is_image_part, _iterate_parts(value)))
 
 
 def _is_placeholder(part: Any) -> bool:
     return is_image_part(part) and not any(part.get(key) is not None for key in part if key != "type")
 
 
-def _num_placeholders(value: Any) -> int:
-    return sum(map(_is_placeholder, _parts(value)))
+def _count_placeholders(value: Any) -> int:
+    return sum(map(_is_placeholder, _iterate_parts(value)))
 
 
 def _with_tags_as_parts(value: Any) -> Any:
     """Return a conversation with the tags <image> in its texts as placeholders."""
     if not isinstance(value, list):
         return value
-    return [_message_with_parts(message) for message in value]
+    return [_split_content(message) for message in value]
 
 
-def _message_with_parts(message: Any) -> Any:
-    key = _content_key(message)
+def _split_content(message: Any) -> Any:
+    key = _find_content_key(message)
     if key is None or not isinstance(message[key], str) or TAG not in message[key]:
         return message
     texts = message[key].split(TAG)
@@ -184,10 +184,13 @@ def _message_with_parts(message: Any) -> Any:
     return message | {key: parts}
 
 
-def _first_user_shows(value: Any, count: int) -> Any:
+def _add_placeholders(value: Any, count: int) -> Any:
     """Return a conversation whose first user message begins with `count` placeholders."""
     for number, message in enumerate(value if isinstance(value, list) else ()):
-        if (key := _content_key(message)) and message.get("role", message.get("from")) in ("user", "human"):
+        if (key := _find_content_key(message)) and message.get("role", message.get("from")) in (
+            "user",
+            "human",
+        ):
             text = message[key]
             parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
             shown = message | {key: [*[PLACEHOLDER] * count, *parts]}

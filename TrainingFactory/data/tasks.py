@@ -41,7 +41,7 @@ def load_tasks(
     locations: dict[str, str] = {}
 
     def read(row: DatasetRow, number: int) -> Task:
-        task = _task(row, f"{stem}-{number}", image_urls)
+        task = _make_task(row, f"{stem}-{number}", image_urls)
         if task.id in locations:
             raise ValueError(f"has the same id {task.id!r} as {locations[task.id]}")
         locations[task.id] = row.where
@@ -50,10 +50,10 @@ def load_tasks(
     return parse_rows(source, 'tasks such as {"prompt": "..."}', read, split, count, columns)
 
 
-def _task(source: DatasetRow, default_id: str, image_urls: bool) -> Task:
+def _make_task(source: DatasetRow, default_id: str, image_urls: bool) -> Task:
     row = source.columns
     if "prompt" not in row:
-        row = row | {"prompt": row[_prompt_column(row)]}
+        row = row | {"prompt": row[_find_prompt_column(row)]}
     if "answer" not in row:
         answers = (column_at(row, name) for name in ANSWER_COLUMNS)
         row = row | {"answer": next((answer for answer in answers if answer is not None), None)}
@@ -75,7 +75,7 @@ def _task(source: DatasetRow, default_id: str, image_urls: bool) -> Task:
     return Task(str(row.get("id", default_id)), prompt, row.get("answer"), other_columns | metadata)
 
 
-def _prompt_column(row: Mapping[str, Any]) -> str:
+def _find_prompt_column(row: Mapping[str, Any]) -> str:
     """Return the column to use as prompt in a row without "prompt". Raise ValueError unless exactly one matches."""
     candidates = [name for name in PROMPT_COLUMNS if name in row]
     if len(candidates) == 1:

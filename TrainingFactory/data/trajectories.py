@@ -48,7 +48,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory], appe
         path.open(mode, encoding="utf-8", errors=ENCODING_ERRORS, newline="\n") as file,
     ):
         for trajectory in trajectories:
-            file.write(_checked_line(trajectory, store))
+            file.write(_serialize_checked(trajectory, store))
 
 
 def check_tasks(tasks: Iterable[Task]) -> None:
@@ -58,18 +58,18 @@ def check_tasks(tasks: Iterable[Task]) -> None:
             task.prompt, str
         ):  # its messages are JSON, and their images need not be encoded here
             task = replace(task, prompt="")
-        _checked_line(Trajectory(task, group=""), None)
+        _serialize_checked(Trajectory(task, group=""), None)
 
 
-def _checked_line(trajectory: Trajectory, store: ImageStore | None) -> str:
+def _serialize_checked(trajectory: Trajectory, store: ImageStore | None) -> str:
     try:
-        return _line(trajectory, store)
+        return _serialize_line(trajectory, store)
     except TypeError as error:
         task = trajectory.task.id
         raise ValueError(f"task {task}: answer and metadata must be JSON values ({error})") from error
 
 
-def _line(trajectory: Trajectory, store: ImageStore | None) -> str:
+def _serialize_line(trajectory: Trajectory, store: ImageStore | None) -> str:
     """Return the line that `json.dumps` would, but serialize the turns with pydantic, which is 20 times as fast."""
     row = trajectory_to_dict(trajectory, store)
     turns = row.pop("turns")
@@ -142,7 +142,7 @@ def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) 
 def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Trajectory:
     """Return the trajectory of `trajectory_to_dict`. `store` has its images, unless their data is in the JSON."""
     messages = [_message_from_dict(message, store) for message in row["prompt"]]
-    images = _images_of(messages)
+    images = _collect_images(messages)
     turns, previous_ids = [], []
     for item in row["turns"]:
         turn = _turn_from_dict(item, previous_ids, store, images)
@@ -199,7 +199,8 @@ class CompactTrajectory:
     def __repr__(self) -> str:
         """Return a text that depends on every token id: the fingerprint of a run's data hashes it."""
         turns = [
-            (*turn[:1], *(_portable(ids).tobytes() for ids in turn[1:3]), turn[4]) for turn in self.turns
+            (*turn[:1], *(_make_ids_portable(ids).tobytes() for ids in turn[1:3]), turn[4])
+            for turn in self.turns
         ]
         return f"Kept({self.head!r}, {turns!r})"
 
@@ -209,7 +210,7 @@ class CompactTrajectory:
 
         turns, previous_ids = [], []
         for turn in trajectory.turns:
-            continues, new_ids = _new_ids(turn, previous_ids)
+            continues, new_ids = _find_new_ids(turn, previous_ids)
             sampled = turn.completion
             previous_ids = turn.prompt_ids + sampled.token_ids
             bare = replace(turn, prompt_ids=[], completion=replace(sampled, token_ids=[], logprobs=[]))
@@ -235,21 +236,21 @@ class CompactTrajectory:
         return max((len(turn.prompt_ids) + len(turn.completion.token_ids) for turn in turns), default=0)
 
 
-def _portable(ids: np.ndarray) -> np.ndarray:
+def _make_ids_portable(ids: np.ndarray) -> np.ndarray:
     """Return ids with image tokens as they are on disk: their numbers in memory differ between processes."""
     import numpy as np
 
     return np.asarray(to_disk(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
 
 
-def _new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]:
+def _find_new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]:
     """Return whether the turn's prompt continues the tokens of the turn before, and the prompt's new tokens."""
     is_continuation = bool(previous_ids) and turn.prompt_ids[: len(previous_ids)] == previous_ids
     return is_continuation, turn.prompt_ids[len(previous_ids) :] if is_continuation else turn.prompt_ids
 
 
 def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None) -> dict[str, Any]:
-    is_continuation, new_ids = _new_ids(turn, previous_ids)
+    is_continuation, new_ids = _find_new_ids(turn, previous_ids)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
@@ -282,9 +283,9 @@ def _turn_from_dict(
         signals=row["signals"],
         **{name: row[name] for name in _RARE if name in row},
     )
-    images.update(_images_of(turn.replies))
+    images.update(_collect_images(turn.replies))
     return turn
 
 
-def _images_of(messages: Iterable[Message]) -> dict[str, Image]:
+def _collect_images(messages: Iterable[Message]) -> dict[str, Image]:
     return {image.digest: image for message in messages for _, image in message.images}

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, validate_call
 
 from TrainingFactory.common.options import STRICT, Count, Text
 from TrainingFactory.retrieval.encoder import DEFAULT_MAX_TOKENS, SentenceEncoder
 from TrainingFactory.retrieval.index import VectorIndex, load_faiss
-from TrainingFactory.tools.builtin.search import MAX_RESULTS, Passages, search_parameters, show_passages
+from TrainingFactory.tools.builtin.search import MAX_RESULTS, Passages, PassageTool, search_parameters
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.types import ToolResult, ToolSpec
+from TrainingFactory.types import ToolSpec
 
 
-class RetrievalTool:
+class RetrievalTool(PassageTool):
     """Finds the passages in `path` that are closest in meaning to a query: a JSONL file (one object per line, with
     `text_field` and optionally `title_field` and `id_field`) or a folder of .txt and .md files. `encoder` is a folder
     with a sentence encoder. The vectors are stored in `index_dir`; None: the user's cache folder. Some encoders need
@@ -54,13 +53,6 @@ class RetrievalTool:
         self.spec = ToolSpec(name, description or "Search documents by meaning.", search_parameters(top_k))
         version = digest(self.vectors.state, f"{max_chars} {top_k}", query_prefix)
         self.options = ToolOptions(pure=True, version=version)
-
-    async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        top_k = int(arguments.get("top_k", self.top_k))
-        return await in_thread(self._run, arguments["query"], top_k)
-
-    def _run(self, query: str, top_k: int) -> ToolResult:
-        return ToolResult(show_passages(self.find(query, top_k), self.max_chars))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, cosine similarity) of the best matches, best first."""

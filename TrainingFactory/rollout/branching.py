@@ -139,7 +139,7 @@ class ForkPoint:
         if self.method == "own":
             return list(self.ids)
         try:
-            await run_within(self.timeout, self._rebuild(run, environment))
+            await run_within(self.timeout, self._replay_shared_turns(run, environment))
         except ForkFailed:
             raise
         except OutOfTime:
@@ -151,7 +151,7 @@ class ForkPoint:
             raise ForkFailed(f"rebuilding the environment{where} raised {describe(error)}") from error
         return list(self.ids)
 
-    async def _rebuild(self, run: EpisodeRun, environment: Environment) -> None:
+    async def _replay_shared_turns(self, run: EpisodeRun, environment: Environment) -> None:
         """Reset a fresh environment, and step it through the shared turns unless it is stateless."""
         executor = environment.executor if isinstance(environment, ToolEnvironment) else None
         if executor is not None:
@@ -205,11 +205,11 @@ class EpisodeForest:
             for index, run in enumerate(group):
                 episodes = share(self.branching.max_episodes, len(group), index)
                 tokens = share(self.branching.max_tokens, len(group), index)
-                self._add(run, place, PathBudget(episodes, tokens))
+                self._add_run(run, place, PathBudget(episodes, tokens))
 
-    def _add(self, run: EpisodeRun, place: int, budget: PathBudget) -> None:
+    def _add_run(self, run: EpisodeRun, place: int, budget: PathBudget) -> None:
         self._budgets[run], self._places[run] = budget, place
-        run.after_turn = functools.partial(self._after_turn, run)
+        run.after_turn = functools.partial(self._fork_after_turn, run)
 
     @property
     def runs(self) -> list[EpisodeRun]:
@@ -248,7 +248,7 @@ class EpisodeForest:
 
     # -- called at the end of a turn
 
-    async def _after_turn(self, run: EpisodeRun, environment: Environment, ids: list[int]) -> None:
+    async def _fork_after_turn(self, run: EpisodeRun, environment: Environment, ids: list[int]) -> None:
         """Fork the episode if it should and may. `ids` is the prompt of its next turn."""
         budget, branching = self._budgets[run], self.branching
         budget.count(run.trajectory.turns)
@@ -264,7 +264,7 @@ class EpisodeForest:
         shares = budget.divided(branching.continuations)
         self._budgets[run] = shares[0]
         for digit in range(1, branching.continuations):
-            await self._fork(run, environment, ids, method, digit, budget.forks, shares[digit])
+            await self._fork_continuation(run, environment, ids, method, digit, budget.forks, shares[digit])
 
     def _may_fork(self, run: EpisodeRun, budget: PathBudget, ids: list[int]) -> bool:
         rules, branching = run.rules, self.branching
@@ -284,7 +284,7 @@ class EpisodeForest:
             )
             return False
 
-    async def _fork(
+    async def _fork_continuation(
         self,
         run: EpisodeRun,
         environment: Environment,
@@ -303,9 +303,9 @@ class EpisodeForest:
         try:
             if reason is not None:
                 raise ForkFailed(reason)
-            forked = await self._forked_environment(environment) if method == "own" else None
+            forked = await self._fork_environment(environment) if method == "own" else None
         except ForkFailed as failure:
-            self._drop(key, str(failure))
+            self._drop_fork(key, str(failure))
             return
         trajectory = Trajectory(
             parent.task,
@@ -322,7 +322,7 @@ class EpisodeForest:
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, key, forked)
         child = run.forked(trajectory, functools.partial(self.seeds[place], member), point, forked)
-        self._add(child, place, budget)
+        self._add_run(child, place, budget)
         self.groups[place].append(child)
         if self.branching.in_waves:
             self._queued.append(child)
@@ -330,7 +330,7 @@ class EpisodeForest:
             child.open_fork()
             self._start[run](child)
 
-    async def _forked_environment(self, environment: Environment) -> Environment:
+    async def _fork_environment(self, environment: Environment) -> Environment:
         """Return the result of `environment.fork()`; raise ForkFailed if it is not an independent environment."""
         name, timeout = f"{type(environment).__name__}.fork", self.branching.timeout
         try:
@@ -353,7 +353,7 @@ class EpisodeForest:
             )
         return forked
 
-    def _drop(self, key: EpisodeKey, reason: str) -> None:
+    def _drop_fork(self, key: EpisodeKey, reason: str) -> None:
         self.dropped += 1
         if self.recorder is not None:
             self.recorder.record_dropped_fork(key, reason)
@@ -363,7 +363,7 @@ class EpisodeForest:
         """Return the episodes of each group by member, without dropped forks."""
         for run in self.runs:
             if run.dropped is not None:
-                self._drop(run.key, run.dropped)
+                self._drop_fork(run.key, run.dropped)
         return [
             sorted(
                 (run.trajectory for run in group if run.dropped is None),

@@ -92,12 +92,15 @@ class RolloutEngine:
         """Play `group_size` episodes of each task and return one list per task, members in order. Seeds and recorded
         tool calls are keyed by `step` (calls: or by `recorded_as`) and the task's id, or its name in `names`."""
         key = step if recorded_as is None else recorded_as
-        runs = self._open(tasks, names or _names(tasks), sampler, group_size, step, key)
+        runs = self._open_runs(tasks, names or _unique_group_names(tasks), sampler, group_size, step, key)
         size = len(runs) // len(tasks) if tasks else 1
         groups = [runs[start : start + size] for start in range(0, len(runs), size)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
-            seeds = [functools.partial(turn_seed, self.seed, step, name) for name in names or _names(tasks)]
+            seeds = [
+                functools.partial(turn_seed, self.seed, step, name)
+                for name in names or _unique_group_names(tasks)
+            ]
             return await self._rollout_trees(self.branching, groups, seeds, gate)
         try:
             if self.group_reward is None:
@@ -113,7 +116,7 @@ class RolloutEngine:
         return [[run.trajectory for run in group if run.dropped is None] for group in groups]
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
-        await gather_or_cancel([self._run(episode, gate) for group in groups for episode in group])
+        await gather_or_cancel([self._run_episode(episode, gate) for group in groups for episode in group])
 
     def _measure_tail(self, runs: Sequence[EpisodeRun]) -> None:
         end_times = sorted(episode.session_closed_at for episode in runs)
@@ -134,7 +137,7 @@ class RolloutEngine:
     ) -> list[list[Trajectory]]:
         recorder = None if self.rules.runtime is None else self.rules.runtime.recorder
         forest = EpisodeForest(branching, groups, seeds, self._warn_once, recorder)
-        play = functools.partial(self._run if self.group_reward is None else GroupRun.play, gate=gate)
+        play = functools.partial(self._run_episode if self.group_reward is None else GroupRun.play, gate=gate)
         try:
             if branching.in_waves:
                 await forest.play_in_waves(play)
@@ -161,33 +164,33 @@ class RolloutEngine:
         group = GroupRun(forest.groups[place], self.group_reward)
         await group.run(play_all)
         for episode in group.runs:
-            self._report(episode)
+            self._report_episode(episode)
 
     def _warn_once(self, text: str) -> None:
         """Log a problem as a warning the first time."""
         log.log(logging.INFO if text in self._warnings else logging.WARNING, "%s", text)
         self._warnings.add(text)
 
-    async def _run(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
+    async def _run_episode(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 await episode.run()
         finally:
             episode.leave()
-        self._report(episode)
+        self._report_episode(episode)
 
     async def _run_group(self, group: GroupRun, gate: asyncio.Semaphore) -> None:
         await group.run(lambda: gather_or_cancel([group.play(episode, gate) for episode in group.runs]))
         for episode in group.runs:
-            self._report(episode)
+            self._report_episode(episode)
 
-    def _report(self, episode: EpisodeRun) -> None:
+    def _report_episode(self, episode: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
             self.rules.runtime.recorder.check()  # raises if a replay has diverged from its recording
         if self.on_episode is not None and episode.dropped is None:
             self.on_episode(episode.trajectory)
 
-    def _open(
+    def _open_runs(
         self,
         tasks: Sequence[Task],
         names: Sequence[str],
@@ -200,16 +203,21 @@ class RolloutEngine:
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
             for member in range(group_size):
-                trajectory = Trajectory(task, group=f"{step}/{name}", member=member)
-                seed_of = functools.partial(turn_seed, self.seed, step, name, member)
-                runs.append(self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member)))
+                runs.append(self._open_episode(sampler, task, step, EpisodeKey(recorded_as, name, member)))
         return runs
 
-    def _new(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+    def _open_episode(
+        self, sampler: Sampler, task: Task, step: int, key: EpisodeKey, role: str | None = None
+    ) -> EpisodeRun:
+        trajectory = Trajectory(task, group=f"{step}/{key.task}", member=key.member, role=role)
+        seed_of = functools.partial(turn_seed, self.seed, step, key.task, key.member)
+        return self._make_run(trajectory, sampler, seed_of, key)
+
+    def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
         return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *args)
 
 
-def _names(tasks: Sequence[Task]) -> list[str]:
+def _unique_group_names(tasks: Sequence[Task]) -> list[str]:
     """Return a unique name per group: a task that occurs twice in a batch gets a second name, with its own seeds."""
     counts: Counter[str] = Counter()
     names = []

@@ -158,7 +158,7 @@ class EpisodeRun:
         start_time = time.perf_counter()
         try:
             await self.play()
-            await self._score()
+            await self._score_episode()
         finally:
             await self.close()
         self.trajectory.seconds = time.perf_counter() - start_time
@@ -171,23 +171,23 @@ class EpisodeRun:
             if self.environment is None:
                 with _user_code("making the environment"):
                     self.environment = self.rules.environment(self.trajectory.task)
-            await run_within(self.rules.timeout, self._turns(self.environment), self.rules.clock)
+            await run_within(self.rules.timeout, self._play_turns(self.environment), self.rules.clock)
         except _Over as over:
-            self._end(over.status, over.error)
+            self._end_episode(over.status, over.error)
         except ForkFailed as failure:
             self.dropped = str(failure)
-            self._end("error", self.dropped)
+            self._end_episode("error", self.dropped)
         except OutOfTime:
-            self._end(
+            self._end_episode(
                 "error",
                 f"the episode took longer than {self.rules.timeout:g} s (environment.episode_timeout)",
             )
         except SelfCancelled:
-            self._end("error", "the environment cancelled its own episode")
-        self._check()
+            self._end_episode("error", "the environment cancelled its own episode")
+        self._check_prompt_chain()
         self.trajectory.seconds = time.perf_counter() - start_time
 
-    def _check(self) -> None:
+    def _check_prompt_chain(self) -> None:
         for turn, next_turn in pairwise(self.trajectory.turns):
             if next_turn.fold is not None:
                 continue
@@ -214,30 +214,30 @@ class EpisodeRun:
         heldout = isinstance(self.key.step, str)
         return OpenEpisode(trajectory, environment, executor, self.rules.chat, heldout)
 
-    async def _turns(self, environment: Environment) -> None:
+    async def _play_turns(self, environment: Environment) -> None:
         """Play turns until `_Over` is raised."""
         if self.start is None:
-            ids = await self._first_prompt(environment)
+            ids = await self._render_first_prompt(environment)
         else:
             ids = await self.start.enter(self, environment)
         fold: str | None = None
         for _ in range(self.num_turns, self.rules.max_turns):
             if self.rules.folding is not None:
-                ids, fold = await self._folded(ids, self.rules.folding)
-            turn = await self._new_turn(ids)
+                ids, fold = await self._fold_prompt(ids, self.rules.folding)
+            turn = await self._sample_turn(ids)
             turn.state = _state_name(environment)
             if fold is not None:
                 self._mark_fold(turn, fold)
             if turn.completion.finish == "length":
                 raise _Over("truncated")  # no stop token was sampled, and none is added
-            ids = await self._step(environment, turn)
+            ids = await self._step_environment(environment, turn)
             if self.after_turn is not None:
                 await self.after_turn(environment, ids)
         raise _Over("max_turns")
 
-    async def _new_turn(self, ids: list[int], max_tokens: int | None = None) -> Turn:
+    async def _sample_turn(self, ids: list[int], max_tokens: int | None = None) -> Turn:
         number = len(self.trajectory.turns)
-        completion = await self._sample(ids, number, max_tokens)
+        completion = await self._sample_completion(ids, number, max_tokens)
         message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
         turn = Turn(ids, completion, message)
         for index, call in enumerate(turn.message.tool_calls):
@@ -250,7 +250,7 @@ class EpisodeRun:
         if self.context is not None and not self.context.has_task:
             turn.signals[folding.TASK_LOST] = 1.0
 
-    async def _folded(self, ids: list[int], rules: folding.Folding) -> tuple[list[int], str | None]:
+    async def _fold_prompt(self, ids: list[int], rules: folding.Folding) -> tuple[list[int], str | None]:
         """Return the prompt of the next turn and the kind of fold; None if the prompt stays as it is."""
         if self.context is None:
             if len(ids) > rules.limit:
@@ -285,12 +285,12 @@ class EpisodeRun:
             ids = await in_thread(folding.summary_prompt, last, rules.template, self.rules.chat)
         if len(ids) >= self.max_length:
             raise _Over("truncated", folding.no_room_error(len(ids), self.max_length, rules))
-        turn = await self._new_turn(ids, rules.summary_tokens)
+        turn = await self._sample_turn(ids, rules.summary_tokens)
         turn.summary = True
         turn.message.tool_calls.clear()  # nothing executes them
         return folding.with_summary(self.context, turn.message.content)
 
-    async def _first_prompt(self, environment: Environment) -> list[int]:
+    async def _render_first_prompt(self, environment: Environment) -> list[int]:
         with _user_code("the environment's tools and reset"):
             if isinstance(environment, ToolEnvironment):
                 self.attach(environment.executor, environment)
@@ -298,9 +298,15 @@ class EpisodeRun:
             self.trajectory.tools = [tool.spec for tool in environment.tools]  # `reset` may set them
         with _user_code("the chat template", ValueError):
             prompt, tools, render = self.trajectory.prompt, self.trajectory.tools, self.rules.chat.render
-            return await in_thread(render, prompt, tools) if _large(prompt) else render(prompt, tools)
+            return (
+                await in_thread(render, prompt, tools)
+                if _are_messages_large(prompt)
+                else render(prompt, tools)
+            )
 
-    async def _sample(self, ids: list[int], number: int, max_tokens: int | None = None) -> Completion:
+    async def _sample_completion(
+        self, ids: list[int], number: int, max_tokens: int | None = None
+    ) -> Completion:
         tokens_left = self.max_length - len(ids)
         if tokens_left < 1:
             text = f"the prompt of turn {number} has {len(ids)} tokens, the limit is {self.max_length}"
@@ -316,7 +322,7 @@ class EpisodeRun:
         )
         return completion
 
-    async def _step(self, environment: Environment, turn: Turn) -> list[int]:
+    async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         """Step the environment and return the prompt of the next turn."""
         with _user_code("the environment's step"):
             step = await environment.step(turn.message)
@@ -325,7 +331,7 @@ class EpisodeRun:
             replies = _check_messages("step", step.replies)
         if self._ended:
             raise asyncio.CancelledError
-        is_large = _large(replies)
+        is_large = _are_messages_large(replies)
         turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
@@ -357,7 +363,7 @@ class EpisodeRun:
             cut.append(dataclasses.replace(reply, content=content, images=moved(images, text, content)))
         return cut
 
-    async def _score(self) -> None:
+    async def _score_episode(self) -> None:
         trajectory = self.trajectory
         try:
             if (episode := self.episode()) is None:
@@ -397,11 +403,11 @@ class EpisodeRun:
 
     def attach(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
         if (runtime := self.rules.runtime) is not None:
-            scope = None if runtime.cache is None else _scope(environment, self.trajectory.task)
+            scope = None if runtime.cache is None else _cache_scope(environment, self.trajectory.task)
             executor.attach(runtime, self.key, scope, environment)
         return executor
 
-    def _end(self, status: Status, error: str | None) -> None:
+    def _end_episode(self, status: Status, error: str | None) -> None:
         self._ended = True
         self.trajectory.status = status
         self.trajectory.error = error
@@ -423,12 +429,12 @@ def _state_name(environment: Environment) -> str | None:
     return state if isinstance(state, str) else None
 
 
-def _scope(environment: Environment, task: Task) -> str:
+def _cache_scope(environment: Environment, task: Task) -> str:
     """Return the tool cache's key of an environment's initial state. Hashes the whole task: ids are not unique."""
     return digest(repr([type(environment).__qualname__, task]))
 
 
-def _large(messages: Sequence[Message]) -> bool:
+def _are_messages_large(messages: Sequence[Message]) -> bool:
     """Return whether tokenizing the messages would block the event loop, so that it should run in a thread."""
     return sum([len(message.content) for message in messages]) >= LARGE_TEXT
 

@@ -32,7 +32,7 @@ class GroupRun:
         """Await `play_all`, which calls `play` for each episode, then score the episodes and close them."""
         try:
             await play_all()
-            await self._score()
+            await self._score_group()
         finally:
             await asyncio.gather(*(run.close() for run in self.runs))
 
@@ -44,11 +44,11 @@ class GroupRun:
         finally:
             run.leave()
 
-    async def _score(self) -> None:
+    async def _score_group(self) -> None:
         """Score all episodes that did not fail, even a single one."""
         start_time = time.perf_counter()
-        episodes = [episode for run in self.runs if (episode := self._episode(run)) is not None]
-        rewards = await self._rewards(episodes) if episodes else []
+        episodes = [episode for run in self.runs if (episode := self._open_episode(run)) is not None]
+        rewards = await self._compute_rewards(episodes) if episodes else []
         seconds = (time.perf_counter() - start_time) / (
             len(episodes) or 1
         )  # each episode's share of the time
@@ -60,14 +60,14 @@ class GroupRun:
             else:
                 trajectory.error = reward
 
-    def _episode(self, run: EpisodeRun) -> OpenEpisode | None:
+    def _open_episode(self, run: EpisodeRun) -> OpenEpisode | None:
         try:
             return run.episode()
         except Exception as error:  # the environment's tools are user code
             run.trajectory.error = scoring_error(error)
             return None
 
-    async def _rewards(self, episodes: Sequence[OpenEpisode]) -> list[Reward | str]:
+    async def _compute_rewards(self, episodes: Sequence[OpenEpisode]) -> list[Reward | str]:
         """Return each episode's reward, or the reason why it has none."""
         timeout = self.runs[0].rules.timeout
         try:

@@ -39,7 +39,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics |= {"turns": num_turns, "length": fmean(lengths), "length_max": max(lengths)}
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
-    metrics |= _user_metrics(trajectories, turns)
+    metrics |= _compute_user_metrics(trajectories, turns)
     if images := sum(
         len(message.images) for episode in trajectories for message in episode_messages(episode)
     ):
@@ -50,7 +50,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
     if any(trajectory.parent is not None for trajectory in trajectories):
-        metrics |= _branching_metrics(trajectories, turns)
+        metrics |= _compute_branching_metrics(trajectories, turns)
     for role in sorted({episode.role for episode in trajectories if episode.role is not None}):
         of_role = [episode.reward for episode in trajectories if episode.role == role]
         scored = [reward.outcome + sum(reward.steps) for reward in of_role if reward is not None]
@@ -63,7 +63,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
+def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
     """Return the means per episode of what simulated users did; empty without them."""
     totals: Counter[str] = Counter()
     for turn in turns:
@@ -100,7 +100,7 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _branching_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
+def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
     """Return the number of forks and forked episodes, the share of sampled tokens that are not sampled again because
     episodes share them, and the mean reward over trees."""
     forked = [trajectory for trajectory in trajectories if trajectory.parent is not None]

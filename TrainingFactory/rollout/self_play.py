@@ -8,14 +8,13 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.envs.self_play import Match, SelfPlayEnvironment
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.rollout.engine import RolloutEngine
 from TrainingFactory.rollout.episode import EpisodeRun
 from TrainingFactory.rollout.group_scoring import gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
-from TrainingFactory.types import Task, Trajectory
+from TrainingFactory.types import Task
 
 PLAYED = ("done", "truncated", "max_turns")
 
@@ -35,7 +34,7 @@ class SelfPlayRollouts(RolloutEngine):
         if self.group_reward is not None:
             raise ValueError(f"{name} scores its roles itself: set reward.type=environment")
 
-    def _open(
+    def _open_runs(
         self,
         tasks: Sequence[Task],
         names: Sequence[str],
@@ -52,10 +51,8 @@ class SelfPlayRollouts(RolloutEngine):
                 # Both sessions of a game are opened one after the other: a deterministic engine gives a slot to the
                 # next session in this order, and neither role can go on without the other.
                 for seat, role in enumerate(self._game.roles):
-                    member = seat * group_size + number
-                    trajectory = Trajectory(task, group=f"{step}/{name}", member=member, role=role)
-                    seed_of = functools.partial(turn_seed, self.seed, step, name, member)
-                    run = self._new(trajectory, sampler, seed_of, EpisodeKey(recorded_as, name, member))
+                    key = EpisodeKey(recorded_as, name, seat * group_size + number)
+                    run = self._open_episode(sampler, task, step, key, role)
                     run.rules = dataclasses.replace(
                         self.rules, environment=functools.partial(match.seat, role)
                     )
@@ -78,5 +75,5 @@ class SelfPlayRollouts(RolloutEngine):
                 second.leave()
         if first.trajectory.status in PLAYED and not second.trajectory.turns:
             second.dropped = "the game was over before its first turn"
-        self._report(first)
-        self._report(second)
+        self._report_episode(first)
+        self._report_episode(second)

@@ -103,6 +103,7 @@ class Keywords(TypedDict, total=False):
     gradient_checkpointing: bool
     activation_offload: bool
     router_aux_loss: float | None
+    router_check_every: int | None
     update_epochs: int
     minibatches: int
     eval_every: int | None

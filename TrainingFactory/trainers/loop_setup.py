@@ -113,6 +113,10 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     if samples:
         assert environment is not None
         setup = await _make_rollout_setup(training, environment, chat, loaded_model, local_policy, exit_stack)
+        if (check_every := config.training.router_check_every) is not None:
+            from TrainingFactory.assembly.router_check import make_router_check  # torch
+
+            local_policy.before_step = make_router_check(setup.sampler, local_policy, check_every).measure
     if replayed_run is None:
         source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, total)
     else:

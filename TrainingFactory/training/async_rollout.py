@@ -45,8 +45,8 @@ class AsyncSource(SampledSource):
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
-        self._admit(step)
-        while len(slots := self._ready(step)) < self._ledger.groups_ahead[0]:
+        self._start_admissible_groups(step)
+        while len(slots := self._take_finished_groups(step)) < self._ledger.groups_ahead[0]:
             finished, self._running = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
             if errors := [error for task in finished if (error := task.exception()) is not None]:
                 raise errors[0]  # an error in any group ends the run
@@ -65,7 +65,7 @@ class AsyncSource(SampledSource):
         await asyncio.gather(*self._running, return_exceptions=True)
         self._running.clear()
 
-    def _admit(self, version: int) -> None:
+    def _start_admissible_groups(self, version: int) -> None:
         """Start the groups of all steps up to `version + max_staleness`; a resumed run restarts its unfinished ones."""
         ledger, last = self._ledger, version + self._max_staleness
         while (step := version + len(ledger.groups_ahead)) <= min(last, self._total - 1):
@@ -73,17 +73,17 @@ class AsyncSource(SampledSource):
         for number in sorted(ledger.under_way.keys() - self._slots.keys()):
             if number // self._order.batch_size <= last:  # max_staleness may have been larger before a resume
                 self._slots[number] = GroupSlot(number, *ledger.under_way[number])
-                self._begin(self._slots[number])
+                self._start_group(self._slots[number])
 
-    def _begin(self, slot: GroupSlot) -> None:
-        self._running.add(asyncio.create_task(self._fill(slot), name=f"group {slot.number}"))
+    def _start_group(self, slot: GroupSlot) -> None:
+        self._running.add(asyncio.create_task(self._sample_group(slot), name=f"group {slot.number}"))
 
-    async def _fill(self, slot: GroupSlot) -> None:
+    async def _sample_group(self, slot: GroupSlot) -> None:
         """Sample the slot's group; if it gives no training rows and the algorithm refills, sample further tasks."""
         while True:
             step = slot.number // self._order.batch_size
-            name = self._name(slot)
-            slot.groups += await self._play(step, [slot.number], [slot.position], slot.attempt, [name])
+            name = self._unique_group_name(slot)
+            slot.groups += await self._play_groups(step, [slot.number], [slot.position], slot.attempt, [name])
             latest = slot.groups[-1]
             complete = latest.rows or len(slot.groups) > self._algorithm.refill
             if complete or unscored_problem([latest], self._max_unscored):
@@ -93,13 +93,13 @@ class AsyncSource(SampledSource):
             slot.attempt, slot.position = slot.attempt + 1, position
         self._finished.append(slot)
 
-    def _name(self, slot: GroupSlot) -> str:
+    def _unique_group_name(self, slot: GroupSlot) -> str:
         """Return a unique name of the group, from which its seeds and the keys of its recorded calls are derived."""
         name = self._tasks[self._order.task_index(slot.position)].id
         name += f"#{slot.number}" if self._repeated else ""
         return f"{name}@{slot.attempt}" if slot.attempt else name
 
-    def _ready(self, version: int) -> list[GroupSlot]:
+    def _take_finished_groups(self, version: int) -> list[GroupSlot]:
         """Discard and restart groups staler than `max_staleness`; return the finished groups that the step trains."""
         lags = [(slot, staleness(slot.groups[-1], version)) for slot in self._finished]
         for slot in [slot for slot, lag in lags if lag > self._max_staleness]:
@@ -108,7 +108,7 @@ class AsyncSource(SampledSource):
             slot.attempt += 1
             if not slot.groups:
                 self._ledger.under_way[slot.number] = (slot.attempt, slot.position)
-            self._begin(slot)
+            self._start_group(slot)
         size = self._ledger.groups_ahead[0]
         if self._by_arrival:
             return self._finished[:size]
@@ -119,9 +119,9 @@ class AsyncSource(SampledSource):
         self, step: int, slots: Sequence[GroupSlot], wait_seconds: float, elapsed: float
     ) -> StepGroups:
         groups = [group for slot in slots for group in slot.groups]
-        recorded_episodes, discarded = _recorded(groups), _recorded(self._stale)
+        recorded_episodes, discarded = recorded_call_keys(groups), recorded_call_keys(self._stale)
         for group in groups:
-            self._rename(group, step)
+            self._rename_for_step(group, step)
         staleness_of_slots = [
             staleness(slot.groups[-1], step) for slot in slots
         ]  # only a slot's last group is trained
@@ -134,14 +134,16 @@ class AsyncSource(SampledSource):
             "groups/waiting": len(self._finished),
             "seconds/waited": wait_seconds,
         }
-        metrics |= self._dropped_forks()
+        metrics |= self._count_dropped_forks()
         for name, counted in (("waiting", waiting_groups), ("stale", self._stale)):
             if counted:
-                metrics[f"length/{name}"] = fmean(length for group in counted for length in _lengths(group))
+                metrics[f"length/{name}"] = fmean(
+                    length for group in counted for length in sampled_lengths(group)
+                )
         problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         return StepGroups(step, groups, wait_seconds, metrics, problem, True, recorded_episodes, discarded)
 
-    def _rename(self, group: Group, step: int) -> None:
+    def _rename_for_step(self, group: Group, step: int) -> None:
         """Name a group after the step that trains it, because a step's episodes are looked up by that name."""
         if group.number // self._order.batch_size != step:
             for trajectory in group.trajectories:
@@ -155,11 +157,11 @@ def staleness(group: Group, version: int) -> int:
     return max((version - min(turn.completion.token_versions) for turn in turns), default=0)
 
 
-def _recorded(groups: Sequence[Group]) -> set[tuple[int | str, str]]:
+def recorded_call_keys(groups: Sequence[Group]) -> set[tuple[int | str, str]]:
     """Return the (step, name) keys of the groups' tool calls in a recording."""
     parts = (trajectory.group.partition("/") for group in groups for trajectory in group.trajectories)
     return {(int(step), name) for step, _, name in parts}
 
 
-def _lengths(group: Group) -> list[int]:
+def sampled_lengths(group: Group) -> list[int]:
     return [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in group.trajectories]

@@ -107,7 +107,7 @@ def read_objects(
     if dataset is not None:
         objects.examples = read_examples(config, dataset)
     if heldout is not None and KINDS[config.training.algorithm].samples:
-        objects.heldout_tasks = _heldout_tasks(config, heldout)
+        objects.heldout_tasks = _make_heldout_tasks(config, heldout)
     elif heldout is not None:
         training_data = objects.examples or data.dataset if dataset is None else dataset
         objects.heldout = read_heldout(config, heldout, training_data)
@@ -134,7 +134,7 @@ def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
             'file of held-out tasks: heldout="tasks.jsonl"'
         )
     data = config.data
-    if _same_rows(dataset, source, data.dataset_split == data.heldout_split):
+    if _have_same_rows(dataset, source, data.dataset_split == data.heldout_split):
         raise ValueError(
             "data.heldout and data.dataset are the same rows. Set data.heldout to another file, or data.heldout_split "
             "to another split of the dataset"
@@ -142,7 +142,7 @@ def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
     return read_examples(config, source, heldout=True)
 
 
-def _same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
+def _have_same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
     """Return whether both are the same rows. Files and run folders have no splits; other datasets may."""
     if not isinstance(dataset, str | Path) or not isinstance(heldout, str | Path):
         return dataset is heldout and (same_split or not isinstance(dataset, Mapping))
@@ -189,13 +189,13 @@ def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Datas
         elif has_examples or config.data.heldout is None:
             dataset.heldout = generate_tasks(config, dataset.environment, "heldout", "heldout", count)
         else:
-            dataset.heldout = _heldout_tasks(config, config.data.heldout)
+            dataset.heldout = _make_heldout_tasks(config, config.data.heldout)
     elif dataset.heldout_examples is None:
         missing = "held-out rows: data.heldout=FILE" if has_examples else "an environment: environment=NAME"
         raise ValueError(f"training.eval_every needs {missing}")
 
 
-def _heldout_tasks(config: TrainingConfig, source: Any) -> list[Task]:
+def _make_heldout_tasks(config: TrainingConfig, source: Any) -> list[Task]:
     data = config.data
     return load_tasks(source, data.heldout_split, data.heldout_count, data.columns, data.image_urls)
 

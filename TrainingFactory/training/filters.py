@@ -101,11 +101,13 @@ class EpisodeFilters:
         return made
 
     def apply(self, group: Sequence[Trajectory]) -> FilteredGroup:
-        counts: Counter[str] = Counter(dict.fromkeys([*map(_short, self._actions), DROPPED, MASKED], 0))
+        counts: Counter[str] = Counter(
+            dict.fromkeys([*map(_short_filter_name, self._actions), DROPPED, MASKED], 0)
+        )
         episodes, credited = [], []
         for trajectory in group:
-            flags = {name: self._flags(name, trajectory) for name in self._actions}
-            counts.update(_short(name) for name, turns in flags.items() if any(turns))
+            flags = {name: self._flag_turns(name, trajectory) for name in self._actions}
+            counts.update(_short_filter_name(name) for name, turns in flags.items() if any(turns))
             dropping = [n for n, turns in flags.items() if any(turns) and self._actions[n] == "drop"]
             masks = [turns for name, turns in flags.items() if self._actions[name] == "mask"]
             masked = [any(turn_flags) for turn_flags in zip(*masks, strict=True)]
@@ -120,7 +122,7 @@ class EpisodeFilters:
             credited.append(without_dropped_reward(trajectory))
         return FilteredGroup(episodes, credited, dict(counts))
 
-    def _flags(self, name: str, trajectory: Trajectory) -> list[bool]:
+    def _flag_turns(self, name: str, trajectory: Trajectory) -> list[bool]:
         """Return one flag per turn."""
         try:
             flags = self._filters[name](trajectory)
@@ -167,7 +169,7 @@ def _find_filter(name: str) -> Filter:
     return values[0]
 
 
-def _short(name: str) -> str:
+def _short_filter_name(name: str) -> str:
     """Return the name of a filter in metrics: of a function without its file."""
     return split_name(name)[1] or name
 

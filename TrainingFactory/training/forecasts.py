@@ -61,16 +61,19 @@ class CheckpointSpace:
         required, size = self.needed(self.logging), self.model + self.state
         if required <= free:
             return None
-        remedies = [self._fitting({}, free), self._fitting({"optimizer_state": "newest"}, free)]
+        remedies = [
+            self._find_fitting_options({}, free),
+            self._find_fitting_options({"optimizer_state": "newest"}, free),
+        ]
         if not any(remedies) and self.logging.keep_every is not None:
-            remedies = [self._fitting({"keep_every": None, "optimizer_state": "newest"}, free)]
+            remedies = [self._find_fitting_options({"keep_every": None, "optimizer_state": "newest"}, free)]
         remedy = f"Set {' or '.join(filter(None, remedies))}" if any(remedies) else "Free some"
         return (
             f"{folder} has {free / 1e9:.1f} GB of free disk space, but {self.count(self.logging)} checkpoints of about "
             f"{size / 1e9:.1f} GB need {required / 1e9:.1f} GB. {remedy}, or choose another logging.output_dir"
         )
 
-    def _fitting(self, changes: dict[str, object], free: int) -> str | None:
+    def _find_fitting_options(self, changes: dict[str, object], free: int) -> str | None:
         """Return these changes, with the largest `keep_checkpoints` that fits, as config overrides, or None."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
             logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)

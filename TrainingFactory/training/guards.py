@@ -45,7 +45,11 @@ class Guards:
         self._scored |= any(trajectory.reward is not None for trajectory in batch.trajectories)
         if batch.problem is None:
             self.unusable = 0
-            stop = (self._unnamed_states(batch) or self._equal_rewards(batch)) if batch.sampled else None
+            stop = (
+                (self._check_state_names(batch) or self._check_equal_rewards(batch))
+                if batch.sampled
+                else None
+            )
             return GuardAction(save=stop is not None, stop=stop)
         self.unusable += 1
         has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
@@ -77,7 +81,7 @@ class Guards:
             return GuardAction(warning=problem)
         return GuardAction(save=True, stop=f"Stopped after {self._mismatched} steps in which {problem}")
 
-    def _unnamed_states(self, batch: StepGroups) -> str | None:
+    def _check_state_names(self, batch: StepGroups) -> str | None:
         """Return why the run should stop: states are compared, but no turn of the step has the name of one."""
         turns = [turn for trajectory in batch.trajectories for turn in trajectory.turns]
         if not self._state_groups or not turns or any(turn.state is not None for turn in turns):
@@ -88,11 +92,11 @@ class Guards:
             "set grpo.state_groups=0"
         )
 
-    def _equal_rewards(self, batch: StepGroups) -> str | None:
+    def _check_equal_rewards(self, batch: StepGroups) -> str | None:
         """Return why the run should stop: for `max_equal_steps` steps no group gave training rows, or all rewards of a
         step were equal (algorithms without groups would train on those too)."""
         rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
-        are_equal = len({_amounts(reward) for reward in rewards}) == 1
+        are_equal = len({reward_amounts(reward) for reward in rewards}) == 1
         self._equal = self._equal + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
         if self._max_equal_steps is None or self._equal < self._max_equal_steps:
             return None
@@ -108,7 +112,7 @@ class Guards:
         )
 
 
-def _amounts(reward: Reward) -> tuple[float, ...]:
+def reward_amounts(reward: Reward) -> tuple[float, ...]:
     """Return outcome and step rewards without trailing zeros, because episodes differ in their number of turns."""
     steps = list(reward.steps)
     while steps and not steps[-1]:

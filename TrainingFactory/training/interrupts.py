@@ -37,7 +37,7 @@ class Interrupts:
         """Handle Ctrl-C and SIGTERM while the block runs."""
         self._run = asyncio.current_task()
         try:
-            with self._signals():
+            with self._handle_signals():
                 yield
         except asyncio.CancelledError:
             if self._failure is not None:
@@ -53,7 +53,7 @@ class Interrupts:
             self._run.cancel()
 
     @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _handle_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -41,17 +41,21 @@ class Ledger:
     def num_left(self) -> int:
         """Return how many places are left in the epoch of the next place."""
         size = self._order.size
-        epoch = self._peek() // size
+        epoch = self._peek_number() // size
         free = sum(position // size == epoch for position in self._free)
         return free + max(0, (epoch + 1) * size - self.next)
 
     def take(self, count: int) -> list[int]:
         """Return the next `count` places, or fewer at the end of an epoch."""
-        return [self._pop() for _ in range(min(count, self.num_left))]
+        return [self._pop_number() for _ in range(min(count, self.num_left))]
 
     def take_in_epoch(self, position: int) -> int | None:
         """Return the next place if it is in the same epoch as `position`."""
-        return self._pop() if self._peek() // self._order.size == position // self._order.size else None
+        return (
+            self._pop_number()
+            if self._peek_number() // self._order.size == position // self._order.size
+            else None
+        )
 
     def start_step(self, step: int) -> list[int]:
         """Take the places of a step and return the numbers of its groups."""
@@ -100,10 +104,10 @@ class Ledger:
             raise ValueError(text)
         return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
 
-    def _peek(self) -> int:
+    def _peek_number(self) -> int:
         return self._free[0] if self._free else self.next
 
-    def _pop(self) -> int:
+    def _pop_number(self) -> int:
         if self._free:
             return self._free.pop(0)
         self.next += 1

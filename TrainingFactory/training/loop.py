@@ -106,21 +106,21 @@ class TrainingLoop:
         try:
             with self.interrupts.watching():
                 state, reason = await self._run_steps()
-            return await self._finish(state, reason)
+            return await self._finish_run(state, reason)
         except asyncio.CancelledError:
             if not self.interrupts.is_requested:
                 raise
-            return await self._finish("interrupted")  # without saving; the last checkpoint remains
+            return await self._finish_run("interrupted")  # without saving; the last checkpoint remains
         except Exception as error:
-            explained = self._explain(error)
-            await self._finish("failed", str(explained))
+            explained = self._explain_failure(error)
+            await self._finish_run("failed", str(explained))
             if explained is error:
                 raise
             raise explained from error
         finally:
             self.system.close()
 
-    def _explain(self, error: Exception) -> Exception:
+    def _explain_failure(self, error: Exception) -> Exception:
         """Return an error that says how to resume, if the run can be resumed after it; else the error itself."""
         if (problem := device_failure(error)) is not None:
             progress_text = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
@@ -137,61 +137,61 @@ class TrainingLoop:
         """Run the steps, and save a checkpoint if they are interrupted; return the final state and the reason."""
         try:
             try:
-                return "finished", await self._steps()
+                return "finished", await self._run_remaining_steps()
             finally:
                 await self.source.close()
         except StopRequested:
-            await self._save()
+            await self._save_checkpoint()
             return "interrupted", None
         except SamplersLost:
-            await self._save()
+            await self._save_checkpoint()
             raise
 
-    async def _steps(self) -> str | None:
+    async def _run_remaining_steps(self) -> str | None:
         """Run all remaining steps; return the reason if the run ends early."""
         stream = StepStream(self.source, self.progress.done, self.total)
-        if (sampler_loss := await self._publish()) is not None:
+        if (sampler_loss := await self._publish_weights()) is not None:
             raise sampler_loss
-        if self.progress.done == 0 and self._evaluation_is_due():
-            await self._log(0, await self.interrupts.interruptible(self._evaluate()))
+        if self.progress.done == 0 and self._is_evaluation_due():
+            await self._log_metrics(0, await self.interrupts.interruptible(self._evaluate_heldout()))
         if (metrics := self.progress.unlogged) is not None:
-            metrics = metrics | await self.interrupts.interruptible(self._evaluate())
+            metrics = metrics | await self.interrupts.interruptible(self._evaluate_heldout())
             self.progress.unlogged = None
-            await self._log(int(metrics.pop("epoch")), metrics)
+            await self._log_metrics(int(metrics.pop("epoch")), metrics)
         if (reason := self.scores.verdict()) is not None:  # killed after it met its stop condition
             stream.end()
-        self._begin("generate")
+        self._begin_phase("generate")
         first = self.progress.done  # not measured: its update may compile kernels
         async for batch in self.interrupts.until_requested(stream):
             last = batch.step + 1 == self.total
-            await self._guard(batch.step, self.guards.check(batch, last))
-            self._begin("update")
+            await self._act_on_guard(batch.step, self.guards.check(batch, last))
+            self._begin_phase("update")
             start_time = time.perf_counter()
             writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
             try:
                 metrics = await self.policy.step(batch.rows, batch.step)
             finally:  # after a failure, resuming truncates the extra episodes as after a kill
                 written_at = await writing
-            sampler_loss = await self._publish()
+            sampler_loss = await self._publish_weights()
             updating = time.perf_counter() - start_time
-            await self._record(batch, metrics | written_at, updating)
+            await self._record_step(batch, metrics | written_at, updating)
             if batch.step > first:
                 self.stop_forecast.updating = updating
                 self._warn(self.stop_forecast.warning())
             if sampler_loss is not None:
                 raise sampler_loss
-            await self._guard(batch.step, self.guards.updated(metrics, last))
+            await self._act_on_guard(batch.step, self.guards.updated(metrics, last))
             reason = self.scores.verdict()
             await self._save_if_due(last=reason is not None)
             self.interrupts.check()
             if reason is not None:
                 self.watcher.say(f"Ending after step {batch.step + 1}: {reason}")
                 stream.end()
-            self._begin("generate")
+            self._begin_phase("generate")
             del batch  # free its episodes while the next ones are played
         return reason
 
-    def _begin(self, phase: str) -> None:
+    def _begin_phase(self, phase: str) -> None:
         self.phase = phase
         self.watcher.phase(phase)
 
@@ -199,7 +199,7 @@ class TrainingLoop:
         if warning is not None:
             self.watcher.say(f"WARNING {warning}")
 
-    async def _publish(self) -> SamplersLost | None:
+    async def _publish_weights(self) -> SamplersLost | None:
         """Push the current weights to the sampler. Return a SamplersLost error; raise it once the step is logged."""
         weights = await self.policy.publish()
         try:
@@ -209,10 +209,10 @@ class TrainingLoop:
             return error
         return None
 
-    async def _guard(self, step: int, finding: GuardAction) -> None:
+    async def _act_on_guard(self, step: int, finding: GuardAction) -> None:
         """Carry out a guard's finding: save, warn, stop the run, or pause."""
         if finding.save:
-            await self._save()
+            await self._save_checkpoint()
         if finding.warning is not None:
             self.watcher.say(f"WARNING step {step + 1}: {finding.warning}")
         if finding.stop is not None:
@@ -220,7 +220,7 @@ class TrainingLoop:
         if finding.pause:
             await self.interrupts.pause(finding.pause)
 
-    async def _record(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
+    async def _record_step(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
         seconds = batch.seconds + updating
         metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | updated | self.counts()
         metrics |= {
@@ -242,17 +242,17 @@ class TrainingLoop:
         row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
         await in_thread(self.run.append, CONSUMED, row)
         try:
-            if self._evaluation_is_due():
-                metrics |= await self.interrupts.interruptible(self._evaluate())
+            if self._is_evaluation_due():
+                metrics |= await self.interrupts.interruptible(self._evaluate_heldout())
         except StopRequested:
             # The checkpoint stores these metrics; a resumed run evaluates again and logs them.
             self.progress.unlogged = {"epoch": epoch} | metrics
             raise
         except SamplersLost:
-            await self._log(epoch, metrics)  # the step itself is complete
+            await self._log_metrics(epoch, metrics)  # the step itself is complete
             raise
-        await self._log(epoch, metrics)
-        if batch.sampled and (self._save_is_due() or self.progress.done == 1):
+        await self._log_metrics(epoch, metrics)
+        if batch.sampled and (self._is_save_due() or self.progress.done == 1):
             await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
         for change in self.doctor.look(self.progress.done, metrics, batch.trajectories):
             await in_thread(self.run.append, FINDINGS, change.row)
@@ -280,7 +280,7 @@ class TrainingLoop:
             "kept_tasks": sum(map(bool, accepted_groups)) / len(accepted_groups),
         }
 
-    async def _log(self, epoch: int, metrics: dict[str, float]) -> None:
+    async def _log_metrics(self, epoch: int, metrics: dict[str, float]) -> None:
         num_done = self.progress.done
         await in_thread(
             self._write_metrics, {"step": num_done, "epoch": epoch, "time": time.time()} | metrics
@@ -296,16 +296,16 @@ class TrainingLoop:
 
     # evaluation
 
-    def _evaluation_is_due(self) -> bool:
+    def _is_evaluation_due(self) -> bool:
         eval_every, num_done = self.config.training.eval_every, self.progress.done
         return eval_every is not None and (num_done % eval_every == 0 or num_done == self.total)
 
-    async def _evaluate(self) -> dict[str, float]:
-        self._begin("evaluate")
+    async def _evaluate_heldout(self) -> dict[str, float]:
+        self._begin_phase("evaluate")
         start_time = time.perf_counter()
         metrics = await self._play_heldout() if self.heldout.tasks else {}
         if self.heldout.dataset is not None:
-            rows = await in_thread(self._heldout_rows, self.heldout.dataset)
+            rows = await in_thread(self._make_heldout_rows, self.heldout.dataset)
             metrics |= await self.policy.evaluate(rows, self.progress.done) | self.heldout.dataset.left_out
         metrics["seconds"] = time.perf_counter() - start_time
         return {f"eval/{name}": value for name, value in metrics.items()}
@@ -325,27 +325,27 @@ class TrainingLoop:
             await in_thread(heldout.record, num_done, episodes, metrics | seconds)
         return evaluation_metrics(episodes) | metrics
 
-    def _heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
+    def _make_heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
         groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
         return [row for group in groups for row in group]
 
     # checkpoints and status
 
-    def _save_is_due(self) -> bool:
+    def _is_save_due(self) -> bool:
         num_done, logging, best = self.progress.done, self.config.logging, self.scores.best
         new_best = logging.keep_best and best is not None and best[0] == num_done
         return num_done % logging.checkpoint_every == 0 or new_best or num_done == self.total
 
     async def _save_if_due(self, last: bool) -> None:
-        is_due = self._save_is_due() and not self.guards.unusable
+        is_due = self._is_save_due() and not self.guards.unusable
         if is_due or last or self.progress.done == self.total:
-            await self._save()
+            await self._save_checkpoint()
 
-    async def _save(self) -> None:
+    async def _save_checkpoint(self) -> None:
         progress, logging = self.progress, self.config.logging
         if self.saved == progress.done or not progress.done:
             return
-        self._begin("checkpoint")
+        self._begin_phase("checkpoint")
         state = {
             "step": progress.done,
             "seconds": progress.seconds,
@@ -361,7 +361,7 @@ class TrainingLoop:
         retention = logging.keep_checkpoints, logging.keep_every, logging.keep_best, logging.optimizer_state
         await in_thread(self.run.prune, *retention)
 
-    async def _finish(self, state: State, reason: str | None = None) -> TrainingReport:
+    async def _finish_run(self, state: State, reason: str | None = None) -> TrainingReport:
         with contextlib.suppress(OSError):  # the disk may be full
             await self._write_status(state, reason)
         last = self.rows[-1] if self.rows else {}

@@ -58,6 +58,8 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
     if training.eval_every is None and (training.stop_when or config.logging.keep_best):
         key = "training.stop_when" if training.stop_when else "logging.keep_best"
         raise ValueError(f"{key} needs evaluations: set training.eval_every=N")
+    if training.router_check_every is not None:
+        _check_router_check(config)
     if kind.samples:
         _check_sampling(config)
     elif training.filters:
@@ -91,16 +93,34 @@ def _check_sampling(config: TrainingConfig) -> None:
         )
 
 
+def _check_router_check(config: TrainingConfig) -> None:
+    """Raise ValueError if no engine of this process samples with the learner's weights while it can be measured."""
+    problem = None
+    if not KINDS[config.training.algorithm].samples:
+        problem = f"training.algorithm={config.training.algorithm} samples no episodes"
+    elif config.sampling.engine != "native" or config.compute.backend != "local":
+        problem = "the sampler is in another process; watch the metric mismatch"
+    elif config.optimization.effective_max_staleness:
+        problem = "optimization.async_rollout samples during the measurement"
+    elif (config.compute.learners or 1) > 1:
+        problem = f"the weights are sharded over compute.learners={config.compute.learners}"
+    if problem is not None:
+        raise ValueError(
+            f"training.router_check_every={config.training.router_check_every} cannot be measured: {problem}. Remove it"
+        )
+
+
 def _check_branching(config: TrainingConfig, branching: BranchingSection) -> None:
     """Raise ConfigError if episodes cannot fork, or if the algorithm cannot train on forked episodes."""
     problems = [
-        Problem(("training", "branching", *key), text) for key, text in _branching_problems(config, branching)
+        Problem(("training", "branching", *key), text)
+        for key, text in _find_branching_problems(config, branching)
     ]
     if problems:
         raise config.wrong(problems)
 
 
-def _branching_problems(
+def _find_branching_problems(
     config: TrainingConfig, branching: BranchingSection
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield the key, below training.branching, and the text of each problem."""
@@ -126,10 +146,10 @@ def _branching_problems(
     if max_turns <= min(branching.turns if branching.at == "turns" else [branching.every], default=0):
         text = f"environment.max_turns={max_turns} ends every episode before its first fork. Raise it"
         yield (("turns" if branching.at == "turns" else "every"),), f"{text}, or fork earlier"
-    yield from _budget_problems(config, branching)
+    yield from _find_fork_budget_problems(config, branching)
 
 
-def _budget_problems(
+def _find_fork_budget_problems(
     config: TrainingConfig, branching: BranchingSection
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     group_size, continuations = config.training.group_size, branching.continuations
@@ -164,8 +184,8 @@ def _check_precision(config: TrainingConfig) -> None:
                 f"model.quantization={quantization}: quantized weights cannot be trained. Train an adapter over them: "
                 "lora.enabled=true"
             )
-        from TrainingFactory.models.loading import check_quantization
         from TrainingFactory.models.names import resolve_model_name
+        from TrainingFactory.models.quantization import check_quantization
 
         check_quantization(quantization, resolve_model_name(config.model.name))
     if config.training.optimizer == "adamw_8bit":

@@ -42,14 +42,14 @@ class RewardClock:
         return {name: value - previous.get(name, 0.0) for name, value in self._before.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
-        with self._timed(1):
+        with self._measure_time(1):
             reward = await score(episode, self.reward)  # type: ignore[arg-type]
             self._report_first([reward])
             return reward
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
         assert self._group is not None
-        with self._timed(len(episodes)):
+        with self._measure_time(len(episodes)):
             rewards = await self._group.group(episodes)
             self._report_first(rewards)
             return rewards
@@ -61,7 +61,7 @@ class RewardClock:
         self._scored_any = True
 
     @contextmanager
-    def _timed(self, episodes: int) -> Iterator[None]:
+    def _measure_time(self, episodes: int) -> Iterator[None]:
         call, start_time = object(), time.monotonic()
         self._open[call] = start_time, episodes
         if self._timer is None:

@@ -112,28 +112,30 @@ class SampledSource:
         self._clock.seconds = self._rollouts.tail = 0.0
         first = step * self._order.batch_size
         num_left, numbers = self._ledger.num_left, range(first, first + self._order.batch_size)
-        groups = latest = await self._play(step, numbers, self._ledger.take(len(numbers)), 0)
+        groups = latest = await self._play_groups(step, numbers, self._ledger.take(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
             open_numbers = [group.number for group in latest if not group.rows][: num_left - len(groups)]
             if not open_numbers or unscored_problem(latest, self._max_unscored):
                 break
-            latest = await self._play(step, open_numbers, self._ledger.take(len(open_numbers)), attempt)
+            latest = await self._play_groups(
+                step, open_numbers, self._ledger.take(len(open_numbers)), attempt
+            )
             groups = groups + latest
         seconds = time.perf_counter() - start_time
         problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         metrics = sampled_metrics(groups, seconds, self._clock)
         metrics["tail_share"] = self._rollouts.tail / seconds
-        metrics |= self._dropped_forks()
+        metrics |= self._count_dropped_forks()
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
     async def close(self) -> None: ...
 
-    def _dropped_forks(self) -> dict[str, float]:
+    def _count_dropped_forks(self) -> dict[str, float]:
         """Return the number of forks dropped since the last call, if episodes fork."""
         dropped, self._rollouts.dropped_forks = self._rollouts.dropped_forks, 0
         return {} if self._rollouts.branching is None else {"branching/dropped": float(dropped)}
 
-    async def _play(
+    async def _play_groups(
         self,
         step: int,
         numbers: Sequence[int],
@@ -211,13 +213,13 @@ class ExpertSource:
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
         tasks = [self._tasks[number] for number in self._order.batch(step)]
-        episodes = await asyncio.gather(*(self._play(task, step) for task in tasks))
+        episodes = await asyncio.gather(*(self._play_expert(task, step) for task in tasks))
         groups = number_groups(step, self._order, [[episode] for episode in episodes], self._algorithm)
         return demonstration_step(step, groups, time.perf_counter() - start_time)
 
     async def close(self) -> None: ...
 
-    async def _play(self, task: Task, step: int) -> Trajectory:
+    async def _play_expert(self, task: Task, step: int) -> Trajectory:
         key = EpisodeKey(step, task.id, 0)
         async with self._gate:
             environment: Any = self._environment(task)
@@ -235,14 +237,14 @@ class DatasetSource:
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
-        groups = await in_thread(self._groups, step)
+        groups = await in_thread(self._make_groups, step)
         batch = demonstration_step(step, groups, time.perf_counter() - start_time)
         batch.metrics |= self._dataset.left_out
         return batch
 
     async def close(self) -> None: ...
 
-    def _groups(self, step: int) -> list[Group]:
+    def _make_groups(self, step: int) -> list[Group]:
         examples = self._order.batch(step)
         trajectories = [self._dataset.group(number) for number in examples]
         groups = number_groups(step, self._order, trajectories, self._algorithm)

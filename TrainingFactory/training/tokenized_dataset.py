@@ -83,7 +83,7 @@ class TokenizedDataset:
         reporter = ProgressReporter(notify, len(examples.found))
         for number, example in enumerate(examples.found, 1):
             try:
-                self._add(example)
+                self._add_example(example)
             except ValueError as error:
                 problems.append(f"{example.where}: the chat template cannot render it: {error}")
             reporter.report(number, "rows tokenized")
@@ -95,7 +95,7 @@ class TokenizedDataset:
             raise ValueError(
                 f"No usable row in the dataset:\n{join_problems([*self.bad, *self.long, *unused])}"
             )
-        for note in [*examples.notes, *self._skipped_notes()]:
+        for note in [*examples.notes, *self._describe_skipped_rows()]:
             notify(note)
 
     def __len__(self) -> int:
@@ -120,27 +120,30 @@ class TokenizedDataset:
         counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
         return {f"rows_left_out/{reason}": float(count) for reason, count in counts.items() if count}
 
-    def _skipped_notes(self) -> Iterator[str]:
+    def _describe_skipped_rows(self) -> Iterator[str]:
         if self.bad:
-            yield f"Skipping {len(self.bad)} bad rows: {_first(self.bad)}"
+            yield f"Skipping {len(self.bad)} bad rows: {_join_first_texts(self.bad)}"
         if self.long:
-            yield f"Skipping {pluralize(len(self.long), 'row')} longer than model.max_length: {_first(self.long)}"
+            rows = pluralize(len(self.long), "row")
+            yield f"Skipping {rows} longer than model.max_length: {_join_first_texts(self.long)}"
         if self.unused:
             yield f"Skipping {self.unused} recorded episodes that give no training signal"
 
-    def _add(self, example: Example) -> None:
+    def _add_example(self, example: Example) -> None:
         is_recorded = example.conversations[0].recorded is not None
         if is_recorded and len(example.conversations) > 1:
-            group = self._best_and_worst(example)
+            group = self._select_best_and_worst(example)
         elif is_recorded:
-            group = self._fitting(example, example.conversations)
+            group = self._select_usable_episode(example, example.conversations)
         else:
-            group = self._if_it_fits(example, list(map(self._tokenize, example.conversations)))
+            group = self._require_max_length(
+                example, list(map(self._tokenize_conversation, example.conversations))
+            )
         if group:
             self._groups.append(group)
             self.ids.append(example.id)
 
-    def _best_and_worst(self, example: Example) -> list[TokenizedConversation | CompactTrajectory]:
+    def _select_best_and_worst(self, example: Example) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the best and the worst episode; an unusable one is replaced by the next best or next worst."""
         remaining, tokenized = (
             example.conversations,
@@ -149,24 +152,24 @@ class TokenizedDataset:
         while pair := best_and_worst(remaining, total_reward_of):
             for side in pair:
                 if id(side) not in tokenized:
-                    tokenized[id(side)] = self._fitting(example, [side])
+                    tokenized[id(side)] = self._select_usable_episode(example, [side])
             if all(tokenized[id(side)] for side in pair):
                 return [item for side in pair for item in tokenized[id(side)]]
             remaining = [conversation for conversation in remaining if tokenized.get(id(conversation), True)]
         self.unused += len(remaining)
         return []
 
-    def _fitting(
+    def _select_usable_episode(
         self, example: Example, episode: list[Conversation]
     ) -> list[TokenizedConversation | CompactTrajectory]:
         """Return one recorded episode, or an empty list if it is unusable, which is counted."""
         try:
-            return self._if_it_fits(example, list(map(self._tokenize, episode)))
+            return self._require_max_length(example, list(map(self._tokenize_conversation, episode)))
         except (UnparsableCallError, FoldedEpisodeError):
             self.unused += 1
             return []
 
-    def _if_it_fits(
+    def _require_max_length(
         self, example: Example, group: list[TokenizedConversation | CompactTrajectory]
     ) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the group, or an empty list if it is longer than `max_length`."""
@@ -176,7 +179,7 @@ class TokenizedDataset:
         self.long.append(f"{example.where} has {max_length} tokens, over the limit of {self.max_length}")
         return []
 
-    def _tokenize(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
+    def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
         if (trajectory := conversation.recorded) is not None:
             episode = trajectory.trajectory()
             rewritten = rerender(self.chat, episode)
@@ -206,9 +209,9 @@ class TokenizedDataset:
         conversation_tokens = TokenizedConversation(
             conversation, np.asarray(ids, np.int32), turn_spans, trained_messages
         )
-        return self._in_steps(conversation_tokens) if conversation.steps else conversation_tokens
+        return self._split_into_steps(conversation_tokens) if conversation.steps else conversation_tokens
 
-    def _in_steps(self, tokenized: TokenizedConversation) -> TokenizedConversation:
+    def _split_into_steps(self, tokenized: TokenizedConversation) -> TokenizedConversation:
         """Split the last message into its labelled steps, as if each had been sampled as a turn."""
         steps = tokenized.conversation.steps
         begin, end = tokenized.borders.pop()
@@ -242,5 +245,5 @@ class TokenizedDataset:
         return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not unfinished else message
 
 
-def _first(texts: Sequence[str]) -> str:
+def _join_first_texts(texts: Sequence[str]) -> str:
     return "; ".join(texts[:NAMED_ROWS]) + (" ..." if len(texts) > NAMED_ROWS else "")

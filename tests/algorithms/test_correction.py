@@ -63,7 +63,7 @@ def test_the_weights_are_the_formula(name: str, budget: int) -> None:
     sums = dict.fromkeys(("importance_weight", "importance_masked", "importance_capped"), 0.0)
     for pack in batch.packs:
         before, weight, metrics = importance_weights(
-            learner._trained(pack, batch, algorithm.needs), correction
+            learner._compute_trained_tokens(pack, batch, algorithm.needs), correction
         )
         assert isinstance(weight, torch.Tensor) and not weight.requires_grad and not before.requires_grad
         for number in pack.rows:

@@ -89,7 +89,7 @@ def test_equal_advantages_are_not_blown_up() -> None:
     learner = Learner(tiny(), OptimizerOptions(), head=ScalarHead(32))
     (batch,) = prepared(learner, PPO(), PPO().samples([same, same, same]))
     assert np.abs(batch.packs[0].advantages).max() < 1e-6
-    _, figures = PPO().loss(learner._trained(batch.packs[0], batch, PPO().needs))
+    _, figures = PPO().loss(learner._compute_trained_tokens(batch.packs[0], batch, PPO().needs))
     assert "explained_variance" not in figures
     PPO().prepare([make_batch([])], 0)  # nothing to learn from is no error
 

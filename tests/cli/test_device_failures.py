@@ -72,7 +72,7 @@ def failing(error: Exception, place: Any, method: str) -> Callable[..., Any]:
             "too little memory: CUDA out of memory. Tried to allocate 2.00 GiB",
         ),
         pytest.param(
-            *(MEMORY, NativeEngine, "_step", "generate", "Process 7 has 40.00 GiB memory in use"),
+            *(MEMORY, NativeEngine, "_run_step", "generate", "Process 7 has 40.00 GiB memory in use"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -88,7 +88,7 @@ def failing(error: Exception, place: Any, method: str) -> Callable[..., Any]:
         (
             LOST,
             NativeEngine,
-            "_step",
+            "_run_step",
             "generate",
             "the device failed: CUDA error: unspecified launch failure.",
         ),

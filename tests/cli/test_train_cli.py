@@ -160,9 +160,11 @@ def test_the_configs_load(path: Path) -> None:
     algorithm = {"text2sql": "grpo", "folding": "grpo", "screen": "grpo"}.get(
         algorithm, algorithm
     )  # called after what they show
-    has_task = family in ("smollm2", "qwen25", "gemma3")  # their task comes before it
+    has_task = family in ("smollm2", "smolvlm", "qwen25", "gemma3")  # their task comes before it
     algorithm = algorithm.rpartition("_")[2] if has_task else algorithm
-    assert config.training.algorithm == algorithm and family in config.model.name.lower().replace(".", "")
+    assert config.training.algorithm == algorithm
+    if path.name != "smolvlm_screen_sft.yaml":  # its model is written by `tfactory data screen`
+        assert family in config.model.name.lower().replace(".", "")
     assert unused_options(config) == []
     if path.name != "qwen3_grpo.yaml":  # that one is the form that other texts print
         assert notices(config) == []

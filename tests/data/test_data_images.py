@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image as Pillow
 
 from tests.kits.pictures import BLUE, GREEN, RED, SVG, bomb, jpeg, picture
 from TrainingFactory.assembly.datasets import write_rows
-from TrainingFactory.common.image_tokens import number_image
-from TrainingFactory.common.images import read_image, split_text
+from TrainingFactory.common.image_tokens import number_image, picture_of
+from TrainingFactory.common.images import image_from_pillow, read_image, split_text
 from TrainingFactory.data.convert import convert, image_path, swift_row
 from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.examples import load_examples
@@ -307,12 +310,12 @@ def test_trajectories_without_a_folder_hold_the_data() -> None:
 
 
 def test_fingerprints_depend_on_images() -> None:
-    from TrainingFactory.rollout.episode import _scope
+    from TrainingFactory.rollout.episode import _cache_scope
 
     one, other = seen_episode(), seen_episode()
     other.prompt[0].images[0] = PlacedImage(8, C)
     assert repr(CompactTrajectory.from_trajectory(one)) != repr(CompactTrajectory.from_trajectory(other))
-    assert _scope(None, one.task) != _scope(None, other.task)  # type: ignore[arg-type]
+    assert _cache_scope(None, one.task) != _cache_scope(None, other.task)  # type: ignore[arg-type]
 
 
 # Conversion
@@ -359,3 +362,30 @@ def test_pairs_that_saw_different_images_and_tags_in_texts_are_no_rows(tmp_path:
     dropped: Counter[str] = Counter()
     assert provider_rows(convert(read_rows(tmp_path / "t.jsonl"), "sft").rows, "openai", dropped) == []
     assert dropped == {"openai: the row has images, which this format does not carry": 2}
+
+
+def test_image_files_take_no_memory(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (20, 256, 256, 3), np.uint8)
+    for number, pixels in enumerate(noise):
+        Pillow.fromarray(pixels).save(tmp_path / f"{number}.png")
+    rows = [{"prompt": "?", "completion": "x", "image": f"{number}.png"} for number in range(len(noise))]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tracemalloc.start()
+    try:
+        examples = load_examples(tmp_path / "rows.jsonl", "sft").found
+        gc.collect()
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    files = sum(path.stat().st_size for path in tmp_path.glob("*.png"))
+    assert held < files / 10, (held, files)
+    [(_, first)] = examples[0].conversations[0].messages[0].images
+    assert first == image_from_pillow(Pillow.fromarray(noise[0])) and read_image(first.data) == first
+    tokens = number_image(first, 3)
+    assert picture_of(tokens) is first
+    Pillow.fromarray(noise[1]).save(tmp_path / "0.png")
+    with pytest.raises(ValueError, match=r"0\.png has changed since it was read"):
+        _ = first.data
+    (tmp_path / "0.png").unlink()
+    with pytest.raises(ValueError, match=r"cannot read .*0\.png"):
+        _ = first.data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,20 +10,17 @@ from typing import Any
 
 import pytest
 
+from tests.kits.lessons import evaluations, learn, warm_start
 from tests.kits.rollout import PARAMS, FakeChat, FakeSampler, call_text
-from tests.kits.run import Quiet, brief, rows, train
+from tests.kits.run import brief, rows, train
 from tests.kits.warm import WARM
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.assembly.export import export
-from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.envs.self_play import SelfPlayEnvironment
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.rollout.branching import Branching
 from TrainingFactory.rollout.self_play import SelfPlayRollouts
 from TrainingFactory.tools import tool
-from TrainingFactory.trainers.training_run import Training
-from TrainingFactory.training.dataset import UserObjects
 from TrainingFactory.training.filters import EpisodeFilters
 from TrainingFactory.types import Message, SamplingParams, Task, Trajectory
 
@@ -295,45 +291,21 @@ class Whisper(SelfPlayEnvironment):
         return {"speaker": float(speaker == self.task.prompt), "listener": float(listener == speaker != "")}
 
 
-def write_lessons(path: Path, count: int, skill: float) -> None:
-    """Both roles, right with probability `skill`, else a random colour."""
+def whispers(count: int, skill: float) -> Iterator[list[Message]]:
+    """Yield conversations of both roles, right with probability `skill`, else with a random colour."""
     rng = random.Random(4)
-    lines = []
     for number in range(count):
         colour = rng.choice(COLOURS)
         prompt = f"Say {colour}." if number % 2 else f"Repeat:\n\n{colour}"
         answer = colour if rng.random() < skill else rng.choice(COLOURS)
-        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        lines.append(json.dumps({"messages": messages}) + "\n")
-    path.write_text("".join(lines), encoding="utf-8")
+        yield [Message("user", prompt), Message("assistant", answer)]
 
 
 @pytest.mark.slow
 def test_one_policy_learns_both_roles(tmp_path: Path) -> None:
-    write_lessons(tmp_path / "lessons.jsonl", 80 * 16, skill=0.4)
-    logging = {"output_dir": str(tmp_path), "record_tools": False, "save_trajectories": False}
-    sft = TrainingConfig(
-        training={
-            "algorithm": "sft", "optimizer": "muon", "learning_rate": 0.006, "schedule": "linear",
-            "batch_size": 16, "max_steps": 80,
-        },
-        data={"dataset": str(tmp_path / "lessons.jsonl"), "shuffle": False},
-        logging=logging,
-    )  # fmt: skip
-    export(str(Training(sft, name="warm", watcher=Quiet()).train().run), tmp_path / "model")
-    grpo = TrainingConfig(
-        model={"name": str(tmp_path / "model")},
-        training={
-            "learning_rate": 6e-4, "warmup_steps": 2, "batch_size": 8, "group_size": 8, "max_steps": 30,
-            "eval_every": 30,
-        },
-        environment={"max_turns": 2},
-        sampling={"max_tokens": 12},
-        data={"heldout_count": 64},
-        logging=logging,
-    )  # fmt: skip
-    report = Training(grpo, name="run", objects=UserObjects(environment=Whisper), watcher=Quiet()).train()
+    model = warm_start(tmp_path, whispers(80 * 16, skill=0.4), batch_size=16, steps=80)
+    report = learn(tmp_path, model, {"max_turns": 2}, 30, max_tokens=12, of_class=Whisper, batch_size=8)
     for role in Whisper.roles:
-        first, *_, last = [row[key] for row in report.rows if (key := f"eval/role/{role}/reward") in row]
+        first, *_, last = evaluations(report, f"role/{role}/reward")
         print(f"{role}: warm start {first:.2f}, trained {last:.2f}")
         assert last >= first + 0.2 and last >= 0.6, role

@@ -188,7 +188,7 @@ def test_a_replay_trains_the_recorded_groups_in_their_order(tmp_path: Path) -> N
 def test_a_run_without_samplers_saves_and_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, bound: int
 ) -> None:
-    submit, update = NativeEngine._submit, NativeEngine.update
+    submit, update = NativeEngine._submit_request, NativeEngine.update
 
     async def lost_sample(self: NativeEngine, *given: Any) -> Completion:
         if self.policy_version == 3:
@@ -200,7 +200,7 @@ def test_a_run_without_samplers_saves_and_says_how_to_go_on(
             raise SamplersLost("no sampler is left")
         await update(self, weights)
 
-    patched = {"sample": ("_submit", lost_sample), "update": ("update", lost_update)}[where]
+    patched = {"sample": ("_submit_request", lost_sample), "update": ("update", lost_update)}[where]
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, *patched)
         with pytest.raises(ValueError, match=r"no sampler is left.*run: tfactory runs"):

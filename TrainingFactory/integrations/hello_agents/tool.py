@@ -256,7 +256,7 @@ class RLTraining:
 
     def _evaluate(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
         from TrainingFactory.integrations.hello_agents.evaluation import evaluate
-        from TrainingFactory.models.loading import pick_device
+        from TrainingFactory.models.dtypes import pick_device
 
         if not (path := values["model_path"]):
             raise ValueError(self.say("missing", value="model_path"))

@@ -87,8 +87,8 @@ class SwiftEpisode(EpisodeRun):
         if task.done():
             task.result()  # raises what is not an error of the episode
 
-    async def _turns(self, environment: Environment) -> None:
-        await self._first_prompt(environment)
+    async def _play_turns(self, environment: Environment) -> None:
+        await self._render_first_prompt(environment)
         for number in range(self.rules.max_turns):
             sampled = await self._next_turn()
             tools = self.trajectory.tools
@@ -103,9 +103,9 @@ class SwiftEpisode(EpisodeRun):
             turn = Turn(sampled.prefix_ids, completion, message)
             self.trajectory.turns.append(turn)
             if sampled.finish == "length":
-                return self._end("truncated", None)
-            await self._step(environment, turn)
-        return self._end("max_turns", None)
+                return self._end_episode("truncated", None)
+            await self._step_environment(environment, turn)
+        return self._end_episode("max_turns", None)
 
     async def _next_turn(self) -> SampledTurn:
         self._clock.pause()
@@ -115,5 +115,5 @@ class SwiftEpisode(EpisodeRun):
         finally:
             self._clock.resume()
 
-    def _check(self) -> None:
+    def _check_prompt_chain(self) -> None:
         """Do nothing: the prompts are ms-swift's, and `Turn.prompt_ids` holds only the prefixes of the turns."""

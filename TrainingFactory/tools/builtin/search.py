@@ -10,6 +10,7 @@ import re
 import secrets
 import sqlite3
 import unicodedata
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,28 @@ MAX_RESULTS = 20
 _RUNS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
 
 
-class SearchTool:
+class PassageTool(ABC):
+    """A tool that shows the passages of `find`."""
+
+    top_k: int  # of a call that does not say how many
+    max_chars: int  # of each passage
+
+    async def run(self, arguments: dict[str, Any]) -> ToolResult:
+        top_k = int(arguments.get("top_k", self.top_k))
+        return await in_thread(self._run, arguments["query"], top_k)
+
+    def _run(self, query: str, top_k: int) -> ToolResult:
+        matches = self.find(query, top_k)
+        if not matches:
+            return ToolResult("Nothing found; try other words.")
+        return ToolResult(show_passages(matches, self.max_chars))
+
+    @abstractmethod
+    def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
+        """Return (id, title, text, score) of the best matches, best first."""
+
+
+class SearchTool(PassageTool):
     """Finds passages in `path`: a JSONL file (one object per line, with `text_field` and optionally `title_field` and
     `id_field`) or a folder of .txt and .md files. The index is stored in `index_dir`; None: the user's cache folder."""
 
@@ -54,16 +76,6 @@ class SearchTool:
         self.index, self.documents = passages.index, passages.count
         self.spec = ToolSpec(name, description or "Search documents by keywords.", search_parameters(top_k))
         self.options = ToolOptions(pure=True, version=digest(passages.state, f"{max_chars} {top_k}"))
-
-    async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        top_k = int(arguments.get("top_k", self.top_k))
-        return await in_thread(self._run, arguments["query"], top_k)
-
-    def _run(self, query: str, top_k: int) -> ToolResult:
-        matches = self.find(query, top_k)
-        if not matches:
-            return ToolResult("Nothing found; try other words.")
-        return ToolResult(show_passages(matches, self.max_chars))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, BM25 score) of the best matches, best first; ties in the order of the data."""
