@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,6 +48,11 @@ class Teacher:
 
         class Server(ThreadingHTTPServer):
             request_queue_size = 128
+
+            def handle_error(self, request: Any, client_address: Any) -> None:
+                """Print errors of the handler, except when the client has cancelled its request."""
+                if not isinstance(sys.exception(), ConnectionError):
+                    super().handle_error(request, client_address)
 
         self.http = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
