@@ -43,11 +43,17 @@ def config_of(kind: str, device: str, tokens: int) -> TrainingConfig:
     )
 
 
+def estimated_gib(size: str, config: TrainingConfig) -> float:
+    """Return the doctor's estimate of the learner's memory for one row of `model.max_length` tokens."""
+    shape, tokens = find_shape("", size), config.model.max_length
+    parts = learner_bytes(config, shape, shape.held(config), make_algorithm(config).needs, 1, tokens)
+    return sum(parts.values()) / 2**30
+
+
 def measure(size: str, kind: str, device: str, tokens: int, steps: int) -> dict[str, Any]:
     config, shape = config_of(kind, device, tokens), find_shape("", size)
     algorithm = make_algorithm(config)
-    parts = learner_bytes(config, shape, shape.held(config), algorithm.needs, 1, tokens)
-    result: dict[str, Any] = {"estimated_gib": sum(parts.values()) / 2**30}
+    result: dict[str, Any] = {"estimated_gib": estimated_gib(size, config)}
     loaded = LoadedModel(size, random_model(size, device, tokens), tiny_tokenizer())
     make_trainable(config, loaded)
     learner = make_learner(config, loaded, algorithm, steps)

@@ -109,7 +109,8 @@ def learner_bytes(
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
         parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
-    return parts | {"activations": float(left)}
+    layer_gradients = 2 * mlp_width(shape) * tokens * counts.size  # of the layer in backward
+    return parts | {"activations": float(left + layer_gradients)}
 
 
 def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, offload: bool = False) -> int:

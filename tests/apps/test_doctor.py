@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_shapes import estimated, table
+from benchmarks.long_rows import config_of, estimated_gib
 from tests.kits.cli import Run
 from tests.kits.docs import ROOT
 from TrainingFactory.apps.doctor.checks import (
@@ -153,7 +154,8 @@ def test_memory_is_what_the_parts_take(tiny: Any) -> None:
     assert asked["cache"] == 4 * 512 * 4 * 2 * shape.num_hidden_layers * heads
     wide = shape.num_attention_heads * shape.head_dim + shape.intermediate_size
     kept = 4 * shape.hidden_size + 3 * heads + 3 * wide  # for each token of a layer
-    assert asked["activations"] == 128 * 4 * kept * shape.num_hidden_layers
+    in_backward = 2 * shape.intermediate_size
+    assert asked["activations"] == 128 * 4 * (kept * shape.num_hidden_layers + in_backward)
     found = Diagnosis()
     check_memory(found, config, asked, torch.device("cpu"))
     assert not found.findings
@@ -199,7 +201,7 @@ def test_memory_of_a_model_that_is_not_there(tfactory: Run) -> None:
     planned = RunPlanner(tiny, 1, size="8B").plan()["step_seconds"]
     assert adapted["facts"]["time"].startswith(f"about {planned:.3g} s a step")
     small = told("--model-size", "0.6B", "training.gradient_checkpointing=true")
-    assert small["status"] == 0 and "activations 1.6 GiB" in small["facts"]["memory"]
+    assert small["status"] == 0 and "activations 1.8 GiB" in small["facts"]["memory"]
     status, _, err = tfactory("doctor", "builtin:tiny", "--gpu", "abacus")
     assert status == 2 and "h200, h100, a100" in err
 
@@ -312,6 +314,23 @@ def test_the_estimate_is_near_what_a_gpu_was_measured_to_take() -> None:
     for row in rows:
         near = pytest.approx(row["peak_gib"], rel=0.05)
         assert estimated(row["size"], row["kind"], "cuda")["estimated_gib"] == near
+
+
+@pytest.mark.parametrize(
+    ("size", "kind", "peak_gib"),
+    [
+        ("1.7B", "checkpointed", 10.0),
+        ("1.7B", "offloaded", 6.7),
+        ("4B", "checkpointed", 18.2),
+        ("4B", "offloaded", 13.0),
+    ],
+)
+def test_estimate_of_long_rows(size: str, kind: str, peak_gib: float) -> None:
+    """Peaks that `python -m benchmarks.long_rows` measured on an H200; docs/MIXTURES.md shows both."""
+    estimate = estimated_gib(size, config_of(kind, "cuda", 32_768))
+    assert estimate == pytest.approx(peak_gib, rel=0.02)
+    page = (ROOT / "docs/MIXTURES.md").read_text(encoding="utf-8")
+    assert f"| {estimate:.1f} GiB | {peak_gib} GiB |" in page
 
 
 def test_new_gradients_are_no_activations() -> None:

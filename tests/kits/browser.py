@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kits.waiting import HANG
+from TrainingFactory.envs.web_page.devtools import TAKE_PIPES
 
 PROGRAM = Path(__file__).resolve().parents[2] / ".servers" / "chromium" / "browser"
 FLAGS = [
@@ -35,16 +36,6 @@ FLAGS = [
     # Nothing but the loopback can be reached.
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1 , EXCLUDE localhost",
 ]  # fmt: skip
-
-# The browser reads 3 and writes 4. A program that takes them and becomes the browser: Python between fork and exec, in
-# a process that has had many threads, may wait for ever.
-TAKE_PIPES = """
-import fcntl, os, sys
-high = [fcntl.fcntl(int(each), fcntl.F_DUPFD_CLOEXEC, 50) for each in sys.argv[1:3]]
-os.dup2(high[0], 3)
-os.dup2(high[1], 4)
-os.execv(sys.argv[3], sys.argv[3:])
-"""
 
 
 class Browser:
