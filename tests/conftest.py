@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
 # draw some of them at times. The strategies of the tests say themselves what may break the code.
 providers._get_local_constants = lambda: providers._local_constants
 
-SERVERS = re.compile(r"""\.servers["/]|kits\.(scale|gyms|browser)\b|\bNODE\b|kit\.PYTHON""")
+SERVERS = re.compile(r"""\.servers["/]|kits\.(scale|gyms|browser|android)\b|\bNODE\b|kit\.PYTHON""")
 OF_SERVERS = {"scale", "vllm_place"}  # fixtures
 
 
