@@ -32,7 +32,7 @@ from TrainingFactory.protocols import ChatFormat
 from TrainingFactory.types import Reward, Sample, Trajectory
 
 Kind = Literal["outcome", "process"]
-SCORE_DECIMALS = 4  # decimals of a score; further ones are rounding errors
+SCORE_DECIMALS = 4  # decimals of a score; further ones depend on the batch
 
 
 @dataclass(slots=True, frozen=True)
@@ -129,7 +129,7 @@ class RewardScorer:
             scores = self.scores(trajectories)
         else:
             scores = [self.scores([trajectory])[0] for trajectory in trajectories]
-        # Equal episodes get equal scores, whichever episodes share their batch.
+        # Scores of one episode in different batches differ by at most one unit of the last decimal, and mostly by none.
         scores = [[round(score, SCORE_DECIMALS) for score in episode] for episode in scores]
         if self.kind == "outcome":
             return [Reward(score) for [score] in scores]
