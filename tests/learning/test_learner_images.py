@@ -77,11 +77,14 @@ def compare(family: str, train_tower: bool = False) -> None:
     compared = 0
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            torch.testing.assert_close(weight.grad, weights[name].grad, rtol=1e-3, atol=1e-4, msg=name)
+            expected_grad = weights[name].grad
+            assert expected_grad is not None
+            atol = 1e-4 * max(1.0, float(expected_grad.abs().max()))  # Gemma 4 has large gradients
+            torch.testing.assert_close(weight.grad, expected_grad, rtol=1e-3, atol=atol, msg=name)
             compared += 1
     assert compared > len(dict(model.named_parameters())) * (0.6 if train_tower else 0.2)
     shared = sum(len(sample.token_ids) for sample in rows) - len(pack.token_ids)
-    assert (shared > 0) == (family != "gemma3")
+    assert (shared > 0) != loaded.vision.sees_whole_images
 
 
 def test_a_tree_with_images_equals_rows() -> None:

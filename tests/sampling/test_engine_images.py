@@ -95,7 +95,9 @@ def test_a_family_equals_generate(family: str) -> None:
             pytest.param(family, kernels, marks=pytest.mark.slow)
             for family in FAMILIES
             for kernels in (True, False)
-            if not (kernels and family == "gemma3")  # the kernels do not attend to later tokens
+            if not (
+                kernels and family in ("gemma3", "gemma4_moe")
+            )  # the kernels do not attend to later tokens
         ),
     ],
 )
