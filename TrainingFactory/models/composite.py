@@ -32,7 +32,9 @@ TRANSFORMERS_LOGGER = "transformers.modeling_utils"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 TRAINED_WITH_VISION = "trained_with_vision"  # key in it that a run sets
-NO_AUDIO_NOTE = "model {name}: loaded without its audio part. Checkpoints and exported models do not contain it"
+NO_AUDIO_NOTE = (
+    "model {name}: loaded without its audio part. Checkpoints and exported models do not contain it"
+)
 PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
 
 

@@ -87,8 +87,9 @@ def compare(family: str, train_tower: bool = False) -> None:
     assert (shared > 0) != loaded.vision.sees_whole_images
 
 
-def test_a_tree_with_images_equals_rows() -> None:
-    compare("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_tree_with_images_equals_rows(family: str) -> None:
+    compare(family)
 
 
 @pytest.mark.slow
