@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,16 @@ def _make_gemma4(family: str, tokenizer: Any) -> tuple[Any, Any]:
     table = model.model.vision_tower.patch_embedder.position_embedding_table
     table.data.normal_(0, 0.1)  # ones at first
     return model, hf.Gemma4ImageProcessorPil(patch_size=8, pooling_kernel_size=2, max_soft_tokens=70)
+
+
+def save_vision_model(family: str, folder: Path) -> str:
+    """Save a model like a released one, and return its folder."""
+    loaded = vision_model(family)
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    assert loaded.vision is not None
+    loaded.vision.processor.save_pretrained(folder)
+    return str(folder)
 
 
 def own_inputs(loaded: LoadedModel, ids: Sequence[int]) -> dict[str, torch.Tensor]:
