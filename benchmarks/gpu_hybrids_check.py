@@ -36,7 +36,10 @@ HYBRIDS = (
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "falcon_h1", "nemotron_h", "granitemoehybrid",
     "minimax", "kimi_linear",
 )  # fmt: skip
-VISION = ("qwen3_vl", "qwen2_5_vl", "smolvlm", "internvl", "llava_onevision", "gemma3")
+VISION = (
+    "qwen3_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "smolvlm", "internvl", "llava_onevision", "gemma3", "gemma4",
+    "gemma4_moe",
+)  # fmt: skip
 # Sizes that the attention kernel and flash-linear-attention accept.
 SIZES = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_head_dim": 32}
 WORDS, GROUPS, MEMBERS, TURNS = 97, 3, 4, 3
