@@ -36,7 +36,11 @@ HYBRIDS = (
     "qwen3_5", "qwen3_5_moe", "qwen3_next", "lfm2", "lfm2_moe", "falcon_h1", "nemotron_h", "granitemoehybrid",
     "minimax", "kimi_linear",
 )  # fmt: skip
-VISION = ("qwen3_vl", "qwen2_5_vl", "smolvlm", "internvl", "llava_onevision", "gemma3")
+IMAGES = "_images"  # marks the whole model where the text part has the same key
+VISION = (
+    "qwen3_vl", "qwen2_5_vl", "qwen3_5" + IMAGES, "qwen3_5_moe" + IMAGES, "smolvlm", "internvl", "llava_onevision",
+    "gemma3", "gemma4", "gemma4_moe",
+)  # fmt: skip
 # Sizes that the attention kernel and flash-linear-attention accept.
 SIZES = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_head_dim": 32}
 WORDS, GROUPS, MEMBERS, TURNS = 97, 3, 4, 3
@@ -283,7 +287,7 @@ def main() -> None:
         start = time.perf_counter()
         try:
             if key in VISION:
-                result = check_vision(key, args.device)
+                result = check_vision(key.removesuffix(IMAGES), args.device)
             else:
                 result = check_hybrid(key, args.device, not args.no_learner)
             print(line(key, result, time.perf_counter() - start), flush=True)

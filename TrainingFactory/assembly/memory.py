@@ -183,7 +183,11 @@ def state_bytes(shape: Any, slots: int, size: int) -> int:
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return the total width of a token's queries and of its keys, over all heads."""
+    """Return the total width of a token's queries and of its keys, over all heads; the mean of layers that differ."""
+    if getattr(shape, "is_heterogeneous", False):  # foreign object: the config of a Gemma 4
+        widths = [attention_widths(layer) for layer in shape.per_layer_config]
+        queries, keys = (sum(column) // len(widths) for column in zip(*widths, strict=True))
+        return queries, keys
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return shape.num_attention_heads * width, heads * width

@@ -32,6 +32,9 @@ TRANSFORMERS_LOGGER = "transformers.modeling_utils"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 IMAGE_PROCESSOR = "preprocessor_config.json"
 TRAINED_WITH_VISION = "trained_with_vision"  # key in it that a run sets
+NO_AUDIO_NOTE = (
+    "model {name}: loaded without its audio part. Checkpoints and exported models do not contain it"
+)
 PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
 
 
@@ -46,6 +49,16 @@ def loading_options(name: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads the text part of a composite model, and reads no other
     weights. Raise ValueError if transformers has no class for it."""
     return {"config": _text_config(name, config), "key_mapping": dict(TEXT_NAMES)}
+
+
+def vision_options(config: Any) -> dict[str, Any]:
+    """Return the arguments with which `from_pretrained` loads a model with images without its audio part, which would
+    take memory and never run; none if it has no audio part."""
+    if config.model_type != "gemma4" or config.audio_config is None:
+        return {}
+    seen = copy.deepcopy(config)
+    seen.audio_config = None
+    return {"config": seen}
 
 
 def _text_config(name: str, config: Any) -> Any:

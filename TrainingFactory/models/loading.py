@@ -218,11 +218,15 @@ def _load_pretrained(
             with reading("config.json"):
                 whole_config = read_config(source, options)
             config = whole_config if composite.is_composite(whole_config) else None
-        if vision and config is None:
+        if vision and getattr(config, "vision_config", None) is None:
             raise ValueError(
                 f"model {name!r} has no vision part; remove model.vision, or name a vision-language model"
             )
-        text_options = {} if config is None or vision else composite.loading_options(name, config)
+        part_options: Options = {}  # for a part of a composite model
+        if config is not None:
+            part_options = (
+                composite.vision_options(config) if vision else composite.loading_options(name, config)
+            )
         with reading("tokenizer.json"):
             tokenizer = read_tokenizer(source, options)
         image_processor = None
@@ -233,7 +237,7 @@ def _load_pretrained(
         auto_class: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
         with reading("config.json"), hiding:  # or the weights, if they do not match it
             loaded: Any = auto_class.from_pretrained(
-                source, output_loading_info=True, **options, **weight_options, **text_options
+                source, output_loading_info=True, **options, **weight_options, **part_options
             )
     model, report = loaded
     missing = sorted(report["missing_keys"])
@@ -246,8 +250,11 @@ def _load_pretrained(
         # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
         del model.config.quantization_config
         model.hf_quantizer = None
-    if config is None or vision:
-        return PretrainedParts(model, tokenizer, image_processor=image_processor)
+    if vision:
+        notes = (composite.NO_AUDIO_NOTE.format(name=name),) if part_options else ()
+        return PretrainedParts(model, tokenizer, notes, image_processor)
+    if config is None:
+        return PretrainedParts(model, tokenizer)
     composite.detach_from_composite(model)
     folder = local_folder(source, options)
     note = composite.describe_text_part(name, config, model, folder, report["unexpected_keys"])

@@ -65,7 +65,7 @@ def _counted(config_json: str) -> TowerShape:
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    options = json.loads(config_json)
+    options = json.loads(config_json) | {"audio_config": None}  # never loaded with images
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
@@ -97,6 +97,8 @@ def _patches(config: Any) -> float:
         return config.scale_factor**2
     if kind == "internvl":
         return 1 / config.downsample_ratio**2
+    if kind == "gemma4":
+        return vision.pooling_kernel_size**2
     if kind == "gemma3":
         return (vision.image_size // vision.patch_size) ** 2 / config.mm_tokens_per_image
     return 1

@@ -42,7 +42,8 @@ MAX_IMAGE_TOKENS = 1024
 CACHE_BYTES = 1 << 30
 IMAGE = -1  # an image token in a layout
 TILED = ("idefics3", "smolvlm")
-QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+GEMMA4_TOKENS = (70, 140, 280, 560, 1120)  # the most tokens of an image that its processor can be set to
 # Model types with images -> the texts that their processor puts around an image.
 FAMILIES: dict[str, tuple[str, str]] = {
     **dict.fromkeys(QWEN, ("", "")),
@@ -50,7 +51,10 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "internvl": ("<img>", "</img>"),
     "llava_onevision": ("", ""),
     "gemma3": ("\n\n<start_of_image>", "<end_of_image>\n\n"),
+    "gemma4": ("", ""),  # control tokens of its config
 }
+# Argument of the forward that marks image tokens, in models whose image tokens may see each other.
+TYPE_ARGUMENTS = {"gemma3": "token_type_ids", "gemma4": "mm_token_type_ids"}
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,12 +80,21 @@ class Vision:
         self.processor, self._tokenizer = processor, tokenizer
         self.placeholder_id: int = config.image_token_id
         self.before, self.after = FAMILIES[self.kind]
+        if self.kind == "gemma4":
+            edges = [config.boi_token_id, config.eoi_token_id]
+            self.before, self.after = tokenizer.convert_ids_to_tokens(edges)
         placeholder = "<start_of_image>" if self.kind == "gemma3" else None
         self.placeholder: str = placeholder or tokenizer.convert_ids_to_tokens(self.placeholder_id)
-        rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-        self.has_rope = "mrope_section" in rope
-        # Tokens of an image see each other, also later ones: prefixes cannot be computed in parts.
-        self.sees_whole_images = self.kind == "gemma3"
+        self.has_rope = self.kind in QWEN
+        text_config = config.get_text_config()
+        # Tokens of an image see each other, also later ones: prefixes cannot be computed in parts. Gemma 4 has a
+        # setting for that, which concerns layers with a sliding window only.
+        self.whole_in_windows_only = self.kind == "gemma4"
+        self.sees_whole_images = self.kind == "gemma3" or (
+            self.kind == "gemma4" and text_config.use_bidirectional_attention == "vision"
+        )
+        # A placeholder that the model has sampled. Gemma 4 reads it as padding.
+        self._sampled_as = text_config.pad_token_id if self.kind == "gemma4" else self.placeholder_id
         self.trains = False  # the tower is trained, so that its outputs change
         self.notes: list[str] = []
         self._processor = self._capped(max_tokens or MAX_IMAGE_TOKENS)
@@ -129,6 +142,9 @@ class Vision:
             processor.max_patches = min(processor.max_patches, max(1, max_tokens // smallest - 1))
         elif self.kind == "gemma3":
             smallest = self.config.mm_tokens_per_image
+        elif self.kind == "gemma4":
+            smallest, most = GEMMA4_TOKENS[0], min(max_tokens, processor.max_soft_tokens)
+            processor.max_soft_tokens = max([smallest, *(size for size in GEMMA4_TOKENS if size <= most)])
         else:  # the grid is part of the model
             smallest = 2 * self._tile_tokens
         if smallest > max_tokens:
@@ -161,6 +177,8 @@ class Vision:
             return ImageLayout((IMAGE,) * (int(outputs["num_patches"][0]) * self._tile_tokens))
         if self.kind == "gemma3":
             return ImageLayout((IMAGE,) * self.config.mm_tokens_per_image)
+        if self.kind == "gemma4":
+            return ImageLayout((IMAGE,) * int(outputs["num_soft_tokens_per_image"][0]))
         from transformers import LlavaOnevisionModel
 
         tiles = torch.zeros(outputs["pixel_values"].shape[1], self._tile_tokens, 1)
@@ -234,13 +252,13 @@ class Vision:
         rows = self._rows(model, ids[is_image | (ids == self.placeholder_id)], fresh)
         arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._outputs(rows)}}
         if self.sees_whole_images:
-            arguments["token_type_ids"] = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
+            arguments[TYPE_ARGUMENTS[self.kind]] = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
         return np.where(is_image, self.placeholder_id, ids), arguments
 
     def _outputs(self, rows: torch.Tensor) -> Any:
         """Return rows [n, 1 + L, D] as the outputs of the tower: embeddings, and L levels of deepstack."""
         embeddings = rows[:, 0]
-        if self.kind in QWEN or self.kind == "llava_onevision":
+        if self.kind in (*QWEN, "llava_onevision", "gemma4"):
             return SimpleNamespace(
                 pooler_output=[embeddings], deepstack_features=[[level] for level in rows.unbind(1)[1:]]
             )
@@ -256,7 +274,7 @@ class Vision:
             encoded = {first: self._cached(model, tokens) for first, tokens in images.items()}
         placeholder = torch.zeros_like(next(iter(encoded.values()))[:1])
         if any(tokens is None for tokens, _, _ in runs):
-            token = torch.tensor([self.placeholder_id], device=placeholder.device)
+            token = torch.tensor([self._sampled_as], device=placeholder.device)
             placeholder[:, 0] = model.get_input_embeddings()(token).detach()
         return torch.cat(
             [
@@ -318,8 +336,11 @@ class Vision:
         """Run the tower on images whose inputs have one shape: for each image [count, 1 + L, D]. Only one alone has an
         output that does not depend on other images, to the last bit."""
         together = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
+        dtype = (
+            torch.float32 if self.kind == "gemma4" else model.dtype
+        )  # Gemma 4 scales pixels before it casts them
         together = {
-            name: value.to(model.device, model.dtype) if value.is_floating_point() else value.to(model.device)
+            name: value.to(model.device, dtype) if value.is_floating_point() else value.to(model.device)
             for name, value in together.items()
         }
         outputs = model.model.get_image_features(**together, return_dict=True)

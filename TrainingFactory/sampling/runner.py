@@ -472,17 +472,17 @@ class Runner:
             return (tokens[part] if pad is None else tokens[part][pad]).unflatten(0, (rows, -1))
 
         slot_index = slots if isinstance(slots, slice) else torch.from_numpy(slots).to(self.device)
-        mask = (
-            partial(self._make_attention_mask, ends=by_row(inputs.ends))
-            if len(inputs.ends)
-            else self._make_attention_mask
-        )
+        mask = self._make_attention_mask
+        if len(inputs.ends):
+            mask = partial(mask, ends=by_row(inputs.ends))
         return AttentionPart(slot_index, by_row(inputs.positions), width, mask, pad, unpad)
 
     def _make_attention_mask(
         self, positions: torch.Tensor, width: int, window: int | None, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the mask of positions [rows, T], additive, as [rows, 1, T, width]: causal, or up to `ends`."""
+        if window is None and self.vision is not None and self.vision.whole_in_windows_only:
+            ends = None
         span, positions = self._span[:width], positions[:, None, :, None]
         is_masked = span > (positions if ends is None else ends[:, None, :, None])
         if window is not None:

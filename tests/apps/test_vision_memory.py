@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kits.vision_models import FAMILIES, picture, vision_model
+from tests.kits.vision_models import FAMILIES, picture, save_vision_model, vision_model
 from TrainingFactory.apps.doctor.examination import examine, forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
 from TrainingFactory.apps.plan.shapes import find_shape, learner_bytes
 from TrainingFactory.apps.plan.workload import workload_from_groups
-from TrainingFactory.assembly.memory import activation_bytes, estimate_model_memory, image_bytes
+from TrainingFactory.assembly.memory import (
+    activation_bytes,
+    attention_widths,
+    estimate_model_memory,
+    image_bytes,
+)
 from TrainingFactory.common.image_tokens import find_image
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.tower_shape import ImageUse, described_tower, loaded_tower
@@ -40,7 +45,12 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
     tokens = find_image(max(vision.ids(picture(1))))
     rows = vision._cached(loaded.model, tokens)
     assert rows[0].numel() == tower.outputs
-    if family in ("gemma3", "internvl"):  # their tower adds a token of its own, or pads
+    if family in (
+        "gemma3",
+        "internvl",
+        "gemma4",
+        "gemma4_moe",
+    ):  # their tower adds a token of its own, or pads
         return
     inputs = vision._inputs(loaded.model, tokens)
     pixels = inputs["pixel_values"]
@@ -114,6 +124,29 @@ def test_dry_run_reports_tokens_and_memory_of_images(tmp_path: Path, monkeypatch
     assert " of 10 tokens" in examine(capped, PlainLines()).facts["images"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "tokens"), [("qwen3_5", 12), ("qwen3_5_moe", 12), ("gemma4", 60), ("gemma4_moe", 60)]
+)
+def test_dry_run_of_a_family(
+    family: str, tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = {"name": save_vision_model(family, tmp_path / "model"), "max_length": 512}
+    sections = SCREEN | {"model": model, "environment": {"environment_id": "charts"}}  # which need no tools
+    facts = examine(TrainingConfig(**sections), PlainLines()).facts
+    assert f"2 different ones of {tokens} tokens" in facts["images"]
+    assert "encoded images" in facts["memory"] and "cache" in facts["memory"]
+
+
+def test_widths_of_layers_that_differ() -> None:
+    """Gemma 4 has 4 heads of 32 in windowed layers, of 64 in the others, where 26B-A4B has half of the keys."""
+    widths = [
+        attention_widths(vision_model(key).model.config.text_config) for key in ("gemma4", "gemma4_moe")
+    ]
+    assert widths == [((128 + 256) // 2, (64 + 128) // 2), ((128 + 256) // 2, (64 + 64) // 2)]
+
+
 def test_a_recorded_run_shows_its_images() -> None:
     vision = vision_model("qwen3_vl").vision
     assert vision is not None
@@ -128,8 +161,15 @@ def test_a_recorded_run_shows_its_images() -> None:
     assert workload.image_share == 16 / 20
 
 
-def test_forecast_counts_the_tower(tmp_path: Path) -> None:
-    model = vision_model("qwen2_5_vl").model
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2_5_vl", "gemma4",
+        *(pytest.param(key, marks=pytest.mark.slow) for key in ("qwen3_5", "qwen3_5_moe", "gemma4_moe")),
+    ],
+)  # fmt: skip
+def test_forecast_counts_the_tower(family: str, tmp_path: Path) -> None:
+    model = vision_model(family).model
     model.config.save_pretrained(tmp_path)
     seen = TrainingConfig(model={"name": str(tmp_path), "vision": True})
     tower = find_shape(str(tmp_path), None).tower

@@ -32,7 +32,8 @@ class PlainKernels:
             slots |= {token: slot for slot, tile in pairs for token in tile if token >= 0}
         out = torch.zeros_like(q)
         for token, slot in slots.items():
-            seen = slice(0, int(step.positions[token]) + 1)
+            end, window = int(step.positions[token]) + 1, layer.shape.window
+            seen = slice(0 if window is None else max(0, end - window), end)
             grouped = q[token].unflatten(0, (layer.keys.shape[2], -1))  # [Hkv, G, d]
             keys, values = (
                 cache.gather(layer, states, slice(slot, slot + 1), 0, length)[0, seen]

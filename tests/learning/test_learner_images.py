@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
+from tests.kits.vision_models import FAMILIES, own_inputs, picture, save_vision_model, vision_model
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models.chat import chat_format
+from TrainingFactory.models.loading import load_model
 from TrainingFactory.models.vision import open_vision, tower_modules, tower_parameters
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Message, PlacedImage, Sample, SamplingParams
@@ -77,15 +80,19 @@ def compare(family: str, train_tower: bool = False) -> None:
     compared = 0
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            torch.testing.assert_close(weight.grad, weights[name].grad, rtol=1e-3, atol=1e-4, msg=name)
+            expected_grad = weights[name].grad
+            assert expected_grad is not None
+            atol = 1e-4 * max(1.0, float(expected_grad.abs().max()))  # Gemma 4 has large gradients
+            torch.testing.assert_close(weight.grad, expected_grad, rtol=1e-3, atol=atol, msg=name)
             compared += 1
     assert compared > len(dict(model.named_parameters())) * (0.6 if train_tower else 0.2)
     shared = sum(len(sample.token_ids) for sample in rows) - len(pack.token_ids)
-    assert (shared > 0) == (family != "gemma3")
+    assert (shared > 0) != loaded.vision.sees_whole_images
 
 
-def test_a_tree_with_images_equals_rows() -> None:
-    compare("qwen3_vl")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
+def test_a_tree_with_images_equals_rows(family: str) -> None:
+    compare(family)
 
 
 @pytest.mark.slow
@@ -94,28 +101,48 @@ def test_a_family_with_its_tower_equals_rows(family: str) -> None:
     compare(family, train_tower=True)
 
 
-def test_the_learner_agrees_with_the_engine() -> None:
-    loaded = vision_model("qwen3_vl")
-    prompts = [sample.token_ids[: sample.loss_mask.index(True)] for sample in make_rows("qwen3_vl")[:3]]
+def check_agreement(family: str, model: Any, vision: Any) -> None:
+    """The learner computes the log-probs that the engine has sampled with."""
+    prompts = [sample.token_ids[: sample.loss_mask.index(True)] for sample in make_rows(family)[:3]]
 
     async def play() -> list[Sample]:
-        engine = NativeEngine(loaded.model, slots=4, max_length=256, vision=loaded.vision)
+        engine = NativeEngine(model, slots=4, max_length=256, vision=vision)
         params = SamplingParams(max_tokens=8, seed=4)
         turns = [await engine.sample(ids, params) for ids in prompts]
         await engine.close()
         return [row(ids, turn.token_ids, turn.logprobs) for ids, turn in zip(prompts, turns, strict=True)]
 
-    learner = Learner(copy.deepcopy(loaded.model), OptimizerOptions(), vision=loaded.vision)
-    batch = learner.annotate(make_batch(run(play), 10_000), frozenset({"old"}))
+    learner = Learner(model, OptimizerOptions(), vision=vision)
+    batch = learner.annotate(make_batch(run(play), 10_000, learner.sharing), frozenset({"old"}))
     for pack in batch.packs:
         assert pack.old is not None
         np.testing.assert_allclose(pack.old, pack.logprobs, atol=1e-5)
 
 
-def test_an_adapter_is_on_the_language_model_alone() -> None:
-    model = copy.deepcopy(vision_model("qwen3_vl").model)
+def test_the_learner_agrees_with_the_engine() -> None:
+    loaded = vision_model("qwen3_vl")
+    check_agreement("qwen3_vl", copy.deepcopy(loaded.model), loaded.vision)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4", "gemma4_moe"])
+def test_the_learner_agrees_with_the_engine_in_four_bits(family: str, tmp_path: Path) -> None:
+    name = save_vision_model(family, tmp_path)
+    loaded = load_model(name, vision=True, quantization="4bit", dtype="float32", device="cpu")
+    model = add_lora(loaded.model, r=4, excluded=tower_modules(loaded.model))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if "lora_B" in key:
+                weight.normal_(0, 0.05)
+    check_agreement(family, model, loaded.vision)
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4_moe"])
+def test_an_adapter_is_on_the_language_model_alone(family: str) -> None:
+    model = copy.deepcopy(vision_model(family).model)
     tower = {name for name, _ in tower_parameters(model)}
-    assert any("visual" in name for name in tower)
+    assert any("vis" in name for name in tower)
     assert not any("language_model" in name for name in tower)
     adapted = add_lora(model, r=4, excluded=tower_modules(model))
     trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import Gemma4AudioConfig, Gemma4ForConditionalGeneration
 
+from tests.kits.tokenizers import QWEN3, from_wheel
 from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
 from TrainingFactory.common import image_tokens
 from TrainingFactory.common.image_tokens import (
@@ -26,7 +30,8 @@ from TrainingFactory.common.image_tokens import (
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
 from TrainingFactory.models.tiny import template, tiny_tokenizer
-from TrainingFactory.models.vision import open_vision
+from TrainingFactory.models.tower_shape import described_tower, loaded_tower
+from TrainingFactory.models.vision import Vision, open_vision
 from TrainingFactory.types import Completion, Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
 
 LOOK = ToolSpec("look", "Look.")
@@ -91,7 +96,7 @@ def test_the_ids_are_those_of_the_released_template() -> None:
             assert own == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [key for key in FAMILIES if not key.endswith("moe")])
 def test_text_never_becomes_an_image(family: str) -> None:
     loaded, chat = vision_model(family), chat_of(family)
     vision = loaded.vision
@@ -148,6 +153,76 @@ def test_large_images_are_scaled_down() -> None:
     assert loaded.vision is not None
     for width, height in ((64, 64), (640, 480), (2000, 40), (1, 1), (3000, 3)):
         assert 1 <= loaded.vision.layout(width, height).count <= 16
+
+
+@pytest.mark.parametrize(("limit", "most", "notes"), [(1024, 280, 0), (200, 140, 0), (64, 70, 1)])
+def test_images_of_gemma_4_are_scaled_to_a_size_that_it_knows(limit: int, most: int, notes: int) -> None:
+    loaded = vision_model("gemma4")
+    processor = copy.deepcopy(loaded.vision.processor)  # pyright: ignore
+    processor.max_soft_tokens = 280
+    vision = Vision(loaded.model.config, processor, loaded.tokenizer, limit)
+    counts = [vision.layout(width, height).count for width, height in ((640, 480), (48, 64), (3000, 3))]
+    assert most * 0.85 < min(counts) <= max(counts) <= most
+    assert len(vision.notes) == notes
+
+
+@pytest.mark.parametrize(
+    ("template", "after_call"),
+    [
+        ("gemma4_v5", 'response:look{value:<|"|>now<|"|>}<tool_response|><|image>[image 64x48]<image|>'),
+        (
+            "qwen3_5_nothink",
+            "<tool_response>\nnow<|vision_start|>[image 64x48]<|vision_end|>\n</tool_response>",
+        ),
+    ],
+)
+def test_released_templates_show_images(template: str, after_call: str) -> None:
+    base = vision_model("gemma4" if "gemma" in template else "qwen3_5")
+    control = ("<|image>", "<image|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+    tokenizer, config = from_wheel(template, (*QWEN3, *control)), copy.deepcopy(base.model.config)
+    token, processor = tokenizer.convert_tokens_to_ids, base.vision.processor  # pyright: ignore
+    config.image_token_id = token("<|image|>" if "gemma" in template else "<|image_pad|>")
+    config.boi_token_id, config.eoi_token_id = token(["<|image>", "<image|>"])
+    vision = Vision(config, processor, tokenizer)
+    chat = chat_format(tokenizer, vision=vision)
+    hostile = "Is it <|image|> or <|image_pad|>?"
+    ids = chat.render([Message("user", hostile, images=[PlacedImage(0, picture(1))])], [LOOK])
+    assert hostile in chat.decode(ids)
+    assert shown(ids) == [picture(1)] and vision.placeholder_id not in ids
+    added = chat.extend(
+        call_turn(chat, ids), [Message("tool", "now", name="look", images=[PlacedImage(3, picture(0))])]
+    )
+    assert after_call in chat.decode(added)
+    assert shown(added) == [picture(0)] and chat.note is None
+
+
+def test_gemma_4_is_loaded_without_its_audio_part(tmp_path: Path) -> None:
+    loaded = vision_model("gemma4")
+    config = copy.deepcopy(loaded.model.config)
+    config.audio_config = Gemma4AudioConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, subsampling_conv_channels=[4, 2],
+        output_proj_dims=16,
+    )  # fmt: skip
+    whole = Gemma4ForConditionalGeneration(config).eval()
+    whole.load_state_dict(loaded.model.state_dict(), strict=False)
+    whole.save_pretrained(tmp_path)
+    loaded.tokenizer.save_pretrained(tmp_path)
+    processor = {"image_processor": loaded.vision.processor.to_dict()}  # pyright: ignore
+    (tmp_path / "processor_config.json").write_text(json.dumps(processor))
+    seen = load_model(str(tmp_path), vision=True, dtype="float32", device="cpu")
+    assert seen.vision is not None and "without its audio part" in seen.notes[0]
+    assert not [name for name in seen.model.state_dict() if "audio" in name]
+    tower = loaded_tower(seen.model)
+    assert tower is not None and tower == described_tower(config.to_dict())
+    ids = chat_of("gemma4").render([Message("user", "Look.", images=[PlacedImage(0, picture(0))])])
+    inputs = own_inputs(seen, ids)
+    with torch.no_grad():
+        assert torch.equal(seen.model(**inputs).logits, whole(**inputs).logits)
+    seen.model.save_pretrained(tmp_path / "trained")
+    seen.save_preprocessors(tmp_path / "trained")
+    again = load_model(str(tmp_path / "trained"), dtype="float32", device="cpu")
+    assert again.vision is not None and again.notes == ()
+    assert again.vision.ids(picture(0)) == seen.vision.ids(picture(0))
 
 
 def test_the_builtin_weights_are_the_same_everywhere() -> None:
@@ -229,7 +304,7 @@ def test_a_forward_that_would_ignore_the_images_is_rejected(monkeypatch: pytest.
         open_vision(loaded.model, None, loaded.tokenizer)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5", "gemma4"])
+@pytest.mark.parametrize("kind", ["gemma3n", "gemma4_unified"])
 def test_other_families_are_named(kind: str) -> None:
     with pytest.raises(ValueError, match=rf"model type '{kind}'; .*qwen3_vl.*Set model\.vision=false"):
         open_vision(SimpleNamespace(config=SimpleNamespace(model_type=kind)), None, None)

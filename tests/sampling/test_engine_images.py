@@ -12,11 +12,13 @@ import torch
 from tests.kits.replays import with_plain_kernels, with_replays
 from tests.kits.vision_models import FAMILIES, own_inputs, picture, vision_model
 from TrainingFactory.common.event_loop import run
+from TrainingFactory.common.image_tokens import VIRTUAL
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.vision import open_vision
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, Image, Message, PlacedImage, SamplingParams
 
+NEWER = ("qwen3_5", "gemma4", "gemma4_moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=16)
 
 
@@ -95,7 +97,9 @@ def test_a_family_equals_generate(family: str) -> None:
             pytest.param(family, kernels, marks=pytest.mark.slow)
             for family in FAMILIES
             for kernels in (True, False)
-            if not (kernels and family == "gemma3")  # the kernels do not attend to later tokens
+            if not (
+                kernels and family in ("gemma3", "gemma4_moe")
+            )  # the kernels do not attend to later tokens
         ),
     ],
 )
@@ -125,6 +129,39 @@ def test_equal_images_are_shared_and_different_ones_are_not() -> None:
     assert second > third > 0
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("gemma4", marks=pytest.mark.slow)])
+def test_sessions_at_a_time_share_equal_images(family: str) -> None:
+    """Recurrent layers share the state after the text before different images, and that of the whole prompt."""
+    chat = chat_of(family)
+
+    async def shared(*seeds: int) -> int:
+        engine, prompts = engine_of(family), [ask(chat, picture(seed), "What is it? " * 8) for seed in seeds]
+        params = SamplingParams(temperature=0, max_tokens=3)
+        turns = await asyncio.gather(*(engine.sample(ids, params) for ids in prompts))
+        await engine.close()
+        for ids, turn in zip(prompts, turns, strict=True):
+            assert difference(family, ids, turn) < 1e-4
+        return engine.stats.shared
+
+    ids = ask(chat, picture(0), "What is it? " * 8)
+    before = next(place for place, token in enumerate(ids) if token >= VIRTUAL)
+    assert run(lambda: shared(0, 1)) == before
+    assert run(lambda: shared(0, 0)) == len(ids) - 1
+
+
+def test_image_tokens_of_gemma_4_see_each_other_in_windows() -> None:
+    """26B-A4B and 31B; the image has twice the tokens of a window."""
+    chat, params = chat_of("gemma4_moe"), SamplingParams(temperature=0, max_tokens=2)
+
+    async def play() -> None:
+        engine = engine_of("gemma4_moe", prefill_tokens=8)
+        ids = ask(chat, picture(0))
+        assert difference("gemma4_moe", ids, await engine.sample(ids, params)) < 1e-5
+        await engine.close()
+
+    run(play)
+
+
 def test_the_tower_runs_once_per_image_within_its_budget() -> None:
     loaded, chat = vision_model("qwen3_vl"), chat_of("qwen3_vl")
     vision = open_vision(loaded.model, loaded.vision.processor, loaded.tokenizer)  # pyright: ignore
@@ -142,9 +179,13 @@ def test_the_tower_runs_once_per_image_within_its_budget() -> None:
     assert run(lambda: play([0, 0, 1, 0])) == 3
 
 
-def test_evicted_and_forked_sessions_see_their_images() -> None:
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl", *(pytest.param(key, marks=pytest.mark.slow) for key in NEWER)],
+)
+def test_evicted_and_forked_sessions_see_their_images(family: str) -> None:
     async def play() -> None:
-        chat, engine = chat_of("qwen3_vl"), engine_of("qwen3_vl", slots=2)
+        chat, engine = chat_of(family), engine_of(family, slots=2)
         prompts = [ask(chat, picture(seed)) for seed in range(4)]
         sessions = [engine.session() for _ in prompts]
         turns = [await session.sample(ids, GREEDY) for session, ids in zip(sessions, prompts, strict=True)]
@@ -153,7 +194,7 @@ def test_evicted_and_forked_sessions_see_their_images() -> None:
             ids = prompts[number] + turns[number].token_ids + ask(chat, picture(seed), "And now?")
             fork = sessions[number].fork()
             for session in (sessions[number], fork):
-                assert difference("qwen3_vl", ids, await session.sample(ids, GREEDY)) < 1e-4
+                assert difference(family, ids, await session.sample(ids, GREEDY)) < 1e-4
         await engine.close()
 
     run(play)
@@ -177,19 +218,22 @@ def test_preempted_sessions_see_their_images() -> None:
     run(play)
 
 
-def test_a_sampled_placeholder_is_text() -> None:
+@pytest.mark.parametrize(
+    "family", ["qwen3_vl", *(pytest.param(key, marks=pytest.mark.slow) for key in NEWER)]
+)
+def test_a_sampled_placeholder_is_text(family: str) -> None:
     """A model may sample the token with which its template marks images; it then shows none."""
-    chat, loaded = chat_of("qwen3_vl"), vision_model("qwen3_vl")
+    chat, loaded = chat_of(family), vision_model(family)
     assert loaded.vision is not None
     placeholder = loaded.vision.placeholder_id
 
     async def play() -> None:
-        engine = engine_of("qwen3_vl")
+        engine = engine_of(family)
         ids = [*ask(chat, picture(0)), placeholder]
         with_image = ids + ask(chat, picture(1), "And now?")
         turn = await engine.sample(with_image, GREEDY)
         await engine.close()
-        engine = engine_of("qwen3_vl", prefill_tokens=4)  # the placeholder is alone in its chunk
+        engine = engine_of(family, prefill_tokens=4)  # the placeholder is alone in its chunk
         assert (await engine.sample(with_image, GREEDY)).token_ids == turn.token_ids
         await engine.close()
 

@@ -16,6 +16,7 @@ from TrainingFactory.assembly import memory
 from TrainingFactory.assembly.memory import (
     WeightCounts,
     active_experts,
+    attention_widths,
     cache_bytes,
     image_bytes,
     mlp_width,
@@ -43,6 +44,8 @@ DIMENSIONS = (
     "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings",
 )  # fmt: skip
+# Keys of models whose layers differ in size or have embeddings of their own, such as Gemma 4.
+LAYER_KEYS = ("per_layer_config", "global_head_dim", "hidden_size_per_layer_input")
 BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # bits per weight of a layer, including quantization scales
 
 
@@ -179,12 +182,15 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
     fused = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
     count = max((module.num_experts for module in experts), default=1)
     idle = fused - fused * active_experts(text) // count if experts else 0
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    tables = [weight for name, weight in model.named_parameters() if "embed_tokens_per_layer" in name]
+    idle += sum(table.numel() for table in tables)
+    queries, keys = attention_widths(text)  # the mean of the layers
+    width = queries // text.num_attention_heads
     tied = bool(getattr(text, "tie_word_embeddings", False))
     return ModelShape(
         name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
-        keys, width, text.vocab_size, tied, total, total - idle, *adapter_sizes(model), *_recurrence(text),
+        max(1, keys // width), width, text.vocab_size, tied, total, total - idle,
+        *adapter_sizes(model), *_recurrence(text),
     )  # fmt: skip
 
 
@@ -227,11 +233,12 @@ def _read(name: str, whole: dict[str, Any]) -> ModelShape:
     tied = bool(whole.get("tie_word_embeddings"))
     dimensions: dict[str, Any] = assumed | {"tie_word_embeddings": tied} | config
     has_experts = any("experts" in key and dimensions[key] for key in dimensions)
-    is_plain = not has_experts and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
+    is_plain = not has_experts and not any(dimensions.get(key) for key in LAYER_KEYS)
+    is_plain = is_plain and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
     if not is_plain and "model_type" in dimensions:
         return counted_shape(name, dimensions)._replace(tower=described_tower(whole))
     if not is_plain:
-        parts = "experts" if has_experts else "recurrent layers"
+        parts = "experts" if has_experts else "layers of different kinds"
         raise ValueError(f"model.name: config.json of {name} has {parts} but no model_type")
     if missing := [key for key in DIMENSIONS if key not in dimensions]:
         raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
