@@ -10,11 +10,12 @@ examples/own_agent/model; the numbers in them differ from episode to episode, so
 the prompt of a group. Log-probs are made up.
 
 `ms_per_turn` is CPU time of the whole process, all threads, over turns: the best of `--rounds`, because a machine that
-does something else as well shows more, never less. `parts` says where it goes: each part is done again alone, over the
-same episodes, and `rest` is what no part explains: asyncio, rewards, the episode's own lines, garbage collection, and
-that a part which is done among others finds the processor's caches cold. `credit` and `writing` are done on other
-threads in a run, the latter beside the update. `fingerprint` is of all token ids, masks, log-probs and advantages, and
-of the files on disk without their times: it stays the same when code becomes faster. `--profile` shows functions.
+does something else as well shows more, never less. `calls_per_turn` counts the function calls of one round: compare
+commits by it where times are noisy. `parts` says where the time goes: each part is done again alone, over the same
+episodes, and `rest` is what no part explains: asyncio, rewards, the episode's own lines, garbage collection, and that a
+part which is done among others finds the processor's caches cold. `credit` and `writing` are done on other threads in a
+run, the latter beside the update. `fingerprint` is of all token ids, masks, log-probs and advantages, and of the files
+on disk without their times: it stays the same when code becomes faster. `--profile` shows functions.
 """
 
 from __future__ import annotations
@@ -260,12 +261,13 @@ async def measure(groups_of_16: int, rounds: int, profile: bool) -> dict[str, An
         bench = Bench(Path(folder), groups_of_16)
         await bench.open()
         await bench.round()  # warm up
+        profiler = cProfile.Profile()
+        profiler.enable()
+        await bench.round()
+        profiler.disable()
+        calls: Any = pstats.Stats(profiler)
         if profile:
-            profiler = cProfile.Profile()
-            profiler.enable()
-            await bench.round()
-            profiler.disable()
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(45).sort_stats("cumtime").print_stats(70)
+            calls.sort_stats("tottime").print_stats(45).sort_stats("cumtime").print_stats(70)
         found = [await bench.round() for _ in range(rounds)]
         best, groups, rows = min(found, key=lambda each: sum(each[0]))
         turns, mb = len(bench.episodes) * TURNS, (bench.folder / "trajectories.jsonl").stat().st_size / 1e6
@@ -276,6 +278,7 @@ async def measure(groups_of_16: int, rounds: int, profile: bool) -> dict[str, An
         sampled = sum(len(turn.completion.token_ids) for group in groups for e in group for turn in e.turns)
         result = {
             "ms_per_turn": sum(best) * 1000 / turns,
+            "calls_per_turn": round(calls.total_calls / turns, 1),
             "playing": playing,
             "parts": {name: round(value, 4) for name, value in shares.items()},
             "rounds": [round(sum(each[0]) * 1000 / turns, 4) for each in found],

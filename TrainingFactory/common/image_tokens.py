@@ -99,6 +99,10 @@ class _Numbers:
             is_kept = isinstance(tokens.image, LazyImage) or tokens.image.data
             return tokens.image if is_kept else self._store().read(tokens.image.digest)
 
+    def __bool__(self) -> bool:
+        """Return whether this process has seen an image."""
+        return bool(self._images)
+
     def find(self, token: int) -> ImageTokens:
         place = bisect_right(self._starts, token) - 1
         if place < 0 or token >= self._images[place].first + self._images[place].count:
@@ -136,7 +140,7 @@ def has_images(ids: Sequence[int]) -> bool:
 
 def to_disk(ids: Sequence[int]) -> tuple[list[int], list[StoredImage]]:
     """Return ids that another process can read, and their images: every token of image i is -1 - i."""
-    if not has_images(ids):
+    if not _numbers or not has_images(ids):  # a process that has seen no image searches for none
         return list(ids), []
     images = images_in(ids)
     number_of = {tokens.first: number for number, tokens in enumerate(images)}

@@ -138,6 +138,8 @@ def rejected(reason: object) -> str:
 
 def split_text(content: str, images: Sequence[PlacedImage]) -> list[str | Image]:
     """Return the pieces of a content in order: texts that are not empty, and images."""
+    if not images:
+        return [content] if content else []
     pieces: list[str | Image] = []
     start = 0
     for place, image in images:

@@ -180,7 +180,9 @@ def _message_from_dict(row: dict[str, Any], store: ImageStore | None) -> Message
 
 def _result_to_dict(result: ToolResult, store: ImageStore | None) -> dict[str, Any]:
     row = {name: getattr(result, name) for name in _RESULT}
-    return row | ({"images": images_to_rows(result.images, store)} if result.images else {})
+    if result.images:
+        row["images"] = images_to_rows(result.images, store)
+    return row
 
 
 def _result_from_dict(row: dict[str, Any], store: ImageStore | None) -> ToolResult:
@@ -255,17 +257,21 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
     disk_ids, shown = to_disk(new_ids)
-    return {
+    row: dict[str, Any] = {
         "message": message_to_dict(turn.message),
         "replies": [_message_to_dict(reply, store) for reply in turn.replies],
         "tool_results": [_result_to_dict(result, store) for result in turn.tool_results],
         "signals": turn.signals,
         "continues": is_continuation,
         "new_ids": disk_ids,
-        **({"image_tokens": [[image.digest, image.tokens] for image in shown]} if shown else {}),
-        "completion": completion,
-        **{name: value for name, default in _RARE.items() if (value := getattr(turn, name)) != default},
     }
+    if shown:
+        row["image_tokens"] = [[image.digest, image.tokens] for image in shown]
+    row["completion"] = completion
+    for name, default in _RARE.items():
+        if (value := getattr(turn, name)) != default:
+            row[name] = value
+    return row
 
 
 def _turn_from_dict(

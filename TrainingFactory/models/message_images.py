@@ -54,18 +54,15 @@ class ImagePlaces:
                 "template that does, or model.vision=false"
             )
 
-    def fill(self, tokens: tuple[int, ...], images: Iterator[Image]) -> list[int]:
-        """Return the tokens with the next images at their places."""
-        ids: list[int] = []
-        for token in tokens:
-            image = next(images, None) if token == IMAGE else None
-            if token == IMAGE and (image is None or self._vision is None):
-                raise ValueError(
-                    "the chat template writes a place for an image that the conversation does not have; set "
-                    "model.chat_template to a corrected template"
-                )
-            ids += [token] if image is None or self._vision is None else self._vision.ids(image)
-        return ids
+    def next_ids(self, images: Iterator[Image]) -> list[int]:
+        """Return the tokens of the next image."""
+        image = next(images, None)
+        if image is None or self._vision is None:
+            raise ValueError(
+                "the chat template writes a place for an image that the conversation does not have; set "
+                "model.chat_template to a corrected template"
+            )
+        return self._vision.ids(image)
 
 
 def check_all_shown(remaining: Iterator[Image]) -> None:

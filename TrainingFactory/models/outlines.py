@@ -105,9 +105,10 @@ class Outlines:
 
     def contents(self, message: Message) -> Texts:
         """Return the texts around a message's images as the template writes them, at least one."""
-        context = f"{message.role} part" if message.images else message.role
+        if not message.images:
+            return [self.hide_marks(message.role, message.content) if message.content else ""]
         parts = [part for part in content_parts(message) if part is not None]
-        return [self.hide_marks(context, part) for part in parts] or [""]
+        return [self.hide_marks(f"{message.role} part", part) for part in parts] or [""]
 
     def content(self, message: Message, texts: Texts) -> Any:
         """Return the content of a message: a mark, or with images a list of marks and places of images."""

@@ -50,6 +50,8 @@ def content_parts(message: Message) -> list[str | None]:
 
 def content_shape(message: Message) -> tuple[bool, ...]:
     """Return for each part of a message whether it is an image: equal shapes have equal renderings."""
+    if not message.images:
+        return (False,) if message.content else ()
     return tuple(part is None for part in content_parts(message))
 
 

@@ -14,7 +14,9 @@ from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import Image
 
 # A rendering, split: tuples of finished token ids, and lists to be encoded of template texts (str) and marks (int).
+# The place of an image is a tuple of its own, so that finished ids need no search for it.
 Pieces = list[tuple[int, ...] | list[str | int]]
+IMAGE_PLACE = (IMAGE,)
 Key = str | tuple[Any, ...]
 MAX_CACHED = 512  # renderings
 MAX_KEY = 50_000  # characters; renderings with longer cache keys are not cached
@@ -43,9 +45,11 @@ class RenderingEncoder:
         parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
             parts += [part] if isinstance(part, int) else self._places.split(part)
-        for is_control, group in groupby(parts, lambda part: isinstance(part, Control)):
+        for kind, group in groupby(parts, _kind):
             run = list(group)
-            if is_control:
+            if kind == "image":
+                pieces += [IMAGE_PLACE] * len(run)
+            elif kind == "control":
                 pieces.append(tuple(part.token for part in run))
             else:
                 if any(isinstance(part, str) and self._marks.is_damaged(part) for part in run):
@@ -65,9 +69,15 @@ class RenderingEncoder:
             if not isinstance(piece, tuple):
                 run = [texts[part] if isinstance(part, int) else part for part in piece]
                 ids += self._encoder.plain("".join(run))
-            elif IMAGE in piece:
-                ids += self._places.fill(piece, remaining)
+            elif piece == IMAGE_PLACE:
+                ids += self._places.next_ids(remaining)
             else:
                 ids += piece
         check_all_shown(remaining)
         return ids
+
+
+def _kind(part: str | int | Control) -> str:
+    if not isinstance(part, Control):
+        return "text"
+    return "image" if part.token == IMAGE else "control"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import functools
 import logging
 import time
@@ -98,12 +97,20 @@ class _user_code:  # three times as fast as a generator-based context manager
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
         if isinstance(error, ToolFailure):
             raise _Over("tool_failure", f"{self.subject}: {error}") from error
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
         if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
             log.info("%s failed", self.subject, exc_info=True)
             raise _Over("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
+
+
+# Entered on every turn, so they are made once.
+_STATE_CODE = _user_code("the environment's state")
+_STEP_CODE = _user_code("the environment's step")
+_TEMPLATE_CODE = _user_code("the chat template", ValueError)
 
 
 class EpisodeRun:
@@ -264,7 +271,7 @@ class EpisodeRun:
             context = await self._fold_context(rules)
             if context is not self.context:
                 self.context = context
-                with _user_code("the chat template", ValueError):
+                with _TEMPLATE_CODE:
                     arguments = (context, self.rules.chat, self.trajectory.tools)
                     folded_ids = await in_thread(folding.context_ids, *arguments)
                 if len(folded_ids) >= self.max_length:
@@ -281,7 +288,7 @@ class EpisodeRun:
             with _user_code(f"folding the conversation ({folding.KEY})"):
                 return await folding.fold(self.context, rules)
         last = self.trajectory.turns[-1]
-        with _user_code("the chat template", ValueError):
+        with _TEMPLATE_CODE:
             ids = await in_thread(folding.summary_prompt, last, rules.template, self.rules.chat)
         if len(ids) >= self.max_length:
             raise _Over("truncated", folding.no_room_error(len(ids), self.max_length, rules))
@@ -296,7 +303,7 @@ class EpisodeRun:
                 self.attach(environment.executor, environment)
             self.trajectory.prompt = _check_messages("reset", await environment.reset())
             self.trajectory.tools = [tool.spec for tool in environment.tools]  # `reset` may set them
-        with _user_code("the chat template", ValueError):
+        with _TEMPLATE_CODE:
             prompt, tools, render = self.trajectory.prompt, self.trajectory.tools, self.rules.chat.render
             return (
                 await in_thread(render, prompt, tools)
@@ -314,7 +321,7 @@ class EpisodeRun:
         if self._ended:  # timed out, and the environment ignored the cancellation
             raise asyncio.CancelledError
         max_tokens = min(max_tokens or self.rules.params.max_tokens, tokens_left)
-        params = dataclasses.replace(self.rules.params, seed=self.seed_of(number), max_tokens=max_tokens)
+        params = self.rules.params.for_turn(max_tokens, self.seed_of(number))
         completion = await self.session.sample(list(ids), params)  # a copy, because `ids` is trained on
         assert completion.token_ids, "the sampler returned no token"
         assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), (
@@ -324,7 +331,7 @@ class EpisodeRun:
 
     async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         """Step the environment and return the prompt of the next turn."""
-        with _user_code("the environment's step"):
+        with _STEP_CODE:
             step = await environment.step(turn.message)
             if not isinstance(step, Step):
                 raise TypeError(f"step must return a Step, not {type(step).__name__}")
@@ -335,14 +342,14 @@ class EpisodeRun:
         turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
-        if not self.rules.chat.sees_images and (count := sum(len(reply.images) for reply in replies)):
+        if not self.rules.chat.sees_images and (count := _count_images(replies)):
             turn.signals[IMAGES_AS_TEXT] = count
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
         if unavailable := [result for result in turn.tool_results if result.error == "unavailable"]:
             raise _Over("tool_failure", unavailable[0].content)
         if step.done:
             raise _Over("done")
-        with _user_code("the chat template", ValueError):
+        with _TEMPLATE_CODE:
             extend, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             reply_ids = (
                 await in_thread(extend, turn, turn.replies) if is_large else extend(turn, turn.replies)
@@ -360,7 +367,7 @@ class EpisodeRun:
                 announce_placeholders()
                 text, images = as_text(text, images), []
             content = chat.truncate(valid_text(text), limit)
-            cut.append(dataclasses.replace(reply, content=content, images=moved(images, text, content)))
+            cut.append(reply.with_content(content, moved(images, text, content) if images else []))
         return cut
 
     async def _score_episode(self) -> None:
@@ -424,7 +431,7 @@ def announce_placeholders() -> None:
 
 def _state_name(environment: Environment) -> str | None:
     """Return the environment's name of its current state; None if it has none."""
-    with _user_code("the environment's state"):
+    with _STATE_CODE:
         state = getattr(environment, "state", None)
     return state if isinstance(state, str) else None
 
@@ -439,10 +446,14 @@ def _are_messages_large(messages: Sequence[Message]) -> bool:
     return sum([len(message.content) for message in messages]) >= LARGE_TEXT
 
 
+def _count_images(messages: Sequence[Message]) -> int:
+    return sum([len(message.images) for message in messages])
+
+
 def _check_messages(method: str, messages: list[Message]) -> list[Message]:
     if not isinstance(messages, list) or [item for item in messages if not isinstance(item, Message)]:
         raise TypeError(f"{method} must return a list of Message, not {str(messages)[:60]}")
-    counts = [len(message.images) for message in messages]
-    if (count := sum(counts) if method == "step" else max(counts, default=0)) > LIMITS.max_per_turn:
+    counts = [len(message.images) for message in messages if message.images]
+    if counts and (count := sum(counts) if method == "step" else max(counts)) > LIMITS.max_per_turn:
         raise ValueError(f"{method} returned {count} images; a turn has at most {LIMITS.max_per_turn}")
     return messages

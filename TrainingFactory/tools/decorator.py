@@ -72,8 +72,10 @@ def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
 def as_result(value: Any) -> ToolResult:
     """Convert a tool's return value to a ToolResult: strings unchanged, images (PIL or the bytes of a file) and lists
     with images as images, other values as JSON."""
+    if isinstance(value, str):
+        return ToolResult(value)
     if isinstance(value, ToolResult):
-        return dataclasses.replace(value, content=_text(value.content))
+        return value.with_content(_text(value.content))
     pieces = value if isinstance(value, list | tuple) else [value]
     if not any(map(is_image, pieces)):
         return ToolResult(_text(value))

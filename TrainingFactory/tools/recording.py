@@ -57,6 +57,7 @@ class Recorder:
 
     def __init__(self, replay: Path | None = None) -> None:
         self._target: Path | None = None
+        self._images: ImageStore | None = None  # of the recorded calls
         self._uncommitted: dict[CallPosition, str] = {}
         self._replay, self._file = replay, None
         self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
@@ -72,6 +73,7 @@ class Recorder:
 
     def record_to(self, folder: Path) -> None:
         self._target = folder / CALLS_FILE
+        self._images = ImageStore.beside(self._target)
         self._target.touch()  # a run without tool calls can be replayed too
 
     def record(
@@ -79,7 +81,7 @@ class Recorder:
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._target is not None:
-            self._uncommitted[position] = _line(position, call, result, ImageStore.beside(self._target))
+            self._uncommitted[position] = _line(position, call, result, self._images)
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
@@ -206,7 +208,7 @@ def _line(
     position: CallPosition,
     call: ToolCall,
     result: ToolResult | ToolFailure | RecordedCancellation,
-    store: ImageStore,
+    store: ImageStore | None,
 ) -> str:
     values = (*_key(position), position.batch, position.index, call.name, call.arguments)
     row: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))

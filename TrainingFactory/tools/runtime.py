@@ -93,9 +93,12 @@ class ToolRuntime:
 
     def _sanitize(self, result: ToolResult, max_chars: int) -> None:
         """Redact secrets and truncate the text. Images stay between the texts that they were between."""
-        text, images = map_text(result.content, result.images, lambda text: redact(text, self._secrets))
-        result.content = truncate_middle(text, max_chars)
-        result.images = moved(images, text, result.content)
+        if result.images:
+            text, images = map_text(result.content, result.images, lambda text: redact(text, self._secrets))
+            result.content = truncate_middle(text, max_chars)
+            result.images = moved(images, text, result.content)
+        else:
+            result.content = truncate_middle(redact(result.content, self._secrets), max_chars)
         result.attachments = redact(result.attachments, self._secrets)
 
     async def _attempt(self, call: PendingCall, deadline: float) -> CallOutcome:
