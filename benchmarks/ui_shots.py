@@ -29,6 +29,11 @@ PASTE = """(() => {
   servers.dispatchEvent(new Event("input"));
   document.querySelector("#read-servers").click();
 })()"""
+SEND = """(async () => {
+  document.querySelector("#send").click();
+  while (!document.querySelector(".chat .tag")) await new Promise((go) => setTimeout(go, 100));
+  document.querySelector("h1").scrollIntoView();
+})()"""
 ANSWER = """(async () => {
   const there = (what) => document.querySelector(".chat " + what);
   document.querySelector("#send").click();
@@ -45,6 +50,7 @@ def routes(
     model: str | None,
     group: list[str],
     forked: str | None,
+    endpoint: str | None,
 ) -> dict[str, tuple[str, str]]:
     """Return for each picture the route, and what must be there before it is taken; a script stands between bars."""
     name = quote(run)
@@ -78,6 +84,9 @@ def routes(
     if forked:
         row = page.get(f"/api/runs/{quote(forked)}/episodes", sort="reward", down=1, limit=1)["rows"][0]
         made["forks"] = (f"run/{quote(forked)}/episodes?number={row['number']}", ".forks .leaf")
+    if endpoint:
+        chosen_endpoint = f"model={quote(endpoint)}&environment=environment%3Asearch"
+        made["play-endpoint"] = (f"play?{chosen_endpoint}", f".chat .role-user | {SEND} | .chat .tag")
     if page.get("/api/audits")["audits"]:
         made["judges"] = ("judges", ".plot")
     if model is not None:
@@ -101,6 +110,7 @@ def main() -> None:
     parser.add_argument("--model", help="the registered model that is shown")
     parser.add_argument("--group", nargs="*", default=[], help="runs that are shown grouped by config")
     parser.add_argument("--forked", help="a run with training.branching")
+    parser.add_argument("--endpoint", help="the endpoint that plays `search`: a file of options here")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "ui")
     parser.add_argument("--only", nargs="*", help="names of pictures; all without it")
     given = parser.parse_args()
@@ -109,7 +119,14 @@ def main() -> None:
     try:
         with serving(given.runs) as page:
             for name, (route, there) in routes(
-                page, given.run, given.against, given.play, given.model, given.group, given.forked
+                page,
+                given.run,
+                given.against,
+                given.play,
+                given.model,
+                given.group,
+                given.forked,
+                given.endpoint,
             ).items():
                 if given.only and name not in given.only:
                     continue

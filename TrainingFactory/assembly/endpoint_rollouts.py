@@ -139,17 +139,17 @@ class EndpointRun(EpisodeRun):
     ) -> None:
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
         self._sampler = sampler
+        self.originals: dict[int, Any] = {}  # the endpoint's own forms of its messages, by position
 
     async def _play_turns(self, environment: Environment) -> None:
         await self._render_first_prompt(environment)
         messages = list(self.trajectory.prompt)
-        originals: dict[int, Any] = {}
         for number in range(self.rules.max_turns):
             try:
-                reply = await self._ask(messages, originals, number)
+                reply = await self._ask(messages, number)
             except ModelFailure as failure:
                 return self._end_episode("error", str(failure))
-            originals[len(messages)] = reply.original
+            self.originals[len(messages)] = reply.original
             is_cut = reply.fault == "cut"
             turn = Turn([], Completion([], [], "length" if is_cut else "stop"), reply.message)
             self.trajectory.turns.append(turn)
@@ -162,11 +162,11 @@ class EndpointRun(EpisodeRun):
             messages += [turn.message, *turn.replies]
         return self._end_episode("max_turns", None)
 
-    async def _ask(self, messages: Sequence[Message], originals: dict[int, Any], number: int) -> ModelReply:
+    async def _ask(self, messages: Sequence[Message], number: int) -> ModelReply:
         params, trajectory = self.rules.params, self.trajectory
         request = ModelRequest(
             list(messages), trajectory.tools, trajectory.member, params.temperature, params.max_tokens,
-            dict(originals),
+            dict(self.originals),
         )  # fmt: skip
         return await self._sampler.ask(request, self.seed_of(number))
 

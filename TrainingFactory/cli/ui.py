@@ -29,6 +29,7 @@ def ui(
     open_browser: Annotated[bool, Parameter(name="--open")] = False,
     token_file: Path | None = None,
     no_token: Annotated[bool, Parameter(negative="")] = False,
+    endpoint: Annotated[list[str] | None, Parameter(negative="")] = None,
 ) -> int:
     """Serve the web UI: watch runs live, read their episodes, start and stop them.
 
@@ -41,6 +42,7 @@ def ui(
     tfactory ui --runs /data/runs --port 7861 --open
     tfactory ui --host 0.0.0.0
     tfactory ui --token-file ~/.tfactory-token
+    tfactory ui --endpoint anthropic:MODEL --endpoint teachers/large.yaml
     ```
 
     Args:
@@ -50,17 +52,24 @@ def ui(
         token_file: File with the token (mode 0600); created with a new token if it does not exist. Default: the value
             of TFACTORY_UI_TOKEN, or a new token.
         no_token: Allow access without a token. On a shared machine every user can then run programs as you.
+        endpoint: Model endpoint for the page Play: openai:MODEL, anthropic:MODEL, gemini:MODEL, with @URL for another
+            address, or a YAML file. Repeat it for several. YAML files of endpoint options in the working directory are
+            offered without it. Keys come from environment variables.
     """
     # Imported here because fastapi and uvicorn take a second: --help should appear at once.
+    from TrainingFactory.common.endpoints.names import find_endpoint
     from TrainingFactory.common.http import listen
     from TrainingFactory.web.site import Page
 
+    endpoints = endpoint or []
+    for name in endpoints:
+        find_endpoint(name).endpoint()  # raises for invalid options
     token = _token(token_file, no_token)
     if not listen.is_loopback(host):
         show.note(f"warning: --host {host} lets other machines connect, without encryption")
     if token is None:
         show.note("warning: --no-token lets everybody who can connect run programs as you")
-    page = Page(Path(where).expanduser(), host, token)
+    page = Page(Path(where).expanduser(), host, token, endpoints)
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
         address = listen.address_of(bound)
         for wildcard in ("0.0.0.0", "[::]"):  # other machines cannot open these addresses

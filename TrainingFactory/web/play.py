@@ -1,4 +1,6 @@
-"""Routes of the playground: conversations with a local model (one worker process each) and tools, saved as datasets."""
+"""Routes of the playground: conversations with a model (one worker process each) and tools, saved as datasets. A model
+is a local one, or behind an endpoint that the user named outside of the browser: at the page's start, or in a file of
+the working directory. So no address from a browser gets a request or a key."""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import secrets
 import shlex
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +19,7 @@ from pydantic import BaseModel, Field
 from TrainingFactory.apps.views.runs import Runs
 from TrainingFactory.apps.views.shapes import ChatMessage, Json
 from TrainingFactory.common import catalog
+from TrainingFactory.common.endpoints.names import endpoint_files, find_endpoint
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, Site
 from TrainingFactory.data.examples import Form, load_examples
@@ -26,6 +30,7 @@ from TrainingFactory.training.dataset import argument_problem
 from TrainingFactory.web.pool import Pool
 
 FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
+ENDPOINT = "endpoint"  # what a model behind an endpoint is
 
 
 class PlayChoices(BaseModel):
@@ -44,9 +49,12 @@ class OpenedConversation(BaseModel):
     tools: list[Json]
     messages: list[ChatMessage]  # initial messages of the conversation
     tasks: list[Json]  # id, prompt: some of the environment's tasks
-    max_length: int  # tokens
+    max_length: int | None  # tokens; None: the endpoint limits its own context
     temperature: float  # sampling temperature of its training
     max_tokens: int
+    # of a model behind an endpoint: model, host, key (its variable), notes (what it cannot do), ignored (settings that
+    # are not sent), spent (requests, tokens, cost, limits)
+    endpoint: Json | None = None
 
 
 class AnswerRequest(BaseModel):
@@ -71,10 +79,12 @@ class SavedRow(BaseModel):
 
 
 class PlayRoutes:
-    def __init__(self, site: Site, runs: Runs, pool: Pool) -> None:
+    def __init__(self, site: Site, runs: Runs, pool: Pool, endpoints: Sequence[str]) -> None:
         self._runs, self._pool, self._lock = runs, pool, threading.Lock()
+        self._endpoints = endpoints
         self._open: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
-        self._stops = tempfile.TemporaryDirectory(prefix="tfactory-play-")
+        self._folder = tempfile.TemporaryDirectory(prefix="tfactory-play-")
+        self._spending: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
         site.add("GET", "/api/play", self.choices)
         site.add("POST", "/api/play", self.begin)
         site.add("POST", "/api/play/{id}/say", self.say)
@@ -82,7 +92,7 @@ class PlayRoutes:
         site.add("POST", "/api/play/{id}/keep", self.keep)
 
     def choices(self) -> PlayChoices:
-        """List the local models and environments of the playground."""
+        """List the models and environments of the playground."""
         catalogued = catalog.names("environment").items()
         names = [name for name, alias in catalogued if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
@@ -97,7 +107,13 @@ class PlayRoutes:
         for version in Catalogue(registry_path(self._runs.folder)).versions():
             what = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": what, "environment": None})
+        local = {model["name"] for model in models}
+        models += [_endpoint_row(name) for name in self._endpoint_names() if name not in local]
         return PlayChoices(models=models, environments=environments)
+
+    def _endpoint_names(self) -> list[str]:
+        """Return the endpoints named at the start and the files of the working directory, each once."""
+        return list(dict.fromkeys([*self._endpoints, *(str(path) for path in endpoint_files(Path()))]))
 
     async def begin(self, request: ConversationRequest) -> OpenedConversation:
         """Load a model in its worker process, and begin a conversation in an environment."""
@@ -107,15 +123,16 @@ class PlayRoutes:
             if (value := getattr(request, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
+        arguments["spending"] = self._spending_file(request.model, known.models)
         opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
-        self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._stops.name}
+        self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._folder.name}
         return OpenedConversation(id=arguments["id"], **opened)
 
     async def say(self, id: str, request: AnswerRequest) -> Events:
         """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
         conversation = self._find(id)
         # A new file per answer, because the previous one may still be ending.
-        conversation["stop"] = stop = f"{self._stops.name}/{secrets.token_hex(8)}"
+        conversation["stop"] = stop = f"{self._folder.name}/{secrets.token_hex(8)}"
         arguments = conversation | request.model_dump()
         return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop).touch)
 
@@ -140,7 +157,23 @@ class PlayRoutes:
         command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
         return SavedRow(path=str(path), rows=count, command=command)
 
+    def _spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
+        """Return the file of an endpoint's paid replies; None for a local model."""
+        if next(row["what"] for row in rows if row["name"] == model).partition(",")[0] != ENDPOINT:
+            return None
+        return self._spending.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
+
     def _find(self, id: str) -> Json:
         if (conversation := self._open.get(id)) is None:
             raise ApiError("unknown conversation; begin a new one", "id", status=404, code="not_found")
         return conversation
+
+
+def _endpoint_row(name: str) -> Json:
+    """Describe an endpoint with the address that gets the key; the name of the key's variable, never the key."""
+    try:
+        endpoint = find_endpoint(name).endpoint()
+        about = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
+    except ValueError:  # beginning a conversation reports it
+        about = "invalid options"
+    return {"name": name, "what": f"{ENDPOINT}, {about}", "environment": None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -54,9 +55,10 @@ class RunAction(BaseModel):
 
 class Page:
     """The web UI over the folder of runs `runs`. `token` must be sent with every request; None: no authentication.
-    Each further part of the UI is a module that adds its routes here."""
+    `endpoints` are names of model endpoints that the playground may use. Each further part of the UI is a module that
+    adds its routes here."""
 
-    def __init__(self, runs: Path, host: str, token: str | None) -> None:
+    def __init__(self, runs: Path, host: str, token: str | None, endpoints: Sequence[str] = ()) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.live = RunEvents(self.runs)
@@ -85,7 +87,7 @@ class Page:
         ManageRoutes(self.site, self.runs.folder, self.find)
         RegistryRoutes(self.site, self.runs.folder, self.pool)
         WizardRoutes(self.site, self.runs.folder, self.pool)
-        PlayRoutes(self.site, self.runs, self.pool)
+        PlayRoutes(self.site, self.runs, self.pool, endpoints)
         JudgeRoutes(self.site, self.runs.folder, self.find)
         self.site.add_files()
 

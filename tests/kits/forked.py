@@ -16,8 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.kits.waiting import wait_until
 from TrainingFactory.web import pool, processes
 
+HOLD = "hold"  # while its folder has this file, a job waits after what it tells
 FORKS = multiprocessing.get_context("forkserver")
 NEEDED = (
     "TrainingFactory.cli.train TrainingFactory.trainers.training_run TrainingFactory.evaluation.rollouts "
@@ -114,5 +116,10 @@ def _answer(target: str, pipe: Any, folder: str) -> None:
     os.chdir(folder)
     module, _, name = target.partition(":")
     function = getattr(import_module(module), name)
+
+    def tell(told: Any) -> None:
+        pipe.send(("told", told))
+        wait_until(lambda: not os.path.exists(HOLD))
+
     while True:
-        pipe.send(("done", function(pipe.recv(), lambda told: pipe.send(("told", told)))))
+        pipe.send(("done", function(pipe.recv(), tell)))

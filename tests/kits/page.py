@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +63,11 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(runs: Path, host: str = "127.0.0.1", token: str | None = TOKEN) -> Iterator[Served]:
+def serving(
+    runs: Path, host: str = "127.0.0.1", token: str | None = TOKEN, endpoints: Sequence[str] = ()
+) -> Iterator[Served]:
     """Serve in a thread, at a free port of the loopback whatever `host` says."""
-    page = Page(runs, host, token)
+    page = Page(runs, host, token, endpoints)
     with listen.bind("127.0.0.1", 0) as bound:
         server = listen.make_server(page.site.app)
         thread = threading.Thread(target=lambda: asyncio.run(page.serve(bound, server)))

@@ -22,6 +22,7 @@ from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.types import Completion, Message, ToolCall
 from TrainingFactory.web import playing
+from TrainingFactory.web.play_local import LocalAnswer, LocalConversation
 
 HOMES = "from tests.kits.warm import Homes as Base\n\n\nclass Homes(Base):\n    pass\n"
 NAME = "Nina"
@@ -53,6 +54,7 @@ class Conversation:
             "environment": environment,
             "task": None,
             "runs": str(runs),
+            "spending": None,
         }
         self.given |= {"id": str(folder), "stop": str(folder / "stop")}
         self.opened = self.begin()
@@ -86,8 +88,14 @@ def closed() -> Iterator[None]:
         asyncio.run_coroutine_threadsafe(playing._open.popitem()[1].close(), playing._loop()).result()
 
 
+def local(talk: Conversation) -> LocalConversation:
+    opened = playing._open[talk.given["id"]]
+    assert isinstance(opened, LocalConversation)
+    return opened
+
+
 def turns(talk: Conversation) -> list[Any]:
-    return [each.turn for each in playing._open[talk.given["id"]].turns.answered_nodes]
+    return [each.turn for each in local(talk).turns.answered_nodes]
 
 
 def test_a_conversation_grows_token_by_token(talk: Conversation) -> None:
@@ -142,9 +150,9 @@ def test_a_conversation_over_the_fold_limit_is_announced(talk: Conversation) -> 
     """The page does not fold."""
     messages = [{"role": "user", "content": NAME}]
     assert talk.say(messages)["unfolded"] is None
-    playing._open[talk.given["id"]].served.folding = Folding("window", 1)
+    local(talk).served.folding = Folding("window", 1)
     assert talk.say(messages)["unfolded"] == 1
-    playing._open[talk.given["id"]].served.folding = None
+    local(talk).served.folding = None
 
 
 def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:
@@ -274,10 +282,10 @@ def test_results_carry_their_images(runs: Path, tmp_path: Path, monkeypatch: pyt
         written = self.rules.chat.write(call, ids)
         return Completion(written, [0.0] * len(written), "stop")
 
-    monkeypatch.setattr(playing.AnswerRun, "_sample_completion", sample)
+    monkeypatch.setattr(LocalAnswer, "_sample_completion", sample)
     talk = Conversation.__new__(Conversation)
     talk.given = {"model": "eyes:1", "environment": "run:screens", "task": None, "runs": str(runs)}
-    talk.given |= {"id": str(tmp_path), "stop": str(tmp_path / "stop")}
+    talk.given |= {"id": str(tmp_path), "stop": str(tmp_path / "stop"), "spending": None}
     talk.given |= {"id": str(tmp_path / "task"), "task": talk.begin()["tasks"][0]["id"]}
     answer = talk.say(talk.begin()["messages"])
     [results] = [row["results"] for row in talk.told if "results" in row]

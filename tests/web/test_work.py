@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from tests.kits.browser import Tab
-from tests.kits.forked import forked_runs
+from tests.kits.forked import HOLD, forked_runs
 from tests.kits.page import Served
+from tests.kits.teacher import teaching
 from tests.web.test_pages import HOSTILE, episode
 from tests.web.test_play import made_runs
 from tests.web.test_wizard import TINY
+from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
 from TrainingFactory.data.examples import load_examples
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 
@@ -116,9 +118,50 @@ def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Serve
     tab.fill("#max-tokens", "2000")
     tab.fill("#temperature", "5")
     tab.fill("#say", "Talk!")
+    hold = runs.parent / HOLD
+    hold.touch()  # the model waits after its first tokens, so that the answer cannot end before it is stopped
     tab.click("#send")
+    tab.wait("document.querySelector('.live pre')?.innerText", LONG)
     tab.click("#stop-answer")
+    tab.wait(
+        "performance.getEntriesByType('resource').some(it => it.name.endsWith('/stop') && it.responseEnd)"
+    )
+    hold.unlink()
     tab.wait("document.querySelector('.notes').innerText.includes('Stopped.')", LONG)
+    tokens = tab.run("[...document.querySelectorAll('.chat .facts')].at(-1).innerText")
+    assert 1 <= int(tokens.split()[0]) <= CHUNK_TOKENS  # what was sampled before the stop
+
+
+def test_play_with_an_endpoint(tab: Tab, page: Served, runs: Path) -> None:
+    failure = 401, b"unknown key"
+    with teaching(fails=lambda number, question: failure if number == 3 else None) as teacher:
+        options = {
+            "model": "teacher",
+            "api": "anthropic",
+            "base_url": teacher.url,
+            "input_price": 1,
+            "max_cost": 1,
+        }
+        (runs.parent / "teacher.yaml").write_text(json.dumps(options))
+        tab.goto(f"{page.url}/#/play?model=teacher.yaml&environment=environment%3Asearch")
+        tab.wait("document.querySelector('.chat .role-user')", LONG)
+        labels = "[...document.querySelectorAll('.settings label')]"
+        shown = f"{labels}.filter(it => it.checkVisibility()).map(it => it.innerText)"
+        assert tab.run(shown) == ["Max tokens"] and "anthropic's API has none" in tab.text(".side")
+        tab.click("#send")
+        tab.wait("[...document.querySelectorAll('.chat .tag')].some(it => it.innerText == 'reward +1')", LONG)
+        assert "100 tokens in, 10 out, cost 0.0001" in tab.text(".chat .facts:last-child")
+        assert "300 tokens in, 30 out, cost 0.0003" in tab.text(".side .pairs")
+        tab.fill("#say", "Sure?")
+        tab.press("Enter")
+        tab.wait("document.querySelector('.notes').innerText.includes('status 401')", LONG)
+        assert tab.run("document.querySelectorAll('.chat .role-assistant').length") == 3
+        tab.click("#send")  # the message is still there: ask again
+        tab.wait("document.querySelectorAll('.chat .role-assistant:not(.live)').length == 4", LONG)
+        assert "5 requests, 400 tokens in" in tab.text(".side .pairs") and tab.text(".notes") == ""
+        tab.look(390, 844)
+        assert tab.run("document.documentElement.scrollWidth - innerWidth") == 0
+        tab.look()
 
 
 def test_labels_by_the_keyboard(tab: Tab, page: Served, runs: Path) -> None:

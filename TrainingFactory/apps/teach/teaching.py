@@ -22,8 +22,7 @@ from typing import Any, Literal
 from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.assembly.endpoint_rollouts import EndpointSampler, TextFormat
 from TrainingFactory.assembly.rewards import check_reward, scored_by
-from TrainingFactory.common.endpoints.budget import Budget, Usage
-from TrainingFactory.common.endpoints.messages import ModelReply
+from TrainingFactory.common.endpoints.budget import SpendingLog, Usage
 from TrainingFactory.common.endpoints.names import EndpointSettings
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.convert import ConversionResult, Filters, convert
@@ -83,6 +82,7 @@ class Teaching(Rollouts):
     ) -> None:
         self.folder = folder = folder.expanduser()
         self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES))
+        self._spending = SpendingLog(folder / SPENT)
         earlier = _earlier_episodes(folder)
         super().__init__(config, folder / EPISODES, episodes, notify=notify)
         save_trajectories(self._partial_file, earlier.values())  # which it has emptied
@@ -102,20 +102,11 @@ class Teaching(Rollouts):
         return sum(episode.task.id == task for episode in self._ended)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
-        return TextFormat(), EndpointSampler(self.settings, self.spent(), self._note_paid)
+        return TextFormat(), EndpointSampler(self.settings, self.spent(), self._spending.add)
 
     def spent(self) -> Usage:
         """Return what all runs in this folder have paid, at the present prices."""
-        return _spent(self.folder / SPENT, self.settings.budget)
-
-    def _note_paid(self, reply: ModelReply) -> None:
-        row = {
-            "input_tokens": reply.input_tokens,
-            "output_tokens": reply.output_tokens,
-            "estimated": reply.estimated,
-        }
-        with (self.folder / SPENT).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        return self._spending.usage(self.settings.budget)
 
     def _check_request(self) -> None:
         """Store teacher and conditions; raise ValueError if the folder has episodes of others."""
@@ -183,16 +174,3 @@ def _earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
             if episode.status not in FAILED and episode.reward is not None:
                 episodes[task_digest(episode.task), episode.member] = episode
     return episodes
-
-
-def _spent(path: Path, budget: Budget) -> Usage:
-    usage = Usage()
-    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
-    for line in lines[:-1]:  # a killed process may leave an incomplete last line
-        row = json.loads(line)
-        usage.requests += 1
-        usage.input_tokens += row["input_tokens"]
-        usage.output_tokens += row["output_tokens"]
-        usage.estimated += row["estimated"]
-    usage.cost = budget.cost_of(usage.input_tokens, usage.output_tokens)
-    return usage

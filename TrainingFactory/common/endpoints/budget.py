@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import field
+from pathlib import Path
 
 from pydantic.dataclasses import dataclass
 
@@ -57,3 +59,32 @@ class Usage:
     def metrics(self, prefix: str) -> dict[str, float]:
         counts = {f"{prefix}/{name}": float(getattr(self, name)) for name in COUNTS}
         return counts | {f"{prefix}/failed_{kind}": float(count) for kind, count in self.failures.items()}
+
+
+class SpendingLog:
+    """File with a JSON line for each paid reply, so that a budget holds across processes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, reply: ModelReply) -> None:
+        row = {
+            "input_tokens": reply.input_tokens,
+            "output_tokens": reply.output_tokens,
+            "estimated": reply.estimated,
+        }
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def usage(self, budget: Budget) -> Usage:
+        """Return what all processes have paid, at the present prices."""
+        usage = Usage()
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
+        for line in lines[:-1]:  # a killed process may leave an incomplete last line
+            row = json.loads(line)
+            usage.requests += 1
+            usage.input_tokens += row["input_tokens"]
+            usage.output_tokens += row["output_tokens"]
+            usage.estimated += row["estimated"]
+        usage.cost = budget.cost_of(usage.input_tokens, usage.output_tokens)
+        return usage

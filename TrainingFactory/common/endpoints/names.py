@@ -46,6 +46,7 @@ APIS: dict[Api, WireFormat] = {
 }
 NAME = re.compile(rf"(?P<api>{'|'.join(APIS)}):(?P<model>.+?)(?:@(?P<base_url>https?://.+))?")
 FILE_ENDINGS = (".yaml", ".yml")
+MAX_FILE_BYTES = 64 << 10  # of a file that may have endpoint options
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -142,6 +143,24 @@ def find_endpoint(name: str, **options: Any) -> EndpointSettings:
     if settings.cache is not None and ":" not in settings.cache:
         settings = replace(settings, cache=str(path.parent / Path(settings.cache).expanduser()))
     return make_from(EndpointSettings, vars_of(settings) | options, f"the endpoint {name}")
+
+
+def endpoint_files(folder: Path) -> list[Path]:
+    """Return the YAML files in a folder that look like endpoint options: with a model's name, and an address unless the
+    name is such as openai:MODEL."""
+    paths = sorted(path for path in folder.iterdir() if path.suffix in FILE_ENDINGS)
+    return [path for path in paths if _has_endpoint_options(path)]
+
+
+def _has_endpoint_options(path: Path) -> bool:
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+            return False
+        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError, UnicodeDecodeError):
+        return False
+    model = rows.get("model") if isinstance(rows, dict) else None
+    return isinstance(model, str) and ("base_url" in rows or _parse(model) is not None)
 
 
 def vars_of(settings: EndpointSettings) -> dict[str, Any]:

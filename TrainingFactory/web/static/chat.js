@@ -1,16 +1,34 @@
 // The messages of a live conversation: with their tool calls and results, or in an editor.
-import { counted } from "./format.js";
+import { counted, number, signed } from "./format.js";
 import { h, visible } from "./dom.js";
 import { button } from "./parts.js";
 import { imagesOf, piecesOf, tapped } from "./pictures.js";
 import { block, callOf, contentOf, reasoning, text } from "./turns.js";
 
 /** The entries of an answer: each message, with the data of its turn. */
-export function entryOf({ messages, turns }) {
+export function entryOf({ messages, turns, reward }) {
   const left = [...turns];
   return messages.map((message) =>
-    message.role === "assistant" ? { message, turn: left.shift() } : { message },
+    message.role === "assistant"
+      ? { message, turn: left.shift(), reward: left.length ? null : reward }
+      : { message },
   );
+}
+
+const SPENT = ["input_tokens", "output_tokens", "cost"];
+
+/** What the turns of a conversation cost at an endpoint; cost is null where no price is known. */
+export function spentOf(entries) {
+  const told = entries.map(({ turn }) => turn?.signals ?? {});
+  const sum = (name) => told.reduce((so_far, signals) => so_far + (signals["endpoint/" + name] ?? 0), 0);
+  const total = Object.fromEntries(SPENT.map((name) => [name, sum(name)]));
+  return { ...total, cost: told.some((signals) => "endpoint/cost" in signals) ? total.cost : null };
+}
+
+/** 300 tokens in, 30 out, cost 0.0006. */
+export function paid({ input_tokens: input, output_tokens: output, cost, estimated }) {
+  const price = cost === null ? "" : ", cost " + (cost && cost < 1e-3 ? cost.toFixed(6).replace(/0+$/, "") : number(cost));
+  return `${number(input)} tokens in, ${number(output)} out${estimated ? " (estimated)" : ""}${price}`;
 }
 
 /** The image that the model saw last in messages. */
@@ -19,7 +37,7 @@ export const screenOf = (messages) => messages.flatMap(imagesOf).at(-1);
 /** All messages; tool replies are shown with their calls. The last argument: the names of tools whose points are in thousandths, and the
  *  image that the model saw before the messages. */
 export function entriesOf(entries, actsOf, { thousandths, screen }) {
-  return entries.map(({ message, turn }, at) => {
+  return entries.map(({ message, turn, reward }, at) => {
     if (
       message.role === "tool" &&
       entries.some((each) => each.message.tool_calls?.some((call) => call.id === message.tool_call_id))
@@ -29,6 +47,7 @@ export function entriesOf(entries, actsOf, { thousandths, screen }) {
       message.role === "assistant"
         ? answerOf(message, resultsOf(message, turn, entries.slice(at + 1)), {
             turn,
+            reward,
             thousandths,
             screen: screenOf(entries.slice(0, at).map((each) => each.message)) ?? screen,
           })
@@ -56,7 +75,7 @@ function resultsOf(message, turn, after) {
     }));
 }
 
-export function answerOf(message, results, { turn = null, thousandths, screen }) {
+export function answerOf(message, results, { turn = null, reward = null, thousandths, screen }) {
   const calls = (message.tool_calls ?? []).map((call) =>
     callOf(
       call,
@@ -69,10 +88,17 @@ export function answerOf(message, results, { turn = null, thousandths, screen })
     h(
       "div",
       { class: "facts" },
-      counted(turn.tokens, "token"),
+      "endpoint/output_tokens" in turn.signals ? paid(spentOf([{ turn }])) : counted(turn.tokens, "token"),
       turn.finish === "stop" ? null : h("span", { class: "tag warn" }, "truncated"),
+      tagOf("step reward", turn.step_reward),
+      tagOf("reward", reward),
     );
   return block("assistant", null, [reasoning(message), text(message.content), calls, facts]);
+}
+
+function tagOf(name, reward) {
+  if (reward === null || reward === undefined) return null;
+  return h("span", { class: "tag " + (reward < 0 ? "warn" : "accent") }, `${name} ${signed(reward)}`);
 }
 
 /** The edited text of a message, after its images. */

@@ -1,9 +1,9 @@
-// Play: chat with a local model and an environment's tools; edit turns; compare two answers; save training rows.
+// Play: chat with a model and an environment's tools; edit turns; compare two answers; save training rows.
 import { get, job, post, url } from "./api.js";
-import { answerOf, editorOf, entriesOf, entryOf, screenOf } from "./chat.js";
+import { answerOf, editorOf, entriesOf, entryOf, paid, screenOf, spentOf } from "./chat.js";
 import { h, put, visible } from "./dom.js";
 import { counted, number } from "./format.js";
-import { act, button, command, empty, iconButton, toast, waiting } from "./parts.js";
+import { act, button, command, empty, iconButton, pairs, toast, waiting } from "./parts.js";
 import { inThousandths } from "./pictures.js";
 import { PlayFrame } from "./play_frame.js";
 
@@ -47,8 +47,11 @@ class PlayPage extends PlayFrame {
         this.take(opened, task ?? "");
       } catch (error) {
         if (error.name === "AbortError") return;
-        this.opened = null;
         this.wait("");
+        if (this.opened) {
+          this.notes = ["Cannot start the conversation, so the earlier one stays: " + error.message];
+          return void this.draw();
+        }
         put(this.talk, empty("Cannot start the conversation", visible(error.message)));
       }
     });
@@ -66,9 +69,15 @@ class PlayPage extends PlayFrame {
     );
     this.task.value = task;
     this.task.disabled = !opened.tasks.length;
-    if (!this.touched) this.maxTokens.value = opened.max_tokens;
-    if (!this.touched) this.temperature.value = opened.temperature;
-    this.touched = true;
+    if (this.begunModel !== this.model.value) {
+      this.maxTokens.value = opened.max_tokens;
+      this.temperature.value = opened.temperature;
+    }
+    this.begunModel = this.model.value;
+    this.used = "";
+    this.spent = opened.endpoint?.spent;
+    for (const [name, row] of Object.entries(this.settings))
+      for (const part of row) part.hidden = Boolean(opened.endpoint?.ignored.includes(name));
     put(
       this.toolList,
       opened.tools.length
@@ -137,7 +146,27 @@ class PlayPage extends PlayFrame {
     const ended = opened && !this.busy && last?.role === "assistant";
     for (const each of this.keepButtons) each.disabled = !ended;
     this.sendButton.disabled = !opened || this.busy || Boolean(this.other);
+    this.drawEndpoint();
     this.drawPair();
+  }
+
+  /** Shows where the model is, what was paid, and what it cannot do. */
+  drawEndpoint() {
+    const about = this.opened?.endpoint;
+    this.aboutPanel.hidden = !about;
+    if (!about) return;
+    const facts = [
+      ["Model", `${about.model} at ${about.host}`],
+      ["Key", about.key ?? "none"],
+      ["Episode", paid(spentOf(this.entries))],
+      ["Since start", `${counted(this.spent.requests, "request")}, ${paid(this.spent)}`],
+      ...Object.entries(this.spent.limits).map(([name, value]) => [name, number(value)]),
+    ];
+    put(
+      this.about,
+      pairs(facts.map(([name, value]) => [name, visible(value)])),
+      about.notes.map((note) => h("p", { class: "soft" }, visible(note))),
+    );
   }
 
   /** What shows where calls tap, after these messages. */
@@ -219,7 +248,8 @@ class PlayPage extends PlayFrame {
       }
       live.scrollIntoView({ block: "nearest" });
     };
-    this.wait("Sampling…");
+    put(this.told);
+    this.wait(this.opened.endpoint ? "Waiting for the endpoint…" : "Sampling…");
     this.writing = true;
     this.stopButton.hidden = false;
     place.append(live);
@@ -235,10 +265,12 @@ class PlayPage extends PlayFrame {
         told.status === "done"
           ? null
           : (ENDS[told.status] ?? told.status) + (told.error ? " " + told.error : "");
-      this.used = `${number(told.tokens)} of ${number(this.opened.max_length)} tokens`;
+      if (told.spent) this.spent = told.spent;
+      else this.used = `${number(told.tokens)} of ${number(this.opened.max_length)} tokens`;
+      const unscored = told.unscored && "No reward: " + told.unscored;
       return {
         entries: entryOf(told),
-        notes: [WRITTEN[told.written], told.anew && ANEW, told.unfolded && unfolded(told.unfolded), end].filter(Boolean),
+        notes: [WRITTEN[told.written], told.anew && ANEW, told.unfolded && unfolded(told.unfolded), unscored, end].filter(Boolean),
       };
     } catch (error) {
       if (error.name !== "AbortError") toast(error.message, "error");

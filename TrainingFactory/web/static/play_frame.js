@@ -38,6 +38,7 @@ export class PlayFrame {
       group("Runs and their checkpoints", of("run")),
       group("Registered", of("registered")),
       group("Built in", of("built in")),
+      group("Endpoints", of("endpoint")),
     );
     this.environment = h(
       "select",
@@ -100,10 +101,10 @@ export class PlayFrame {
     this.draw();
   }
 
-  /** Chooses the environment in which a run's model was trained. */
+  /** Chooses the environment in which a run's model was trained. An endpoint keeps the chosen one. */
   home() {
-    this.environment.value =
-      this.choices.models.find(({ name }) => name === this.model.value)?.environment ?? "";
+    const model = this.choices.models.find(({ name }) => name === this.model.value);
+    if (!model?.what.startsWith("endpoint")) this.environment.value = model?.environment ?? "";
   }
 
   composer() {
@@ -149,6 +150,9 @@ export class PlayFrame {
       setting("seed", "Seed", 0),
     ];
     [this.temperature, this.maxTokens, this.seed] = rows.map(([, input]) => input);
+    this.settings = { temperature: rows[0], "max tokens": rows[1], seed: rows[2] };
+    this.about = h("div", { class: "keep" });
+    this.aboutPanel = panel("Endpoint", this.about);
     this.toolList = h(
       "div",
       {},
@@ -183,6 +187,7 @@ export class PlayFrame {
       "aside",
       { class: "side" },
       panel("Sampling", h("div", { class: "settings" }, rows)),
+      this.aboutPanel,
       panel("Save the conversation", keep),
       panel("Tools", this.toolList),
     );

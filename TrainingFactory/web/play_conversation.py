@@ -1,0 +1,255 @@
+"""A conversation of the playground with its environment, tools and reward; `play_local.py` and `play_endpoint.py` have
+the models that answer."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.apps.serving.served import serving_config
+from TrainingFactory.assembly.environment import make_environment
+from TrainingFactory.assembly.rewards import make_reward, open_reward
+from TrainingFactory.assembly.run_tools import RunTools
+from TrainingFactory.common.image_parts import openai_content
+from TrainingFactory.common.images import moved
+from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.user_code import as_value_error
+from TrainingFactory.config import TrainingConfig
+from TrainingFactory.envs import ToolEnvironment
+from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
+from TrainingFactory.resolve.model_names import find_model
+from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
+from TrainingFactory.runs.folder import RunFolder
+from TrainingFactory.training.dataset import generates_tasks, make_tasks
+from TrainingFactory.types import (
+    Completion,
+    Message,
+    Reward,
+    SamplingParams,
+    Task,
+    ToolResult,
+    ToolSpec,
+    Trajectory,
+    Turn,
+)
+from TrainingFactory.web.worker import ProgressCallback
+
+JobArguments = dict[str, Any]
+MAX_TASKS = 50  # maximum tasks of an environment that are offered
+STOP_POLL_SECONDS = 0.1  # seconds between two checks of the stop file
+OWN_WORDS = "own-words"  # id of the task of a conversation that the user begins
+COMPUTED_REWARDS = ("environment", "rule_based")  # others need a model, or call tools
+
+
+class PlayConversation(ABC):
+    """A conversation's environment, tools and reward. A subclass has the model that answers."""
+
+    def __init__(self, chat: ChatFormat, config: TrainingConfig) -> None:
+        self.chat, self.config = chat, config
+        self.task, self.tasks = Task(OWN_WORDS, ""), list[Task]()
+        self.environment: Environment | None = None
+        self.seen = list[Message]()  # messages that the environment has processed
+        self.specs = list[ToolSpec]()  # tools of the environment
+        self._turns = dict[int, Turn]()  # sampled turns since the environment's start, by position
+        self._calls_are_lost = False  # by a restart of the environment
+        self._reward: RewardFunction | None = None  # None: the environment's own
+        self._reward_problem: str | None = None
+        self._tools = RunTools(config, (), None)
+        self._exit_stack = AsyncExitStack()
+
+    @abstractmethod
+    def description(self) -> JobArguments:
+        """Return what the page shows about the model when the conversation begins."""
+
+    @abstractmethod
+    async def begin_answer(
+        self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
+    ) -> PlayedAnswer:
+        """Return the model's answer to a conversation, to be played."""
+
+    @abstractmethod
+    def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
+        """Keep what later answers reuse; return what the page shows about the answer."""
+
+    async def open(self, task: str | None) -> None:
+        if self.config.environment.command is not None:
+            raise ValueError("the playground does not support external programs (environment.command)")
+        try:
+            self._factory: Any = await self._tools.equip(make_environment(self.config, True))
+            if self.config.data.tasks is not None or generates_tasks(self._factory):
+                self.tasks = make_tasks(self.config, self._factory)[:MAX_TASKS]
+            matching = [candidate for candidate in self.tasks if candidate.id == task]
+            if task is not None and not matching:
+                raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
+            # The person's own words replace the prompt of the first task, whose data the environment may need.
+            own = [replace(first, id=self.task.id, prompt="") for first in self.tasks[:1]]
+            self.task = [*matching, *own, self.task][0]
+            if self._computes_reward:
+                await self._open_reward()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _open_reward(self) -> None:
+        try:
+            self._reward = make_reward(self.config)
+        except ValueError as error:  # the conversation does not need it
+            self._reward_problem = str(error)
+            return
+        await open_reward(self._reward, self._exit_stack, lambda _: None)
+
+    @property
+    def _computes_reward(self) -> bool:
+        section = self.config.reward
+        return section.type in COMPUTED_REWARDS and not section.parts and self.task.id != OWN_WORDS
+
+    async def renew(self) -> list[Message]:
+        """Restart the environment; return its initial messages."""
+        await self._leave()
+        try:
+            self.environment = environment = self._factory(self.task)
+            self.seen, self.specs = [], [tool.spec for tool in environment.tools]
+            self._turns, self._calls_are_lost = {}, False
+            return await environment.reset()
+        except Exception as error:  # foreign code
+            raise as_value_error(error) from error
+
+    async def at(self, messages: list[Message]) -> bool:
+        """Restart the environment if the conversation was edited; return whether earlier tool calls are lost."""
+        if self.environment is not None and messages[: len(self.seen)] == self.seen:
+            return False
+        await self.renew()
+        self._calls_are_lost = any(message.role == "tool" for message in messages)
+        return self._calls_are_lost
+
+    async def replies(self, message: Message) -> list[Message]:
+        """Execute the tool calls of a turn that the user wrote."""
+        assert self.environment is not None
+        if not message.tool_calls:
+            raise ValueError("the last message is the model's and calls no tool; add a message after it")
+        cut, most = self.chat.truncate, self.config.sampling.max_reply_tokens
+        step = await self.environment.step(message)
+        contents = [cut(reply.content, most) for reply in step.replies]
+        return [
+            replace(reply, content=content, images=moved(reply.images, reply.content, content))
+            for reply, content in zip(step.replies, contents, strict=True)
+        ]
+
+    def settings(self, params: SamplingParams) -> EpisodeSettings:
+        place, most = self.config.environment, self.config.sampling.max_reply_tokens
+        limits = place.max_turns, place.episode_timeout, most
+        return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]
+
+    def seed_of(self, seed: int, history: Sequence[Message]) -> Callable[[int], int]:
+        return partial(turn_seed, seed, 0, "play", len(history))
+
+    async def score(
+        self, answer: PlayedAnswer, start: int, stopped: bool
+    ) -> tuple[Reward | None, str | None]:
+        """Return the reward of the conversation, whose answer begins at position `start` of `seen`, or why scoring
+        failed; (None, None) if there is nothing to score."""
+        trajectory = answer.trajectory
+        at = [n for n, message in enumerate(self.seen) if n >= start and message.role == "assistant"]
+        self._turns |= dict(zip(at, trajectory.turns, strict=True))
+        ended = not stopped and trajectory.status not in ("error", "tool_failure")
+        has_reward = self._reward or self._reward_problem or getattr(self.environment, "reward", None)
+        if not (ended and has_reward and self._computes_reward) or self._calls_are_lost:
+            return None, None
+        if self._reward_problem is not None:
+            return None, self._reward_problem
+        prompt, turns = self._episode()
+        scored = await answer.score(prompt, turns)
+        if scored.reward is None:
+            return None, scored.error
+        own_steps = scored.reward.steps[len(turns) - len(trajectory.turns) :]
+        trajectory.reward = replace(scored.reward, steps=own_steps)
+        return scored.reward, None
+
+    def _episode(self) -> tuple[list[Message], list[Turn]]:
+        """Return the conversation as an episode: what the user said is a reply to the turn before it."""
+        prompt, turns = list[Message](), list[Turn]()
+        for number, message in enumerate(self.seen):
+            if message.role == "assistant":
+                turn = self._turns.get(number) or Turn([], Completion([], [], "stop"), message)
+                turns.append(replace(turn, replies=[]))
+            else:
+                (turns[-1].replies if turns else prompt).append(message)
+        return prompt, turns
+
+    async def _leave(self) -> None:
+        environment, self.environment = self.environment, None
+        if environment is not None:
+            await environment.close()
+            if isinstance(environment, ToolEnvironment):
+                await environment.executor.close()
+
+    async def close(self) -> None:
+        await self._leave()
+        await self._exit_stack.aclose()
+        await self._tools.close()
+
+
+class PlayedAnswer(EpisodeRun):
+    """An answer: turns until one calls no tool. Reports each turn and its results; ends when the file `stop` exists."""
+
+    is_interruptible = True  # whether a stop cancels at once
+
+    def listen(self, arguments: JobArguments, tell: ProgressCallback) -> None:
+        """Report to `tell`, and end at the stop file of the arguments."""
+        self.tell, self.stop = tell, Path(arguments["stop"])
+
+    async def until_stopped(self) -> bool:
+        """Play the turns; return whether the user stopped."""
+        work = asyncio.ensure_future(self.play())
+        while not work.done():
+            await asyncio.wait({work}, timeout=STOP_POLL_SECONDS)
+            if self.is_interruptible and self.stop.exists():
+                work.cancel()
+        self.leave()
+        return work.cancelled() or work.result() is not None or self.stop.exists()
+
+    async def score(self, prompt: list[Message], turns: list[Turn]) -> Trajectory:
+        """Return the whole conversation with its reward."""
+        answer = self.trajectory
+        self.trajectory = whole = replace(answer, prompt=prompt, turns=turns)
+        try:
+            await self._score_episode()
+        finally:
+            self.trajectory = answer
+        return whole
+
+    async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
+        self.tell({"message": message_to_dict(turn.message)})
+        try:
+            return await super()._step_environment(environment, turn)
+        finally:
+            self.tell({"results": [_result_view(result) for result in turn.tool_results]})
+
+
+def _result_view(result: ToolResult) -> JobArguments:
+    """Return a result as JSON, with its images in the content, as in messages."""
+    content = openai_content(Message("tool", result.content, images=result.images))
+    return asdict(replace(result, images=[])) | {"content": content}
+
+
+def config_of(arguments: JobArguments) -> TrainingConfig:
+    """Return the config of a conversation: the model's own, with the chosen environment, tools and reward."""
+    config = serving_config(find_model(arguments["model"], arguments["runs"]))
+    kind, _, name = (arguments["environment"] or "").partition(":")
+    changes: JobArguments = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
+    if kind == "environment":
+        changes["environment"] = config.environment.model_copy(update={"environment_id": name})
+        changes["data"] = config.data.model_copy(update={"count": MAX_TASKS})
+    elif kind == "run":
+        run_config = RunFolder(Path(arguments["runs"]) / name).config
+        environment = run_config.environment.model_copy(update={"user": None})  # the person is the user
+        changes |= {"environment": environment, "tools": run_config.tools, "data": run_config.data}
+        changes["reward"] = run_config.reward
+    return config.model_copy(update=changes)

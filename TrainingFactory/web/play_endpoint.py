@@ -1,0 +1,141 @@
+"""Playground conversations with a model behind an endpoint. They have messages and token counts, but no token ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from TrainingFactory.assembly.endpoint_rollouts import (
+    EndpointRun,
+    EndpointSampler,
+    EndpointStopped,
+    TextFormat,
+)
+from TrainingFactory.common.endpoints.budget import COUNTS, SpendingLog
+from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
+from TrainingFactory.common.endpoints.names import find_endpoint
+from TrainingFactory.common.openai_format import message_to_dict
+from TrainingFactory.protocols import Environment
+from TrainingFactory.tools.endpoints.client import ModelFailure
+from TrainingFactory.types import Message, SamplingParams, Trajectory
+from TrainingFactory.web.play_conversation import JobArguments, PlayConversation, PlayedAnswer, config_of
+from TrainingFactory.web.worker import ProgressCallback
+
+MAX_TOKENS = 1024  # default of an answer: a reasoning model thinks within it
+MAX_ORIGINALS = 400  # maximum replies of a conversation whose original form is kept
+LIMITS = ("max_cost", "max_tokens", "max_requests")
+MESSAGES_ONLY = (
+    "An endpoint returns no token ids and no probabilities, and gets no seed. Edited turns are sent as text."
+)
+_samplers: dict[str, EndpointSampler] = {}  # endpoint -> its client, which all conversations share
+
+
+class EndpointConversation(PlayConversation):
+    """A conversation with a model behind an endpoint, whose spending is logged in the file of the arguments."""
+
+    def __init__(self, arguments: JobArguments) -> None:
+        super().__init__(TextFormat(), config_of(arguments))
+        self._name, self._log = arguments["model"], SpendingLog(Path(arguments["spending"]))
+        self._originals = dict[tuple[int, str], Any]()  # by position and message
+
+    async def sampler(self) -> EndpointSampler:
+        """Return the client. Its options are read again, so that a raised budget holds from the next answer."""
+        settings, sampler = find_endpoint(self._name), _samplers.get(self._name)
+        if sampler is None or sampler.settings != settings:
+            spent = self._log.usage(settings.budget)
+            _samplers[self._name] = EndpointSampler(settings, spent, self._log.add)
+            if sampler is not None:
+                await sampler.close()
+        return _samplers[self._name]
+
+    async def open(self, task: str | None) -> None:
+        await self.sampler()  # raises if the key is missing
+        await super().open(task)
+
+    def description(self) -> JobArguments:
+        sampler = _samplers[self._name]
+        endpoint, options = sampler.endpoint, sampler.settings.options or {}
+        ignored = _ignored_settings(sampler)
+        notes = [MESSAGES_ONLY]
+        for name in ignored:
+            fixed = name != "temperature" or name in options
+            reason = "the endpoint's options set it" if fixed else f"{sampler.settings.api}'s API has none"
+            notes.append(f"The page does not send {name}: {reason}.")
+        return {
+            "max_length": None, "temperature": self.config.sampling.temperature, "max_tokens": MAX_TOKENS,
+            "endpoint": {
+                "model": endpoint.model, "host": endpoint.host, "key": endpoint.api_key_env, "notes": notes,
+                "ignored": ["seed", *ignored], "spent": _spending(sampler),
+            },
+        }  # fmt: skip
+
+    async def begin_answer(
+        self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
+    ) -> EndpointAnswer:
+        answer = EndpointAnswer(self, await self.sampler(), history, arguments, tell)
+        kept = {n: self._originals.get((n, _key(message))) for n, message in enumerate(history)}
+        answer.originals = {n: original for n, original in kept.items() if original is not None}
+        return answer
+
+    def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
+        assert isinstance(answer, EndpointAnswer)
+        messages = list(history)
+        for turn in answer.trajectory.turns:
+            messages += [turn.message, *turn.replies]
+        for number, original in answer.originals.items():
+            if original is not None and number < len(messages):
+                self._originals[number, _key(messages[number])] = original
+        for oldest in list(self._originals)[:-MAX_ORIGINALS]:
+            del self._originals[oldest]
+        return {"spent": _spending(_samplers[self._name])}
+
+
+class EndpointAnswer(PlayedAnswer, EndpointRun):
+    """An answer of an endpoint. An error of the endpoint ends it and keeps its turns."""
+
+    def __init__(
+        self,
+        playing: EndpointConversation,
+        sampler: EndpointSampler,
+        history: list[Message],
+        arguments: JobArguments,
+        tell: ProgressCallback,
+    ) -> None:
+        params = SamplingParams(temperature=arguments["temperature"], max_tokens=arguments["max_tokens"])
+        trajectory = Trajectory(playing.task, "play", arguments["seed"], list(history), playing.specs)
+        seed_of = playing.seed_of(arguments["seed"], history)
+        super().__init__(playing.settings(params), trajectory, sampler, seed_of)
+        self.listen(arguments, tell)
+
+    async def _render_first_prompt(self, environment: Environment) -> list[int]:
+        return []  # the trajectory has the conversation, which the environment has seen
+
+    async def _ask(self, messages: Sequence[Message], number: int) -> ModelReply:
+        try:
+            return await super()._ask(messages, number)
+        except EndpointStopped as error:
+            raise ModelFailure(str(error), "unavailable") from error
+
+
+def _ignored_settings(sampler: EndpointSampler) -> list[str]:
+    """Return the sampling settings that do not change the request to this endpoint."""
+    base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
+    changed = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
+    body = sampler.endpoint.body
+    return [name for name, request in changed.items() if body(request) == body(base)]
+
+
+def _spending(sampler: EndpointSampler) -> JobArguments:
+    """Return what all conversations with the endpoint have paid, and the limits of its budget."""
+    usages, budget = sampler.client.spent, sampler.settings.budget
+    total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
+    total["cost"] = total["cost"] if budget.priced else None
+    limits = {name: value for name, value in asdict(budget).items() if name in LIMITS and value is not None}
+    return total | {"limits": limits}
+
+
+def _key(message: Message) -> str:
+    return json.dumps(message_to_dict(message), sort_keys=True)

@@ -1,0 +1,102 @@
+"""Playground conversations with a local model. A growing conversation keeps its sampled tokens; an edited one is
+tokenized again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from dataclasses import replace
+
+from TrainingFactory.agent_api.conversations import Conversations, RequestNode
+from TrainingFactory.agent_api.turns.responses import CHUNK_TOKENS
+from TrainingFactory.apps.serving.served import ServedModel
+from TrainingFactory.protocols import Environment
+from TrainingFactory.types import Completion, Message, Trajectory, Turn
+from TrainingFactory.web.play_conversation import JobArguments, PlayConversation, PlayedAnswer, config_of
+from TrainingFactory.web.worker import ProgressCallback
+
+MAX_KEPT_TURNS = 400  # maximum sampled turns of a conversation whose tokens are kept
+
+
+class LocalConversation(PlayConversation):
+    """A conversation with a loaded model, and the tokens of its turns."""
+
+    def __init__(self, served: ServedModel, arguments: JobArguments) -> None:
+        super().__init__(served.chat, config_of(arguments))
+        self.served, self.turns = served, Conversations(served.chat)
+
+    def description(self) -> JobArguments:
+        sampling = self.config.sampling
+        return {
+            "max_length": self.served.sampler.max_length, "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+        }  # fmt: skip
+
+    async def begin_answer(
+        self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
+    ) -> LocalAnswer:
+        prompt = await asyncio.to_thread(self.turns.begin, list(history), self.specs)
+        return LocalAnswer(self, prompt, arguments, tell)
+
+    def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
+        assert isinstance(answer, LocalAnswer)
+        prompt, so_far = answer.prompt, list(history)
+        turns, folding = answer.trajectory.turns, self.served.folding
+        for turn in turns:
+            node = RequestNode(turn, list(so_far), prompt.tools, "")
+            self.turns.add(node, turn.completion, turn.message, answer.session)
+            so_far += [turn.message, *turn.replies]
+        self.turns.answered_nodes[:-MAX_KEPT_TURNS] = []
+        num_tokens = len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in turns)
+        # `written`: "extended" if the earlier tokens were reused, else why not. `unfolded`: the fold limit that the
+        # conversation exceeds.
+        return {
+            "written": prompt.reason, "tokens": num_tokens,
+            "unfolded": folding.limit if folding is not None and num_tokens > folding.limit else None,
+        }  # fmt: skip
+
+
+class LocalAnswer(PlayedAnswer):
+    """An answer from an existing prompt. Reports each piece as it is sampled."""
+
+    def __init__(
+        self, playing: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
+    ) -> None:
+        served = playing.served
+        rules = playing.settings(replace(served.defaults, temperature=arguments["temperature"]))
+        trajectory = Trajectory(playing.task, "play", prompt=node.messages, tools=node.tools)
+        seed_of = playing.seed_of(arguments["seed"], node.messages)
+        super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
+        self.prompt = node
+        self._most = arguments["max_tokens"]
+        self.is_interruptible = False  # while sampling: the current piece is kept
+        self.listen(arguments, tell)
+
+    async def _render_first_prompt(self, environment: Environment) -> list[int]:
+        return self.prompt.turn.prompt_ids
+
+    async def _sample_completion(
+        self, ids: list[int], number: int, max_tokens: int | None = None
+    ) -> Completion:
+        """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
+        whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
+        while whole.finish == "length" and len(whole.token_ids) < most:
+            piece = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, most - len(whole.token_ids)))
+            self.rules = replace(self.rules, params=piece)
+            more = await super()._sample_completion(ids + whole.token_ids, number)
+            sampled, logprobs = whole.token_ids + more.token_ids, whole.logprobs + more.logprobs
+            whole = Completion(sampled, logprobs, more.finish, more.policy_version)
+            shown = sampled[:-1] if more.finish == "stop" else sampled
+            self.tell({"text": self.rules.chat.decode(shown).rstrip("\ufffd")})  # incomplete character
+            if self.stop.exists():
+                break
+        return whole
+
+    async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
+        for call in turn.message.tool_calls:
+            call.id = f"call_{secrets.token_hex(6)}"  # unique in the whole conversation
+        self.is_interruptible = True
+        try:
+            return await super()._step_environment(environment, turn)
+        finally:
+            self.is_interruptible = False
