@@ -202,7 +202,7 @@ def episodes(
         if task:
             print(group_credit(run, step, task, index).model_dump_json())
         else:
-            print(index.page(Query(step=step, limit=MAX_ROWS), whole=True).model_dump_json())
+            print(index.page(Query(step=step, limit=MAX_ROWS), read_all=True).model_dump_json())
         return
     step, credit = run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]

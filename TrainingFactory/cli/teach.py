@@ -113,13 +113,13 @@ def _run(teaching: Teaching, selection: Selection, as_json: bool) -> int:
     except EndpointStopped as error:
         stopped = str(error)
     result = teaching.write_rows(selection)
-    spent = teaching.write_report(result, metrics)
+    total_usage = teaching.write_report(result, metrics)
     if as_json:
-        print(json.dumps(spent))
+        print(json.dumps(total_usage))
     else:
         rows = [
             (name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-            for name, value in spent.items()
+            for name, value in total_usage.items()
         ]
         rows += [(f"  {reason}", f"{count} skipped") for reason, count in result.dropped.items() if count]
         show.table(rows)
