@@ -175,7 +175,7 @@ def evaluation_reward(
 
 
 def scored_by(config: TrainingConfig, evaluation: RewardFunction | None) -> str:
-    """Describe the reward of an evaluation. `measuring` is the result of `evaluation_reward`."""
+    """Describe the reward of an evaluation. `evaluation` is the result of `evaluation_reward`."""
     reward = config.reward
     if isinstance(evaluation, Combined):
         return _describe_parts(evaluation.rewards)

@@ -20,7 +20,7 @@ CHECKED_TOKENS = 256  # of a row, whose routes are compared
 
 
 class RouterCheck:
-    """Measures `router_mismatch` before every `every`-th update: the share of pairs of a token and a layer of the
+    """Measures `router_mismatch` before every `interval`-th update: the share of pairs of a token and a layer of the
     step's first row whose experts differ between the engine's forward pass and the learner's."""
 
     def __init__(self, engine: NativeEngine, policy: LocalPolicy, interval: int) -> None:

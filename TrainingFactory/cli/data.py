@@ -75,10 +75,10 @@ def convert(
         show.note(f"note: {conversion.note}")
     rows_of_layout = [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
     write_rows(out, rows_of_layout, conversion.images)
-    use = f"train on them with data.dataset={out}"
+    usage_note = f"train on them with data.dataset={out}"
     if layout in get_args(Provider):
-        use = f"upload the file to {layout} yourself"
-    show.note(f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; {use}")
+        usage_note = f"upload the file to {layout} yourself"
+    show.note(f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; {usage_note}")
     return 0
 
 
@@ -102,8 +102,8 @@ def show_(
     from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
     fit = fit_forms(find_dataset(source, where), split, SAMPLE)
-    first = next(iter(fit.fits.values()), None)
-    for example in first.found[:rows] if first else []:
+    first_fit = next(iter(fit.fits.values()), None)
+    for example in first_fit.found[:rows] if first_fit else []:
         for number, dialogue in enumerate(example.conversations, 1):
             reward = dialogue.reward
             title = f"{example.where}: {example.id}"

@@ -83,27 +83,34 @@ def show_(
     from TrainingFactory.registry.lineage import tree_lines
 
     model_registry = _open(file, where)
-    shown = model_registry.get(version)
-    evaluations, decisions = model_registry.evaluations(str(shown)), model_registry.decisions(shown.model)
+    registered = model_registry.get(version)
+    evaluations, decisions = (
+        model_registry.evaluations(str(registered)),
+        model_registry.decisions(registered.model),
+    )
     if as_json:
         print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [("version", str(shown)), ("aliases", ", ".join(shown.aliases)), ("source", _source(shown))]
-    rows += [("registered", f"{shown.created} by {shown.who}"), ("digest", shown.digest)]
-    rows += [("files", str(model_registry.folder(shown)))]
-    rows += [("base model", model_registry.base_name(shown))] if shown.base else []
-    rows += [("description", shown.description)] if shown.description else []
-    rows += [("tag", f"{key}={value}") for key, value in shown.tags.items()]
+    rows = [
+        ("version", str(registered)),
+        ("aliases", ", ".join(registered.aliases)),
+        ("source", _source(registered)),
+    ]
+    rows += [("registered", f"{registered.created} by {registered.who}"), ("digest", registered.digest)]
+    rows += [("files", str(model_registry.folder(registered)))]
+    rows += [("base model", model_registry.base_name(registered))] if registered.base else []
+    rows += [("description", registered.description)] if registered.description else []
+    rows += [("tag", f"{key}={value}") for key, value in registered.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
             result = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
             rows.append(("evaluation", result))
     for decision in decisions:
-        if version == shown.model or shown.number in (decision["number"], decision["was"]):
+        if version == registered.model or registered.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _decision_text(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree_lines(shown.lineage, str(shown))]))
+        print("\n".join(["", *tree_lines(registered.lineage, str(registered))]))
 
 
 @registry.command
@@ -188,8 +195,8 @@ def promote(
     from TrainingFactory.promotion.promotion import Promotion
 
     promotion = Promotion(_open(file, where), version, to, suite, first, overrides, where, show.note)
-    against = f" against {promotion.champion}" if promotion.champion else ", the first"
-    show.note(f"{promotion.version} for {promotion.target}{against}; gate of suite {promotion.suite.name}:")
+    opponent = f" against {promotion.champion}" if promotion.champion else ", the first"
+    show.note(f"{promotion.version} for {promotion.target}{opponent}; gate of suite {promotion.suite.name}:")
     for line in promotion.criteria:
         show.note(f"  {line}")
     decision = promotion.run(_play)
@@ -242,8 +249,8 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    restored, previous = _open(file, where).rollback(name, alias)
-    print(f"{name}@{alias} is {restored} again" + (f"; it was {name}:{previous}" if previous else ""))
+    current, previous = _open(file, where).rollback(name, alias)
+    print(f"{name}@{alias} is {current} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
@@ -257,8 +264,8 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder
     if ":" not in version:
         model = version.partition("@")[0]
         raise ValueError(f"{version!r} has no version number. Name the version to delete, such as {model}:2")
-    deleted, freed = _open(file, where).delete(version)
-    print(f"deleted {deleted}; freed {freed / 1e6:.1f} MB")
+    deleted, num_bytes = _open(file, where).delete(version)
+    print(f"deleted {deleted}; freed {num_bytes / 1e6:.1f} MB")
 
 
 @registry.command
@@ -284,11 +291,11 @@ def export(
     if to == "mlflow":
         print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
-        exported = model_registry.export(version, target, merge, dtype)
-        print(f"wrote {version} with its model card to {exported.path}")
-        for text in exported.notes:
+        model = model_registry.export(version, target, merge, dtype)
+        print(f"wrote {version} with its model card to {model.path}")
+        for text in model.notes:
             show.note(f"note: {text}")
-        show.note(f"publish it: hf upload OWNER/NAME {exported.path}")
+        show.note(f"publish it: hf upload OWNER/NAME {model.path}")
 
 
 @registry.command
@@ -307,17 +314,17 @@ def verify(
     ```
     """
     model_registry = _open(file, where)
-    damaged = model_registry.verify(version)
+    problems = model_registry.verify(version)
     count = 1 if version is not None else len(model_registry.versions())
     if as_json:
-        print(json.dumps({"versions": count, "damaged": damaged}))
-        return DAMAGED if damaged else 0
-    if not damaged:
+        print(json.dumps({"versions": count, "damaged": problems}))
+        return DAMAGED if problems else 0
+    if not problems:
         print(f"{show.pluralize(count, 'version')}: all checksums match")
-    for name, texts in damaged.items():
+    for name, texts in problems.items():
         for text in texts:
             show.fail(f"{name}: {text}")
-    return DAMAGED if damaged else 0
+    return DAMAGED if problems else 0
 
 
 def _tags(options: Sequence[str]) -> dict[str, str]:

@@ -37,23 +37,23 @@ def list_(*, archived: bool = False, as_json: Json = False, where: RunsFolder = 
     if as_json:
         print(RunList(runs=rows).model_dump_json())
         return
-    listed = [row for row in rows if archived or not row.archived]
-    if listed:
-        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in listed])
+    shown_runs = [row for row in rows if archived or not row.archived]
+    if shown_runs:
+        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in shown_runs])
     else:
         show.note(f"no runs in {where}")
-    if hidden := len(rows) - len(listed):
-        show.note(f"{show.pluralize(hidden, 'archived run')} hidden; show with --archived")
+    if num_archived := len(rows) - len(shown_runs):
+        show.note(f"{show.pluralize(num_archived, 'archived run')} hidden; show with --archived")
 
 
 def _columns(row: RunRow) -> tuple[str, ...]:
     if row.state == "unreadable":
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
-    last = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
+    metric = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
     tags = "".join(f" [{name}={value}]" if value else f" [{name}]" for name, value in row.tags.items())
     description = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}{tags}"
-    return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, description
+    return row.name, row.state, f"{row.step}/{row.steps or '?'}", metric, description
 
 
 @runs.command(name="show")
@@ -71,8 +71,8 @@ def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -
         return
     rows = [("run", f"{run.name} in {run.path}"), *run_tables.state_rows(run)]
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
-    if (best := run.best()) is not None:
-        rows.append(("best", f"{best}, on held-out tasks or rows"))
+    if (best_checkpoint := run.best()) is not None:
+        rows.append(("best", f"{best_checkpoint}, on held-out tasks or rows"))
     rows += [(name, value) for name, value in _annotation_rows(run) if value]
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
@@ -154,15 +154,15 @@ def compare(*names: RunName, as_json: Json = False, where: RunsFolder = "runs") 
         print(diff.model_dump_json())
         return
     histories = [run.metrics() for run in folders]
-    last = [run_tables.latest_metrics(history) | run_tables.usage_totals(history) for history in histories]
-    forms = run_tables.shown_metrics([row for history in histories for row in history])
-    forms |= dict.fromkeys(
+    latest = [run_tables.latest_metrics(history) | run_tables.usage_totals(history) for history in histories]
+    formats = run_tables.shown_metrics([row for history in histories for row in history])
+    formats |= dict.fromkeys(
         (key for history in histories for key in run_tables.usage_totals(history)), "{:.6g}"
     )
     rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
     rows.append(("steps", *(str(run.status.step) for run in folders)))
-    for key, number_format in forms.items():
-        rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in last)))
+    for key, number_format in formats.items():
+        rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in latest)))
     show.columns(["", *(run.name for run in folders)], rows)
 
 

@@ -63,7 +63,7 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
 
 def start_watcher(lifeline: int) -> int:
     """Fork the watcher process. Return a pipe on which to send it the segments that exist after `start`, since their
-    owners may end before the cleanup; until then it polls for them. The end of file of `life` starts the cleanup."""
+    owners may end before the cleanup; until then it polls for them. The end of `lifeline` starts the cleanup."""
     watched, (receiver, sender) = os.getpid(), os.pipe()
     if os.fork():
         os.close(lifeline)

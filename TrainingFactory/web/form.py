@@ -229,7 +229,7 @@ def config_problems(error: ConfigError) -> list[ConfigProblem]:
     """Return the problems by key, without the name of the temporary file that held the draft."""
     rows = []
     for problem in error.problems:
-        key, line = dotted(problem.key), problem.where.rpartition(":")[2]
+        key, line = dotted(problem.key), problem.location.rpartition(":")[2]
         got = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
         number = int(line) if line.isdecimal() else None
         rows.append(ConfigProblem(key=key, message=problem.text + got, line=number))

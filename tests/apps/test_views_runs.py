@@ -104,7 +104,9 @@ def test_rows_are_read_again_only_where_something_changed(
     read: list[int] = []
     monkeypatch.setattr(
         "TrainingFactory.apps.views.runs.read_new_lines",
-        lambda *given: (part := files.read_new_lines(*given), read.append(part.position.offset - part.start))[0],
+        lambda *given: (part := files.read_new_lines(*given), read.append(part.position.offset - part.start))[
+            0
+        ],
     )
     assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
     row = {"step": 3, "reward": 0.25, "loss": math.nan, "tokens_per_second": 7.0}

@@ -148,5 +148,5 @@ def test_a_secret_is_never_repeated():
 def test_an_error_of_inner_options():
     error = OptionError(
         InvalidOption("rule", "must be a text", 3), InvalidOption("", "is wrong")
-    ).prefixed_with("only_if")
+    ).with_prefix("only_if")
     assert str(error) == "only_if.rule must be a text (got 3); only_if is wrong"

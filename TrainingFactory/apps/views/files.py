@@ -25,7 +25,7 @@ class FilePosition(NamedTuple):
 
 
 class FileChunk(NamedTuple):
-    """Whole lines of a file from byte `start`. `again`: the file was truncated, so it was read from the beginning."""
+    """Whole lines of a file from byte `start`. `was_truncated`: it was read from the beginning."""
 
     start: int
     lines: list[bytes]
@@ -46,7 +46,7 @@ class Problems:
 
     @contextmanager
     def reading(self, subject: str) -> Iterator[None]:
-        """Record an error raised in the block; `what` names the file or the part of it that is read."""
+        """Record an error raised in the block; `subject` names the file or the part of it that is read."""
         try:
             yield
         except Exception as error:  # users may have edited the files in any way
@@ -60,7 +60,7 @@ def error_reason(error: Exception) -> str:
 
 
 def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileChunk:
-    """Read the lines after `place`: about `most` bytes, but at least one line. A missing file counts as empty. Raise
+    """Read about `max_bytes` after `position`, but at least one line. A missing file counts as empty. Raise
     ValueError if the file is not a regular one (see `open_regular`) or a line exceeds `MAX_LINE` bytes."""
     try:
         file = open_regular(path)
@@ -81,10 +81,12 @@ def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileCh
 
 
 def read_last_lines(path: Path, max_bytes: int) -> tuple[list[bytes], int]:
-    """Return the whole lines in the last `most` bytes of a file (none if missing), and the number of bytes before."""
+    """Return the whole lines in the last `max_bytes` of a file (none if missing), and the number of bytes before."""
     start = max(0, read_new_lines(path, FilePosition(), 1).size - max_bytes)
     if start:
-        start = read_new_lines(path, FilePosition(start - 1), 1).place.offset  # start of the next whole line
+        start = read_new_lines(
+            path, FilePosition(start - 1), 1
+        ).position.offset  # start of the next whole line
     return read_new_lines(path, FilePosition(start), max_bytes).lines, start
 
 

@@ -70,7 +70,7 @@ class EpisodeIndex:
         self._db.execute("CREATE INDEX by_step ON episodes (step, task)")
 
     def page(self, query: Query, read_all: bool = False) -> EpisodePage:
-        """Return a page of matching episodes. A request reads a limited number of bytes unless `whole` is set."""
+        """Return a page of matching episodes. A request reads a limited number of bytes unless `read_all` is set."""
         with self._lock:
             num_read, part = self._index_new_lines()
             while read_all and part.has_more:

@@ -340,7 +340,7 @@ def _flatten(data: shapes.Json, prefix: str = "") -> shapes.Json:
 
 
 def metrics_part(run: RunFolder, offset: int = 0) -> shapes.MetricsPart:
-    """Return the metrics after byte `after` as columns."""
+    """Return the metrics after byte `offset` as columns."""
     part = read_new_lines(run.path / METRICS, _position_after(offset), PART)
     result = shapes.MetricsPart(offset=part.position.offset, again=part.was_truncated, more=part.has_more)
     for line in part.lines:
@@ -362,7 +362,7 @@ def metrics_part(run: RunFolder, offset: int = 0) -> shapes.MetricsPart:
 
 
 def log_part(run: RunFolder, offset: int = 0) -> shapes.LogPart:
-    """Return the log after byte `after`; a negative value counts from the end."""
+    """Return the log after byte `offset`; a negative value counts from the end."""
     path = run.path / LOG
     if offset < 0 and (offset := max(0, file_stat(path)[1] + offset)):
         offset = read_new_lines(path, FilePosition(offset), 1).position.offset  # start of the next whole line

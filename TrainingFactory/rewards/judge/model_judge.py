@@ -86,7 +86,7 @@ def model_judge(
     try:
         verdict_reader = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
-        raise error.prefixed_with("verdict_options") from None
+        raise error.with_prefix("verdict_options") from None
     prompt = JudgePrompt(template, rubric, PROMPT_FIELDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
         model = make_endpoint(

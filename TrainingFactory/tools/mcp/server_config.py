@@ -195,7 +195,7 @@ def _read(raw: Mapping[str, Any]) -> _Entry:
         raise OptionError(
             *(
                 item if item.option.startswith("tfactory") else replace(item, value=...)
-                for item in error.wrong
+                for item in error.invalid_options
             )
         ) from None
 
