@@ -63,11 +63,11 @@ def export(
         )
     with _write_aside(target) as partial_folder:
         if merge or dtype is not None:
-            _convert(exported, model.maker, dtype, partial_folder)
+            _convert(exported, model.run, dtype, partial_folder)
         else:
             _copy(exported, partial_folder)
         if exported.kind == "adapter":
-            _fit_to_composite_base(exported, model.maker, partial_folder)
+            _fit_to_composite_base(exported, model.run, partial_folder)
         for file in HEAD if exported.reward_model else ():
             shutil.copyfile(checkpoint / file, partial_folder / file)
     return exported

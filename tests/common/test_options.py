@@ -114,7 +114,7 @@ def test_what_is_right_is_made():
 def test_what_is_wrong_is_told_all_at_once(target: Any, options: Any, told: list[str]):
     with pytest.raises(OptionError) as error:
         make_from(target, options, "a judge")
-    assert [str(wrong) for wrong in error.value.wrong] == told
+    assert [str(wrong) for wrong in error.value.invalid_options] == told
     assert str(error.value) == "; ".join(told)
 
 

@@ -10,7 +10,13 @@ from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.files import read_json, read_last_lines
 from TrainingFactory.apps.views.runs import evaluation_row, lineage_rows
-from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare, paired, success_rate
+from TrainingFactory.evaluation.comparison import (
+    ComparedModel,
+    StoredRecord,
+    compare,
+    pair_outcomes,
+    success_rate,
+)
 from TrainingFactory.evaluation.records import all_records
 from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import Version
@@ -64,7 +70,7 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
         command = f"tfactory compare {first} {second}{runs_option(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
     matching = _similar_pairs(pairs)
-    outcomes = [paired(a.record, b.record) for a, b in matching]
+    outcomes = [pair_outcomes(a.record, b.record) for a, b in matching]
     first_model, second_model = (
         ComparedModel(name, [pair[side] for pair in matching]) for side, name in enumerate((first, second))
     )

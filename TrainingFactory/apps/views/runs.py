@@ -29,7 +29,7 @@ from TrainingFactory.common.texts import pluralize, valid_text
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_whole
 from TrainingFactory.evaluation.records import read_records
-from TrainingFactory.registry.lineage import chain, describe_node, origin, parent_of, tools_of
+from TrainingFactory.registry.lineage import ancestors, describe_node, origin, parent_of, tools_of
 from TrainingFactory.runs import folder as kept
 from TrainingFactory.runs.annotations import ANNOTATIONS, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
@@ -290,7 +290,7 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    steps = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in chain(node)]
+    steps = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in ancestors(node)]
     runs = [{"name": run, "what": description, "rows": rows} for run, description, rows in steps if run]
     return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *runs]
 
