@@ -29,7 +29,7 @@ def compare(
     *arguments: Annotated[str, Parameter(name="model-or-run")], env: str | None = None, suite: str | None = None,
     episodes: Count | None = None, flags: Flags | None = None,
     show_tasks: Annotated[int, Parameter(name="--show")] = 1, html: Path | None = None, again: bool = False,
-    as_json: Json = False, where: RunsFolder = "runs",
+    as_json: Json = False, runs: RunsFolder = "runs"
 ) -> int:  # fmt: skip
     """Compare models with the first one, on the same tasks and with the same random seeds. Recorded evaluations with
     the same conditions are reused.
@@ -59,7 +59,7 @@ def compare(
     if len(names) < 2 or flags.model is not None:
         raise ValueError("name at least two models, runs or recorded evaluations: tfactory compare A B")
     overrides = [*(text for text in arguments if text not in names), *flags.overrides()]
-    overrides.insert(0, key_value("logging.output_dir", where))
+    overrides.insert(0, key_value("logging.output_dir", runs))
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
     models, weights = comparison.sides(

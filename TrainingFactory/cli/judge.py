@@ -23,7 +23,7 @@ judge = App(name="judge", help="Audit model judges before you train on their ver
 @judge.command(name="audit")
 async def audit_judge(
     *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
-    as_json: Json = False, where: RunsFolder = "runs",
+    as_json: Json = False, runs: RunsFolder = "runs"
 ) -> int:  # fmt: skip
     """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
@@ -76,7 +76,7 @@ async def audit_judge(
         return NO_VERDICT
     name = f"{settings['model']} at {settings['base_url']}"
     show.write_page(out, result.page(name))
-    save_audit(Path(where).expanduser(), result, name, str(gold))
+    save_audit(Path(runs).expanduser(), result, name, str(gold))
     return 0
 
 

@@ -38,7 +38,7 @@ def _open(path: Path | None, runs: str) -> ModelRegistry:
 
 
 @registry.command(name="list")
-def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
+def list_(*, as_json: Json = False, file: RegistryFile = None, runs: RunsFolder = "runs") -> None:
     """List all versions of all registered models.
 
     ```
@@ -48,7 +48,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
     """
     from TrainingFactory.apps.views.registry import list_models
 
-    model_registry = _open(file, where)
+    model_registry = _open(file, runs)
     versions = model_registry.versions()
     if as_json:
         print(list_models(model_registry).model_dump_json())
@@ -65,7 +65,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
 @registry.command(name="show")
 def show_(
     version: VersionName, *, lineage: bool = False, as_json: Json = False, file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs"
 ) -> None:  # fmt: skip
     """Show a version: files, evaluations and promotion decisions. A model name without a version shows the newest
     version and the decisions of all versions.
@@ -82,7 +82,7 @@ def show_(
     from TrainingFactory.registry.card import evaluation_title
     from TrainingFactory.registry.lineage import tree_lines
 
-    model_registry = _open(file, where)
+    model_registry = _open(file, runs)
     registered = model_registry.get(version)
     evaluations, decisions = (
         model_registry.evaluations(str(registered)),
@@ -116,7 +116,7 @@ def show_(
 @registry.command
 def register(
     name: str, model: Annotated[str, Parameter(name="model-or-run")], /, *, alias: str | None = None,
-    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: RunsFolder = "runs",
+    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, runs: RunsFolder = "runs"
 ) -> None:  # fmt: skip
     """Register a run's model or adapter as the next version of a model. Files are copied, so the run can be deleted.
 
@@ -133,7 +133,7 @@ def register(
         description: Free-text description of the version.
         tag: Tag as KEY=VALUE; repeatable.
     """
-    model_registry = _open(file, where)
+    model_registry = _open(file, runs)
     version = model_registry.register(name, model, description, _tags(tag))
     if alias is not None:
         model_registry.set_alias(str(version), alias)
@@ -148,7 +148,7 @@ def alias(
     *,
     remove: bool = False,
     file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs",
 ) -> None:
     """Point an alias at a version, or remove an alias.
 
@@ -161,7 +161,7 @@ def alias(
         name: Alias, such as champion.
         remove: Remove the alias, whichever version of the model it points at.
     """
-    model_registry = _open(file, where)
+    model_registry = _open(file, runs)
     if remove:
         model = model_registry.get(version).model
         print(f"removed {model}@{name}; it was {model}:{model_registry.remove_alias(model, name)}")
@@ -173,7 +173,7 @@ def alias(
 @registry.command
 def promote(
     version: VersionName, *overrides: ModelOverrides, suite: str, to: str = "champion", first: bool = False,
-    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs",
+    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, runs: RunsFolder = "runs"
 ) -> int:  # fmt: skip
     """Move an alias to a version if the version passes a gate against the alias's present holder.
 
@@ -194,7 +194,7 @@ def promote(
     """
     from TrainingFactory.promotion.promotion import Promotion
 
-    promotion = Promotion(_open(file, where), version, to, suite, first, overrides, where, show.note)
+    promotion = Promotion(_open(file, runs), version, to, suite, first, overrides, runs, show.note)
     opponent = f" against {promotion.champion}" if promotion.champion else ", the first"
     show.note(f"{promotion.version} for {promotion.target}{opponent}; gate of suite {promotion.suite.name}:")
     for line in promotion.criteria:
@@ -234,7 +234,7 @@ def _play(name: str, evaluation: RecordedEvaluation) -> None:
 
 @registry.command
 def rollback(
-    model: str, *, alias: str = "champion", file: RegistryFile = None, where: RunsFolder = "runs"
+    model: str, *, alias: str = "champion", file: RegistryFile = None, runs: RunsFolder = "runs"
 ) -> None:
     """Roll an alias back to its previous version.
 
@@ -249,12 +249,12 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    current, previous = _open(file, where).rollback(name, alias)
+    current, previous = _open(file, runs).rollback(name, alias)
     print(f"{name}@{alias} is {current} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
-def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
+def delete(version: VersionName, *, file: RegistryFile = None, runs: RunsFolder = "runs") -> None:
     """Delete a version that has no alias, with the files that no other version shares. Its number is never reused.
 
     ```
@@ -264,7 +264,7 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder
     if ":" not in version:
         model = version.partition("@")[0]
         raise ValueError(f"{version!r} has no version number. Name the version to delete, such as {model}:2")
-    deleted, num_bytes = _open(file, where).delete(version)
+    deleted, num_bytes = _open(file, runs).delete(version)
     print(f"deleted {deleted}; freed {num_bytes / 1e6:.1f} MB")
 
 
@@ -272,7 +272,7 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder
 def export(
     version: VersionName, target: str, *, to: Literal["hub", "mlflow"] = "hub", merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs"
 ) -> None:  # fmt: skip
     """Export a version as a Hugging Face model folder with a model card, or to an MLflow model registry.
 
@@ -287,7 +287,7 @@ def export(
         merge: Merge the adapter into its base model.
         dtype: Data type of the exported weights, with --to hub. Default: that of the model.
     """
-    model_registry = _open(file, where)
+    model_registry = _open(file, runs)
     if to == "mlflow":
         print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
@@ -304,7 +304,7 @@ def verify(
     *,
     as_json: Json = False,
     file: RegistryFile = None,
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs",
 ) -> int:
     """Verify the checksums of all registered files and report missing or modified ones. Exit status 1: damaged.
 
@@ -313,7 +313,7 @@ def verify(
     tfactory registry verify agent@champion
     ```
     """
-    model_registry = _open(file, where)
+    model_registry = _open(file, runs)
     problems = model_registry.verify(version)
     count = 1 if version is not None else len(model_registry.versions())
     if as_json:

@@ -23,7 +23,7 @@ TOKEN = "TFACTORY_UI_TOKEN"
 
 def ui(
     *,
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs",
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 7860,
     open_browser: Annotated[bool, Parameter(name="--open")] = False,
@@ -60,7 +60,7 @@ def ui(
         show.note(f"warning: --host {host} lets other machines connect, without encryption")
     if token is None:
         show.note("warning: --no-token lets everybody who can connect run programs as you")
-    page = Page(Path(where).expanduser(), host, token)
+    page = Page(Path(runs).expanduser(), host, token)
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
         address = listen.address_of(bound)
         for wildcard in ("0.0.0.0", "[::]"):  # other machines cannot open these addresses

@@ -11,7 +11,7 @@ import yaml
 
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
-from TrainingFactory.registry.lineage import chain, origin, tree_lines
+from TrainingFactory.registry.lineage import ancestors, origin, tree_lines
 from TrainingFactory.registry.rows import Version
 
 UNKNOWN = "unknown"
@@ -67,7 +67,7 @@ def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]
         if "success" in record.get("metrics", {})
     ]
     if not rows:
-        metrics = chain(version.lineage)[-1].get("metrics", {})
+        metrics = ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
         rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]

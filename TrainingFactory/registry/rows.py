@@ -16,7 +16,7 @@ from typing import Any
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.texts import message_of
 from TrainingFactory.models.names import SUPPORTED_MODELS
-from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, chain
+from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, ancestors
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
@@ -116,7 +116,7 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
         for digest in (row["digest"], base and base["digest"]):
             if digest is not None and not DIGEST.fullmatch(digest):
                 raise ValueError(f"invalid digest {digest!r}")
-        if not all("folder" in node or node.keys() >= RUN_KEYS for node in chain(lineage)):
+        if not all("folder" in node or node.keys() >= RUN_KEYS for node in ancestors(lineage)):
             raise ValueError("incomplete lineage")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         [path] = [file["file"] for file in db.execute("PRAGMA database_list") if file["name"] == "main"]

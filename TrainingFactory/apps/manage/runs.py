@@ -10,7 +10,7 @@ from pathlib import Path
 
 from TrainingFactory.data.disk import read_whole, remove_folder, sync
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import chain
+from TrainingFactory.registry.lineage import ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
 
 LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
@@ -41,7 +41,7 @@ def find_references(run: RunFolder, runs: Path) -> RunReferences:
         text = f"run {other_run.name} uses {', '.join(names)}"
         (references.copies if _is_complete(other_run) else references.needed_by).append(text)
     for version in Catalogue(registry_path(runs)).versions():
-        if any(node.get("path") == str(folder) for node in chain(version.lineage)):
+        if any(node.get("path") == str(folder) for node in ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
     return references
 
