@@ -42,7 +42,7 @@ async def audit_judge(
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.apps.judge_audit.audit import audit
     from TrainingFactory.apps.judge_audit.gold import load_gold
-    from TrainingFactory.apps.judge_audit.report import judge_verdict, save_audit
+    from TrainingFactory.apps.judge_audit.report import verdict_of, save_audit
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
@@ -69,7 +69,7 @@ async def audit_judge(
         print(json.dumps(result.as_json(), indent=2))
     else:
         show.columns(("metric", "value", "meaning"), result.rows)
-        show.table([("verdict", judge_verdict(result))])
+        show.table([("verdict", verdict_of(result))])
     if not (result.judged or result.pairs):  # no verdict can be compared with a gold label
         earlier_note = f"; {out} is from an earlier audit" if out.exists() else ""
         show.note(f"no report written, because the judge gave no verdict{earlier_note}")

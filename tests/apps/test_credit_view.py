@@ -19,7 +19,7 @@ from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
-from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, credit_view, decode_pieces
+from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, coloured, decode_pieces
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
@@ -65,7 +65,7 @@ def members(credit: Credit) -> list[EpisodeCredit]:
 @pytest.mark.parametrize("name", ["grpo", "grpo-scaled", "grpo-rloo", "ppo-head"])
 def test_the_values_are_those_of_the_training_rows(name: str) -> None:
     algorithm, groups = ALGORITHMS[name], groups_of()
-    credit = credit_view([trajectory for group in groups for trajectory in group], algorithm, TOKENIZER)
+    credit = coloured([trajectory for group in groups for trajectory in group], algorithm, TOKENIZER)
     assert credit.measure == ("reward" if name == "ppo-head" else "advantage")
     seen, compared = {group.name: group for group in credit.groups}, 0
     for group in groups:
@@ -88,15 +88,15 @@ def test_the_values_are_those_of_the_training_rows(name: str) -> None:
 
 def test_credit_by_turn_and_by_trajectory() -> None:
     group = [episode(0, ["ask", "guess"], 1.0, [0.5, 0.0]), episode(1, ["ask", "guess"], 0.0, [0.5, -0.5])]
-    by_turn = members(credit_view(group, GRPO(), TOKENIZER))
+    by_turn = members(coloured(group, GRPO(), TOKENIZER))
     # to go, from the first turn on: 1.5 and 0, so +-0.75; from the second on: 1 and -0.5, so the same
     assert values(by_turn[0]) == [[0.75] * 3, [0.75] * 5] and values(by_turn[1]) == [[-0.75] * 3, [-0.75] * 5]
     group[1] = episode(1, ["ask", "guess"], 0.0, [-0.5, 0.5])  # 0 in all; 0.5 from the second turn on
-    by_turn = members(credit_view(group, GRPO(), TOKENIZER))
+    by_turn = members(coloured(group, GRPO(), TOKENIZER))
     assert [turn.values[0] for turn in by_turn[0].turns] == [0.75, 0.25]
     assert by_turn[1].turns[0].summary("advantage") == ["step reward -0.50", "advantage -0.75"]
     assert by_turn[1].turns[1].summary("advantage") == ["step reward +0.50", "advantage -0.25"]
-    whole = members(credit_view(group, GRPO(credit="trajectory"), TOKENIZER))
+    whole = members(coloured(group, GRPO(credit="trajectory"), TOKENIZER))
     assert [turn.values[0] for turn in whole[0].turns] == [0.75, 0.75]
     assert group[0].turns[0].completion.policy_version == 7  # as they were
 
@@ -104,7 +104,7 @@ def test_credit_by_turn_and_by_trajectory() -> None:
 def test_what_length_costs_is_in_the_total() -> None:
     group = [episode(0, ["ask"], 0.0), episode(1, ["ask " * 12], 0.0)]
     costly = GRPO(overlong_length=10, overlong_buffer=5, overlong_penalty=2.0)
-    short, long = members(credit_view(group, costly, TOKENIZER))
+    short, long = members(coloured(group, costly, TOKENIZER))
     assert short.total == 0.0 and long.total == -2.0
     assert short.turns[0].values[0] == 1.0 and long.turns[0].values[0] == -1.0
     assert group[1].reward == Reward(0.0)  # as it was
@@ -115,7 +115,7 @@ def test_what_takes_all_groups_of_a_step() -> None:
     second = [episode(0, ["a"], 5.0), episode(1, ["bb"], 0.0)]
     for trajectory in second:
         trajectory.group = "0/u"
-    credit = credit_view([*first, *second], GRPO(advantage="reinforce_plus_plus_baseline"), TOKENIZER)
+    credit = coloured([*first, *second], GRPO(advantage="reinforce_plus_plus_baseline"), TOKENIZER)
     plain = np.array([0.5, *[-0.5] * 3, 2.5, -2.5, -2.5])
     wanted = (plain - plain.mean()) / plain.std()
     seen = {
@@ -128,7 +128,7 @@ def test_what_takes_all_groups_of_a_step() -> None:
 def test_rft_shows_what_was_kept() -> None:
     # The same words three times: only the reward and the order say which one is kept.
     group = [episode(0, ["a", "bb"], 0.0), episode(1, ["a", "bb"], 1.0), episode(2, ["a", "bb"], 1.0)]
-    credit = credit_view(group, RFT(threshold=1.0), TOKENIZER)
+    credit = coloured(group, RFT(threshold=1.0), TOKENIZER)
     left_out = [each.left_out for each in members(credit)]
     assert credit.measure == "weight" and [each is None for each in left_out] == [False, True, False]
     assert values(members(credit)[1]) == [[1.0], [1.0, 1.0]] and values(members(credit)[0]) == [[], []]
@@ -136,7 +136,7 @@ def test_rft_shows_what_was_kept() -> None:
 
 
 def test_ppo_shows_rewards_and_says_what_is_missing() -> None:
-    credit = credit_view([episode(0, ["ab", "cde"], 1.0, [0.5, 0.25])], PPO(), TOKENIZER)
+    credit = coloured([episode(0, ["ab", "cde"], 1.0, [0.5, 0.25])], PPO(), TOKENIZER)
     assert values(members(credit)[0]) == [[0.0, 0.5], [0.0, 0.0, 1.25]]
     assert members(credit)[0].turns[1].summary("reward") == ["step reward +0.25", "reward +1.25"]
     assert "critic" in credit.notes[0]
@@ -150,14 +150,14 @@ def test_why_an_episode_is_not_trained() -> None:
         episode(3, [], 0.0),
         episode(4, ["a"], 0.0),
     ]
-    seen = members(credit_view(group, GRPO(train_truncated=False), TOKENIZER))
+    seen = members(coloured(group, GRPO(train_truncated=False), TOKENIZER))
     reasons = [None, "the judge is silent", "train_truncated is false", "no turn", None]
     for each, reason in zip(seen, reasons, strict=True):
         assert each.left_out is None if reason is None else reason in (each.left_out or "")
     assert [each.total for each in seen] == [1.0, None, 0.5, 0.0, 0.0]
-    same = members(credit_view([episode(n, ["a"], 1.0) for n in range(2)], GRPO(), TOKENIZER))
+    same = members(coloured([episode(n, ["a"], 1.0) for n in range(2)], GRPO(), TOKENIZER))
     assert all("the same reward" in (each.left_out or "") for each in same)
-    assert credit_view([], GRPO(), TOKENIZER).groups == []
+    assert coloured([], GRPO(), TOKENIZER).groups == []
 
 
 @dataclass
@@ -180,7 +180,7 @@ class Rising(BaseAlgorithm):
 
 
 def test_differences_within_a_turn_are_shown() -> None:
-    credit = credit_view([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER)
+    credit = coloured([episode(0, ["abc", "d"], 1.0)], Rising(), TOKENIZER)
     [seen] = members(credit)
     assert [piece.value for piece in seen.turns[0].pieces] == [None, 1.0, 2.0] and values(seen)[1] == [3.0]
     assert seen.turns[0].summary("advantage") == ["advantage +1.50 on average (+1.00 to +2.00)"]
@@ -196,7 +196,7 @@ def test_characters_of_several_tokens_stay_whole() -> None:
     half = ids("a🙂")[:-2]  # cut by a length limit
     assert [part for *_, part in decode_pieces(half, TOKENIZER.decode)] == ["a", "\ufffd"]
     group = [episode(0, ["🙂"], 1.0), episode(1, ["x"], 0.0)]
-    [piece] = members(credit_view(group, GRPO(), TOKENIZER))[0].turns[0].pieces
+    [piece] = members(coloured(group, GRPO(), TOKENIZER))[0].turns[0].pieces
     assert piece.text == "🙂" and piece.values == [0.5] * 4 and len(piece.logprobs) == 4
 
 
@@ -217,7 +217,7 @@ def hostile() -> Credit:
     group[0].task.id = group[0].prompt[0].content = HOSTILE
     assert group[0].reward is not None
     group[0].reward.parts = {HOSTILE: 1.0}
-    return credit_view(group, GRPO(), TOKENIZER)
+    return coloured(group, GRPO(), TOKENIZER)
 
 
 def test_the_page_is_well_formed_and_obeys_nobody() -> None:
@@ -230,7 +230,7 @@ def test_the_page_is_well_formed_and_obeys_nobody() -> None:
 
 def test_the_page_colours_what_was_sampled_and_nothing_else() -> None:
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["é"], 0.0)]
-    root = parsed(credit_view(group, GRPO(), TOKENIZER).page("x"))
+    root = parsed(coloured(group, GRPO(), TOKENIZER).page("x"))
     spans = [span for span in root.iter("span") if "title" in span.attrib]
     assert [(span.text, span.attrib["class"]) for span in spans] == [
         ("a", "p8"), ("b", "p8"), ("c", "p8"), ("é", "n8")
@@ -249,7 +249,7 @@ def test_a_terminal_with_and_without_colour(
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
     group = [episode(0, ["ab", "c"], 1.0, reply="REPLY"), episode(1, ["d"], 0.0, error=None)]
-    credit = credit_view(group, GRPO(), TOKENIZER)
+    credit = coloured(group, GRPO(), TOKENIZER)
     printing.print_groups(credit, credit.groups)
     plain = capsys.readouterr().out
     assert "\x1b" not in plain

@@ -116,14 +116,14 @@ class Audit:
             title="Judge audit",
             judge=judge,
             found=self,
-            verdict=judge_verdict(self),
+            verdict=verdict_of(self),
             passes=f"{PASS_THRESHOLD:g}",
             agreement=agreement | {"dots": confusion.items()},
             errors=by_length | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
         )
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"kappa_low": self.kappa_low, "verdict": judge_verdict(self)}
+        return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
 
 
 def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
@@ -134,7 +134,7 @@ def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
         file.write(json.dumps(row | audit.as_json()) + "\n")
 
 
-def judge_verdict(audit: Audit) -> str:
+def verdict_of(audit: Audit) -> str:
     """Return in words how far the judge can be trusted, and its faults."""
     faults = [*_failure_texts(audit), *_injection_texts(audit), *_bias_texts(audit)]
     if 0 < audit.judged < MIN_ITEMS:

@@ -161,7 +161,7 @@ class Credit:
         return size if value > 0 else -size
 
 
-def credit_view(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
+def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
     """Return the credit that `algorithm` gives to each token of one step's episodes. Episodes with the same `group` are
     compared with each other."""
     measure: Measure = "reward" if "values" in algorithm.needs else "advantage"

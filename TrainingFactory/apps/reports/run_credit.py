@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.apps.reports.credit_view import Credit, GroupCredit, credit_view
+from TrainingFactory.apps.reports.credit_view import Credit, GroupCredit, coloured
 from TrainingFactory.assembly.learner import make_algorithm
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.models.loading import load_tokenizer
@@ -29,7 +29,7 @@ def run_credit(
     model_name = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
     tokenizer = load_tokenizer(model_name, model.revision, model.trust_remote_code)
     scored_episodes = [without_dropped_reward(episode) for episode in episodes or run.episodes(step)]
-    return step, credit_view(scored_episodes, make_algorithm(run.config), tokenizer)
+    return step, coloured(scored_episodes, make_algorithm(run.config), tokenizer)
 
 
 def select_episodes(
