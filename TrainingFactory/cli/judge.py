@@ -42,7 +42,7 @@ async def audit_judge(
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.apps.judge_audit.audit import audit
     from TrainingFactory.apps.judge_audit.gold import load_gold
-    from TrainingFactory.apps.judge_audit.report import verdict_of, save_audit
+    from TrainingFactory.apps.judge_audit.report import save_audit, verdict_of
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 

@@ -63,7 +63,7 @@ async def audit(
     judge_options = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
     pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **judge_options)
     tokens, cost = _usage_so_far(judge)
-    judge_ordered = pair_judge.ordered
+    judge_ordered = pair_judge.compare_once
     pairs = [
         (record(judge_ordered(preferred, rejected)), record(judge_ordered(rejected, preferred)))
         for preferred, rejected in gold_pairs
