@@ -55,19 +55,19 @@ class EpisodeRequests:
     `failed` gets an exception of the sampler, which must stop the run."""
 
     def __init__(
-        self, rules: EpisodeSettings, sampler: Sampler, first: SamplingSession, seed_of: Callable[[int], int],
+        self, rules: EpisodeSettings, sampler: Sampler, first_session: SamplingSession, seed_of: Callable[[int], int],
         counts: Counter[str], model: str | None = None,
     ) -> None:  # fmt: skip
         self._rules, self._sampler, self._seed_of, self._counts = rules, sampler, seed_of, counts
-        self._model, self._turns_left, self._free = model, rules.max_turns, [first]
-        self._opened: list[SamplingSession] = []
-        self._repeats: Counter[int] = Counter()  # request hash -> number of such requests
+        self._model, self._turns_left, self._free_sessions = model, rules.max_turns, [first_session]
+        self._opened_sessions: list[SamplingSession] = []
+        self._request_counts: Counter[int] = Counter()  # request hash -> number of such requests
         self._running: set[asyncio.Future[Any]] = set()
-        self._over = False
+        self._is_over = False
         self._conversations = Conversations(rules.chat)
-        self.limited = self.full = False  # a request was refused: max_turns reached, or the context is full
+        self.turns_exceeded = self.is_context_full = False  # a request was refused for this reason
         self.reported_reward: ReportedReward | None = None
-        self.rewarded = asyncio.Event()
+        self.reward_reported = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
@@ -75,21 +75,21 @@ class EpisodeRequests:
         dialect = route.dialect
         try:
             check_size(body, self._sampler.max_length, self._rules.chat.sees_images)
-            ask, node = await in_thread(self._read, route, body, model)
+            request, node = await in_thread(self._read, route, body, model)
             if route.counts:
                 return dialect.token_count(len(node.turn.prompt_ids))
-            self._admit(ask, node)
+            self._admit(request, node)
         except ApiError as error:
             self._counts["refused" if error.code in REFUSED else "malformed"] += 1
             raise
 
         async def choose(_: int, on_partial: OnPartial | None) -> SampledChoice:
-            return await self._choice(ask, node, on_partial)
+            return await self._choice(request, node, on_partial)
 
-        head = ResponseHead(ask.model or "policy", len(node.turn.prompt_ids))
-        if ask.stream:
-            return stream(ask.n, choose, dialect.events(ask, head), contextlib.nullcontext())
-        return dialect.response(ask, head, await complete(ask.n, choose))
+        head = ResponseHead(request.model or "policy", len(node.turn.prompt_ids))
+        if request.stream:
+            return stream(request.n, choose, dialect.events(request, head), contextlib.nullcontext())
+        return dialect.response(request, head, await complete(request.n, choose))
 
     async def reward(self, body: bytes) -> HandlerResult:
         """Set the episode's reward; a later request replaces it."""
@@ -99,82 +99,84 @@ class EpisodeRequests:
             self._counts["malformed"] += 1
             text = 'the body must be {"reward": NUMBER}, optionally with "parts": {NAME: NUMBER}: '
             raise ApiError(text + error.errors(include_url=False)[0]["msg"], "reward") from None
-        self.rewarded.set()
+        self.reward_reported.set()
         return {"reward": self.reported_reward.reward}
 
     async def close(self) -> list[RequestNode]:
         """Cancel running requests and refuse new ones; return all turns in the order of training rows."""
-        self._over, self._turns_left = True, 0
+        self._is_over, self._turns_left = True, 0
         for sampling in self._running:
             sampling.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for session in self._opened:
+        for session in self._opened_sessions:
             session.close()
         self.failed.cancel()
-        nodes = self._conversations.ordered()
+        nodes = self._conversations.number_rows()
         self._counts["rows"] += int(nodes[-1].turn.signals["proxy/row"]) if nodes else 0
         return nodes
 
     def _read(self, route: Route, body: bytes, model: str | None) -> tuple[ParsedRequest, RequestNode]:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
         limit = self._sampler.max_length
-        sees = self._rules.chat.sees_images
-        ask = route.dialect.parse(body, self._rules.params, limit, model, route.stream, sees)
-        conversations = Conversations(self._rules.chat) if self._is_side(ask) else self._conversations
+        sees_images = self._rules.chat.sees_images
+        request = route.dialect.parse(body, self._rules.params, limit, model, route.stream, sees_images)
+        conversations = Conversations(self._rules.chat) if self._is_side(request) else self._conversations
         try:
-            return ask, conversations.begin(ask.messages, ask.tools)
+            return request, conversations.begin(request.messages, request.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template of this model cannot render the messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
-    def _admit(self, ask: ParsedRequest, node: RequestNode) -> None:
+    def _admit(self, request: ParsedRequest, node: RequestNode) -> None:
         """Refuse the request if no turn or no context is left; count it if it asks for other sampling parameters."""
         limit = self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
         tokens_left = limit - len(node.turn.prompt_ids)
-        if not self._is_side(ask) and ask.n > self._turns_left:
-            self.limited |= not self._over
+        if not self._is_side(request) and request.n > self._turns_left:
+            self.turns_exceeded |= not self._is_over
             text = f"environment.max_turns={self._rules.max_turns} is reached; with n > 1 each choice counts"
             raise ApiError(text, status=403, code="max_turns")
         if tokens_left < 1:
-            self.full = True
+            self.is_context_full = True
             text = f"the messages have {limit - tokens_left} tokens, the context has {limit}. Shorten the messages"
             raise ApiError(text, "messages", code="context_length_exceeded")
-        if not self._is_side(ask):
-            self._turns_left -= ask.n
+        if not self._is_side(request):
+            self._turns_left -= request.n
         max_tokens = min(params["max_tokens"], tokens_left)
-        ask.max_tokens = min([max_tokens, *ask.limits.values()])
-        differs = any(
+        request.max_tokens = min([max_tokens, *request.limits.values()])
+        changes_params = any(
             name == "seed" or params[name] != value
-            for name, value in ask.settings.items()
+            for name, value in request.settings.items()
             if name != "stream"
         )
-        is_cut = any(limit > max_tokens for limit in ask.limits.values())
-        self._counts["ignored"] += differs or is_cut or bool(ask.ignored)
+        lowers_limit = any(limit > max_tokens for limit in request.limits.values())
+        self._counts["ignored"] += changes_params or lowers_limit or bool(request.ignored)
 
     async def _choice(
-        self, ask: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
+        self, request: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
     ) -> SampledChoice:
         """Sample a turn and add it to the episode. The turn is discarded if the client disconnects."""
         episode_over = ApiError("the episode is over", status=403, code="episode_over")
-        if self._over:
+        if self._is_over:
             raise episode_over
         prompt, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
         ids, images = to_disk(prompt)
-        request = json.dumps([ids, ask.settings, *([images] if images else [])])
-        key = int.from_bytes(hashlib.blake2b(request.encode(), digest_size=7).digest())
-        self._repeats[key] += 1
-        params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._repeats[key]))
-        is_side = self._is_side(ask)
+        request_text = json.dumps([ids, request.settings, *([images] if images else [])])
+        key = int.from_bytes(hashlib.blake2b(request_text.encode(), digest_size=7).digest())
+        self._request_counts[key] += 1
+        params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._request_counts[key]))
+        is_side = self._is_side(request)
         session = self._sampler.session() if is_side else self._session(node.parent)
-        sampling = asyncio.ensure_future(sample_choice(session, rules.chat, ask, prompt, params, on_partial))
+        sampling = asyncio.ensure_future(
+            sample_choice(session, rules.chat, request, prompt, params, on_partial)
+        )
         self._running.add(sampling)
         try:
             choice, completion = await sampling
         except asyncio.CancelledError:
             self._counts["aborted"] += 1
-            if self._over:  # cancelled by `close`: the client is still connected and gets an answer
+            if self._is_over:  # cancelled by `close`: the client is still connected and gets an answer
                 raise episode_over from None
             raise
         except Exception as error:
@@ -192,17 +194,17 @@ class EpisodeRequests:
             self._counts.update((node.reason, "turns"))
         return choice
 
-    def _is_side(self, ask: ParsedRequest) -> bool:
-        return self._model is not None and ask.model not in (None, self._model)
+    def _is_side(self, request: ParsedRequest) -> bool:
+        return self._model is not None and request.model not in (None, self._model)
 
     def _session(self, parent: RequestNode | None) -> SamplingSession:
         """Return the session whose cache has the tokens of the previous turn, or an unused one."""
         if parent is not None and parent.session is not None:
             session, parent.session = parent.session, None
-        elif self._free:
-            session = self._free.pop()
+        elif self._free_sessions:
+            session = self._free_sessions.pop()
         else:
-            self._opened.append(session := self._sampler.session())
+            self._opened_sessions.append(session := self._sampler.session())
         return session
 
 

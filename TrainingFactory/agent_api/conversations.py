@@ -36,7 +36,7 @@ class Conversations:
 
     def begin(self, messages: list[Message], tools: list[ToolSpec]) -> RequestNode:
         """Return a node with the prompt of a request; raise ValueError if the chat template cannot render it."""
-        parent, reason = self._continued(messages, tools)
+        parent, reason = self._find_parent(messages, tools)
         no_answer = Completion([], [], "length"), Message("assistant")
         if parent is not None:
             replies, turn = messages[len(parent.messages) :], parent.turn
@@ -53,7 +53,7 @@ class Conversations:
         turn, messages = Turn(node.turn.prompt_ids, completion, message), [*node.messages, message]
         self.answered_nodes.append(replace(node, turn=turn, messages=messages, session=session))
 
-    def ordered(self) -> list[RequestNode]:
+    def number_rows(self) -> list[RequestNode]:
         """Return all turns, row by row, and number the rows. The row that ended last comes last, because the last turn
         counts as the end of the episode."""
         latest: dict[RequestNode, int] = {}  # node -> number of the last turn among its descendants
@@ -74,35 +74,38 @@ class Conversations:
             node.turn.signals = {"proxy/row": row}
         return nodes
 
-    def _continued(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[RequestNode | None, str]:
+    def _find_parent(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[RequestNode | None, str]:
         """Return the longest conversation that the messages continue, or None and the reason why there is none."""
-        shorter = [node for node in self.answered_nodes if len(node.messages) < len(messages)]
-        shorter.sort(key=lambda node: -len(node.messages))
-        prefixes = [node for node in shorter if _begins(messages, node.messages)]
+        shorter_nodes = [node for node in self.answered_nodes if len(node.messages) < len(messages)]
+        shorter_nodes.sort(key=lambda node: -len(node.messages))
+        prefixes = [node for node in shorter_nodes if _starts_with(messages, node.messages)]
         is_assistant = [message.role == "assistant" for message in messages]
         if same_tools := [node for node in prefixes if node.tools == tools]:
             parent = same_tools[0]
             if any(is_assistant[len(parent.messages) :]):
                 return None, "rewritten"  # with a turn that was not sampled here, or was edited
             return (parent, "") if parent.turn.completion.finish == "stop" else (None, "cut")
-        if prefixes or any(_begins(messages, node.messages, arguments=False) for node in shorter):
+        if prefixes or any(_starts_with(messages, node.messages, arguments=False) for node in shorter_nodes):
             return None, "tools" if prefixes else "arguments"
-        if any(is_assistant) or any(_retells(messages, node.messages) for node in self.answered_nodes):
+        if any(is_assistant) or any(_is_summary_of(messages, node.messages) for node in self.answered_nodes):
             return None, "rewritten"
         return None, "begun"
 
 
-def _begins(messages: Sequence[Message], prefix: Sequence[Message], arguments: bool = True) -> bool:
+def _starts_with(messages: Sequence[Message], prefix: Sequence[Message], arguments: bool = True) -> bool:
     return all(
-        _same(recorded, received, arguments) for recorded, received in zip(prefix, messages, strict=False)
+        _is_same_message(recorded, received, arguments)
+        for recorded, received in zip(prefix, messages, strict=False)
     )
 
 
-def _retells(messages: Sequence[Message], previous: Sequence[Message]) -> bool:
+def _is_summary_of(messages: Sequence[Message], previous: Sequence[Message]) -> bool:
     """Return whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
     another message replaces the first answer, or quotes the question or a longer answer or tool result."""
     roles, common = [message.role for message in previous], 0
-    while common < min(len(messages), len(previous)) and _same(previous[common], messages[common], True):
+    while common < min(len(messages), len(previous)) and _is_same_message(
+        previous[common], messages[common], True
+    ):
         common += 1
     first_answer = roles.index("assistant")
     if common == len(messages) or "system" in roles[common:first_answer]:
@@ -113,7 +116,7 @@ def _retells(messages: Sequence[Message], previous: Sequence[Message]) -> bool:
     return common >= first_answer or any(text and text in new_text for text in quotable)
 
 
-def _same(recorded: Message, received: Message, arguments: bool) -> bool:
+def _is_same_message(recorded: Message, received: Message, arguments: bool) -> bool:
     """Return whether a client sent a message back unchanged. Clients may omit the reasoning, for which OpenAI has no
     field, and add an agent's name to a sampled message. The JSON of arguments may have other spaces and escapes, but
     must have the same keys in the same order and the same numbers."""

@@ -47,7 +47,9 @@ def mean_and_deviation(
     if all(array is None for array in weights):
         return float(values.mean()), float(values.std())
     pairs = zip(arrays, weights, strict=True)
-    factors = np.concatenate([np.ones(len(a)) if w is None else w.astype(float) for a, w in pairs])
+    factors = np.concatenate(
+        [np.ones(len(a)) if factor is None else factor.astype(float) for a, factor in pairs]
+    )
     mean = np.average(values, weights=factors)
     return float(mean), float(np.sqrt(np.average((values - mean) ** 2, weights=factors)))
 

@@ -100,14 +100,14 @@ def tree_advantages(
     table = TurnTable(trees.roots, np.zeros(shape), np.zeros(shape), np.zeros(shape))
     leaf_weights = np.ones(len(trees.roots))
 
-    def assign(leaves: list[int], turn: int, weight: float, others: np.ndarray) -> None:
+    def assign(leaves: list[int], turn: int, weight: float, siblings: np.ndarray) -> None:
         fork = trees.next_fork(leaves, turn)
         value = trees.value(leaves, turn, returns)
         for number in range(turn, fork):
             leaf = next((leaf for leaf in leaves if trained[leaf, number]), leaves[0])
             table.weights[leaf, number] = weight
             table.values[leaf, number] = value[number]
-            table.advantages[leaf, number] = value[number] - others[number]
+            table.advantages[leaf, number] = value[number] - siblings[number]
         if len(leaves) == 1:
             leaf_weights[leaves[0]] = weight
         else:
@@ -115,9 +115,9 @@ def tree_advantages(
 
     def split(parts: list[list[int]], turn: int, weight: float) -> None:
         values = np.array([trees.value(part, turn, returns) for part in parts])
-        others = (values.sum(0) - values) / max(len(parts) - 1, 1)
+        siblings = (values.sum(0) - values) / max(len(parts) - 1, 1)
         for part, compared in zip(
-            parts, np.zeros_like(values) if baseline == "none" else others, strict=True
+            parts, np.zeros_like(values) if baseline == "none" else siblings, strict=True
         ):
             assign(part, turn, weight if turn == 0 else weight / len(parts), compared)
 

@@ -27,8 +27,8 @@ def gae_of_episodes(
 ) -> np.ndarray:
     """Return the advantages of many episodes' tokens [M]; `row` numbers an episode's rows in chronological order."""
     advantages = np.zeros(len(rewards))
-    order = np.lexsort((row, episode))  # stable
-    starts = np.flatnonzero(np.diff(episode[order])) + 1
-    for tokens in np.split(order, starts):
+    row_order = np.lexsort((row, episode))  # stable
+    starts = np.flatnonzero(np.diff(episode[row_order])) + 1
+    for tokens in np.split(row_order, starts):
         advantages[tokens] = gae(rewards[tokens], values[tokens], gamma, lam)
     return advantages

@@ -80,7 +80,7 @@ class GRPO(BaseAlgorithm):
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
             limit = f"grpo.overlong_length ({self.overlong_length})"
             raise ValueError(f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most {limit}")
-        if self.scale_rewards and self._whitened:
+        if self.scale_rewards and self._whiten:
             raise ValueError(
                 f"grpo.scale_rewards is true, but grpo.advantage={self.advantage} normalises over the whole batch; "
                 "set grpo.scale_rewards to false"
@@ -94,7 +94,7 @@ class GRPO(BaseAlgorithm):
             )
 
     @property
-    def _whitened(self) -> bool:
+    def _whiten(self) -> bool:
         return self.advantage.startswith("reinforce_plus_plus")
 
     @property
@@ -202,7 +202,7 @@ class GRPO(BaseAlgorithm):
         return self.overlong_penalty * np.clip(excess, 0.0, 1.0)
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
-        if self._whitened:
+        if self._whiten:
             whiten([pack for batch in batches for pack in batch.packs])
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:

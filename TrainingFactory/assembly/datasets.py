@@ -53,14 +53,14 @@ def find_dataset(source: str, runs: str | Path = "runs") -> str:
 def fit_forms(source: str, split: str, count: int) -> DatasetFit:
     """Try all dataset forms on the first `count` rows."""
     rows = list(islice(read_rows(source, split), count + 1))
-    first = rows[:count]
-    if not first:
+    first_rows = rows[:count]
+    if not first_rows:
         raise ValueError(f"{source} is empty")
-    columns = dict.fromkeys(name for row in first for name in row.columns)
-    result = DatasetFit(len(first), len(rows) > count, [str(name) for name in columns])
+    columns = dict.fromkeys(name for row in first_rows for name in row.columns)
+    result = DatasetFit(len(first_rows), len(rows) > count, [str(name) for name in columns])
     for form in get_args(Form):
         try:
-            examples = load_examples(first, form, check_call=argument_problem)
+            examples = load_examples(first_rows, form, check_call=argument_problem)
         except ValueError as error:
             result.misfits[form] = str(error).partition("\n")[0]
         else:

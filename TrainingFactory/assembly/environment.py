@@ -99,9 +99,9 @@ def environment_of_scenario(scenario: Any) -> Any:
     environment = getattr(scenario, "environment", None)
     if environment is not None:
         return find_environment(str(environment)) if isinstance(environment, str | Path) else environment
-    own = [as_tool(entry) for entry in getattr(scenario, "tools", ())]
+    own_tools = [as_tool(entry) for entry in getattr(scenario, "tools", ())]
     rows = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
-    if rows["train"] is None or any(isinstance(entry, ToolSource) for entry in own):
+    if rows["train"] is None or any(isinstance(entry, ToolSource) for entry in own_tools):
         raise ValueError(
             f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
             f"nor `tasks` (rows or a file) with `tools` that need no server; see {docs_page('FACTORIES.md')}"
@@ -111,7 +111,7 @@ def environment_of_scenario(scenario: Any) -> Any:
         system_prompt = getattr(scenario, "system_prompt", "")
 
         def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
-            super().__init__(task, [*own, *tools])
+            super().__init__(task, [*own_tools, *tools])
 
         @classmethod
         def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:

@@ -61,20 +61,20 @@ def export(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"
         )
-    with _written_aside(target) as partial_folder:
+    with _write_aside(target) as partial_folder:
         if merge or dtype is not None:
-            _convert(exported, model.maker, dtype, partial_folder)
+            _convert(exported, model.run, dtype, partial_folder)
         else:
             _copy(exported, partial_folder)
         if exported.kind == "adapter":
-            _fit_to_composite_base(exported, model.maker, partial_folder)
+            _fit_to_composite_base(exported, model.run, partial_folder)
         for file in HEAD if exported.reward_model else ():
             shutil.copyfile(checkpoint / file, partial_folder / file)
     return exported
 
 
 @contextmanager
-def _written_aside(target: Path) -> Iterator[Path]:
+def _write_aside(target: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` when it is complete."""
     partial_folder = target.with_name(f".{target.name}.part")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left by an interrupted export

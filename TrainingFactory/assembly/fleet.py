@@ -162,6 +162,6 @@ def engine_hosts(
     `logs`."""
     seconds = compute.start_timeout
     if compute.backend != "ray":
-        return LocalEngineLauncher(spec, start_timeout=seconds, notify=notify, folder=logs, what=role)
+        return LocalEngineLauncher(spec, start_timeout=seconds, notify=notify, folder=logs, role=role)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
     return RayEngineLauncher(session, spec, count, gpus, cpus, seconds, notify, role, logs)

@@ -80,9 +80,9 @@ def _check_limits(config: TrainingConfig, context: ContextSection, max_length: i
     length = max_length or config.model.max_length or DEFAULT_MAX_LENGTH
     reserve = context.summary_tokens if context.fold == "summary" else 1
     if context.limit + reserve > length:
-        known = "" if config.model.max_length else " (its default; set it if the model's context is longer)"
+        origin = "" if config.model.max_length else " (its default; set it if the model's context is longer)"
         added = f" with summary_tokens={reserve}" if context.fold == "summary" else ""
-        text = f"must be below model.max_length{added}, which is {length}{known}"
+        text = f"must be below model.max_length{added}, which is {length}{origin}"
         return [Problem((*KEY, "limit"), text, context.limit)]
     return []
 
@@ -91,8 +91,8 @@ def _load_function(name: str | None) -> Any:
     """Import the fold function; raise ValueError if it cannot be one."""
     if name is None:
         raise ValueError("is missing: fold=own needs a function, such as fold.py:shorten")
-    path, member, [function, *others] = load_objects("environment.context.function", name)
-    if others or not callable(function) or isinstance(function, type):
+    path, member, [function, *extra] = load_objects("environment.context.function", name)
+    if extra or not callable(function) or isinstance(function, type):
         raise ValueError(f"must name one function of {path}, such as {path}:shorten (got {name})")
     try:
         inspect.signature(function).bind([])

@@ -91,26 +91,26 @@ def make_learner(
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.optim import OptimizerOptions
 
-    options, needs = config.training, algorithm.needs
+    options, inputs = config.training, algorithm.needs
     updates = options.update_epochs * options.minibatches
-    needs_reference = "reference" in needs and "precomputed" not in needs
+    needs_reference = "reference" in inputs and "precomputed" not in inputs
     new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
-    needs_head = not needs.isdisjoint({"values", "scores"})
+    needs_head = not inputs.isdisjoint({"values", "scores"})
     return Learner(
         loaded_model.model,
         OptimizerOptions(
             options.optimizer,
             options.learning_rate,
             options.weight_decay,
-            critic_learning_rate=critic_learning_rate(config) if "values" in needs else None,
+            critic_learning_rate=critic_learning_rate(config) if "values" in inputs else None,
             schedule=options.schedule,
             warmup_steps=options.warmup_steps * updates,
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
         reference=copy_model(loaded_model.model) if needs_reference and not new_adapter else None,
-        head=make_head(loaded_model.model, describe_reward_model(config, needs)) if needs_head else None,
-        critic=make_critic(loaded_model.model) if "critic" in needs else None,
+        head=make_head(loaded_model.model, describe_reward_model(config, inputs)) if needs_head else None,
+        critic=make_critic(loaded_model.model) if "critic" in inputs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
         gradient_checkpointing=options.gradient_checkpointing,
         activation_offload=options.activation_offload,
@@ -143,9 +143,9 @@ def check_sharded(config: TrainingConfig) -> None:
         )
 
 
-def describe_reward_model(config: TrainingConfig, needs: frozenset[str]) -> dict[str, Any] | None:
+def describe_reward_model(config: TrainingConfig, inputs: frozenset[str]) -> dict[str, Any] | None:
     """Return the description that a reward model's checkpoint stores; see `learning/reward_models.py`."""
-    if "scores" not in needs:
+    if "scores" not in inputs:
         return None
     model = config.model
     described = model.model_dump(include={"revision", "family", "thinking", "quantization"})

@@ -89,16 +89,16 @@ class Learners:
             group = await self._start_group(exit_stack, folder, count, cuda)
         self._ranks = ranks = ShardedPolicy(group, interrupts.fail, note)
         exit_stack.push_async_callback(ranks.close)
-        await ranks.hello()
+        await ranks.wait_for_ranks()
         own_facts = shared_facts(self._written)
         problems: list[str] = []
-        for rank, rank_info in ranks.about.items():
+        for rank, rank_info in ranks.rank_infos.items():
             rank_facts = rank_info["facts"]
-            different = sorted(
+            differing = sorted(
                 key for key in own_facts.keys() & rank_facts.keys() if own_facts[key] != rank_facts[key]
             )
-            if different:
-                values = ", ".join(f"{key} {rank_facts[key]} (here {own_facts[key]})" for key in different)
+            if differing:
+                values = ", ".join(f"{key} {rank_facts[key]} (here {own_facts[key]})" for key in differing)
                 problems.append(f"learner {rank} on {rank_info['host']} has {values}")
         if problems:
             raise ValueError(
@@ -130,7 +130,9 @@ class Learners:
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            serving.append(asyncio.create_task(_end_of(worker, [rank, count, port, host, cuda, device])))
+            serving.append(
+                asyncio.create_task(_serve_and_end(worker, [rank, count, port, host, cuda, device]))
+            )
         join_task = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
         await asyncio.wait({join_task, *serving}, timeout=compute.start_timeout, return_when=FIRST)
         if not join_task.done():
@@ -148,8 +150,8 @@ class Learners:
         exit_stack.push_async_callback(session.close)
         ray, gpus = require_ray(), session.gpus(compute.gpus_per_learner)
         bundles = [{"CPU": 1.0, "GPU": gpus}] * (count - 1)
-        group = await session.placed(bundles, f"compute.learners={count}", compute.start_timeout)
-        exit_stack.callback(session.unplace, group)
+        group = await session.allocate_group(bundles, f"compute.learners={count}", compute.start_timeout)
+        exit_stack.callback(session.remove_group, group)
         options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
         actors = [RayWorker(SERVE, role=f"learner {n + 1}", bundle=n, **options) for n in range(count - 1)]
         return await in_thread(ray.util.get_node_ip_address), actors
@@ -191,7 +193,7 @@ class Learners:
             await self._ranks.close(report)
 
 
-async def _end_of(worker: Any, address: list[Any]) -> str:
+async def _serve_and_end(worker: Any, address: list[Any]) -> str:
     """Let a worker serve, and return how it ended."""
     try:
         return await worker.ask(address, None) or "ended"

@@ -67,14 +67,14 @@ def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[st
             raise OptionError(InvalidOption("replicas", text, judge.replicas))
         name = find_judge_model(judge.model, config)
     except OptionError as error:
-        raise error.prefixed_with("judge") from None
+        raise error.with_prefix("judge") from None
     # Several greedy samples would all be equal.
     defaults = {"temperature": float(options.get("samples", 1) != 1), "max_tokens": DEFAULT_MAX_TOKENS}
     try:
         judge_options = defaults | (options.pop("options", None) or {})
         params = make_from(RequestOptions, judge_options, "a judge of the run's own")
     except OptionError as error:
-        raise error.prefixed_with("options") from None
+        raise error.with_prefix("options") from None
     options.setdefault("concurrency", REQUESTS_PER_ENGINE * judge.replicas)
     return options | {"model": LocalJudge(judge, name, params, config)}
 

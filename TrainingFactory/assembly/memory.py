@@ -36,7 +36,7 @@ class WeightCounts(NamedTuple):
     size: int  # bytes per value of the compute dtype
 
     @classmethod
-    def of(cls, model: Any) -> WeightCounts:
+    def count(cls, model: Any) -> WeightCounts:
         params = list(model.parameters())
         trained = [param for param in params if param.requires_grad]
         exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
@@ -46,34 +46,34 @@ class WeightCounts(NamedTuple):
 
 
 def estimate_model_memory(
-    config: TrainingConfig, model: Any, needs: Set[str], max_length: int, images: ImageUse | None = None
+    config: TrainingConfig, model: Any, inputs: Set[str], max_length: int, images: ImageUse | None = None
 ) -> dict[str, float]:
     """Return the bytes that a run needs for a loaded model, by part."""
-    counts, shape = WeightCounts.of(model), model.config.get_text_config()
-    return needed(config, shape, counts, needs, max_length, loaded_tower(causal_model(model)), images)
+    counts, shape = WeightCounts.count(model), model.config.get_text_config()
+    return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
 
 
 def needed(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], max_length: int,
+    config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], max_length: int,
     tower: TowerShape | None = None, images: ImageUse | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config, and
     `images` are those that the run shows, by default as many and as large as possible."""
-    training, learners, ahead = (
+    training, learners, max_staleness = (
         config.training,
         config.compute.learners or 1,
         config.optimization.effective_max_staleness,
     )
     episodes = training.batch_size * max_leaves(config)
     tokens = min(training.token_budget, episodes * max_length)
-    parts = learner_bytes(config, shape, counts, needs, learners, tokens)
+    parts = learner_bytes(config, shape, counts, inputs, learners, tokens)
     if tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
         parts |= image_bytes(config, tower, images, tokens, counts.size)
     if KINDS[training.algorithm].samples:
-        if ahead or learners > 1:  # the sampler of a sharded learner has a full copy
+        if max_staleness or learners > 1:  # the sampler of a sharded learner has a full copy
             parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
-        slots = min(config.sampling.slots, episodes * (1 + ahead))
+        slots = min(config.sampling.slots, episodes * (1 + max_staleness))
         parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
         if states := state_bytes(shape, slots, counts.size):
             parts["states"] = states
@@ -81,15 +81,15 @@ def needed(
 
 
 def learner_bytes(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, needs: Set[str], learners: int, tokens: int
+    config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, tokens: int
 ) -> dict[str, float]:
     """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
     counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
     are float32, and two layers and the head at a time are gathered in the compute dtype."""
-    ends = shape.hidden_size * shape.vocab_size
-    tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer = (counts.weights - ends * (1 if tied else 2)) / shape.num_hidden_layers
-    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + ends)
+    embedding = shape.hidden_size * shape.vocab_size
+    is_tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
+    layer = (counts.weights - embedding * (1 if is_tied else 2)) / shape.num_hidden_layers
+    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + embedding)
     stored = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
     parts = {
         "weights": stored / learners + gathered,
@@ -97,20 +97,20 @@ def learner_bytes(
         "gradients": 4 * counts.trained / learners,
         "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
     }
-    learned = sum(parts.values()) - gathered
-    alone = not config.lora.enabled and config.model.adapter is None
-    if "reference" in needs and "precomputed" not in needs and alone:
+    resident = sum(parts.values()) - gathered
+    is_full = not config.lora.enabled and config.model.adapter is None
+    if "reference" in inputs and "precomputed" not in inputs and is_full:
         parts["reference model"] = counts.stored / learners
-    if "critic" in needs:
-        parts["critic"] = learned
+    if "critic" in inputs:
+        parts["critic"] = resident
     training = config.training
-    left = activation_bytes(
+    activations = activation_bytes(
         shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
-        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - left)
+        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - activations)
     layer_gradients = 2 * mlp_width(shape) * tokens * counts.size  # of the layer in backward
-    return parts | {"activations": float(left + layer_gradients)}
+    return parts | {"activations": float(activations + layer_gradients)}
 
 
 def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, offload: bool = False) -> int:
@@ -118,9 +118,9 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
     inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
-    wide = mlp_width(shape)
+    is_wide = mlp_width(shape)
     queries, keys = attention_widths(shape)
-    layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * wide
+    layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * is_wide
     per_layer = shape.hidden_size if checkpointing else layer
     layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
     return tokens * size * (layers * per_layer + layer * checkpointing)
@@ -159,16 +159,16 @@ def active_experts(shape: Any) -> int:
 def mlp_width(shape: Any) -> int:
     """Return the width of the MLP that a token passes, or of all its experts together."""
     dense: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
-    if not (routed := active_experts(shape)):
+    if not (num_routed := active_experts(shape)):
         return dense
-    each = getattr(shape, "moe_intermediate_size", None) or dense
-    names = (
+    expert = getattr(shape, "moe_intermediate_size", None) or dense
+    keys = (
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
     )
-    shared = next((number for name in names if (number := getattr(shape, name, None))), 0)
-    return routed * each + (shared or each * (getattr(shape, "n_shared_experts", None) or 0))
+    shared = next((number for name in keys if (number := getattr(shape, name, None))), 0)
+    return num_routed * expert + (shared or expert * (getattr(shape, "n_shared_experts", None) or 0))
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
@@ -193,13 +193,13 @@ def attention_widths(shape: Any) -> tuple[int, int]:
     return shape.num_attention_heads * width, heads * width
 
 
-def cache_limit(config: TrainingConfig, model: Any, needs: Set[str], max_length: int) -> int:
+def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length: int) -> int:
     """Return the largest size of the KV cache beside the learner: `sampling.cache_gib`, or what is free of the memory
     after the learner's peak."""
     if config.sampling.cache_gib is not None:
         return int(config.sampling.cache_gib * GIB)
     device = next(model.parameters()).device
-    parts = estimate_model_memory(config, model, needs, max_length)
+    parts = estimate_model_memory(config, model, inputs, max_length)
     peak = sum(count for name, count in parts.items() if name not in ("cache", "states"))
     allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
     free = free_memory(device)

@@ -56,56 +56,56 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
     environment, reward = config.environment, config.reward
     data = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
     tools = [
-        _with(entry, name=map_name(entry.name))
+        _replace_values(entry, name=map_name(entry.name))
         if entry.config is None
-        else _with(entry, config=move(entry.config))
+        else _replace_values(entry, config=move(entry.config))
         for entry in config.tools
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
         request = context.template
-        context = _with(
+        context = _replace_values(
             context,
             function=context.function and map_name(context.function),
             template=move(request) if request and is_template_file(request) else request,
         )
     if (user := environment.user) is not None:
         instructions = user.template
-        user = _with(
+        user = _replace_values(
             user,
             model=move(user.model) if user.model.endswith(FILE_ENDINGS) else user.model,
             template=move(instructions) if instructions and is_template_file(instructions) else instructions,
         )
     if branching is not None:
-        branching = _with(branching, function=branching.function and map_name(branching.function))
+        branching = _replace_values(branching, function=branching.function and map_name(branching.function))
     filters = {map_name(name): action for name, action in config.training.filters.items()}
-    return _with(
+    return _replace_values(
         config,
-        training=_with(config.training, branching=branching, filters=filters),
-        model=_with(config.model, chat_template=template and move(template)),
-        environment=_with(
+        training=_replace_values(config.training, branching=branching, filters=filters),
+        model=_replace_values(config.model, chat_template=template and move(template)),
+        environment=_replace_values(
             environment,
             environment_id=(name := environment.environment_id) and map_name(name),
             context=context,
             user=user,
         ),
-        data=_with(config.data, **data),
+        data=_replace_values(config.data, **data),
         tools=tools,
-        reward=_with(
-            reward, options=_inside(reward.options, map_name), parts=_inside(reward.parts, map_name)
+        reward=_replace_values(
+            reward, options=_map_values(reward.options, map_name), parts=_map_values(reward.parts, map_name)
         ),
     )
 
 
-def _with(section: Section, **values: Any) -> Section:
+def _replace_values(section: Section, **values: Any) -> Section:
     """Return the section with new values; unchanged keys are not marked as set."""
     updates = {key: value for key, value in values.items() if value != getattr(section, key)}
     return section.model_copy(update=updates) if updates else section
 
 
-def _inside(value: Any, map_name: Move) -> Any:
+def _map_values(value: Any, map_name: Move) -> Any:
     if isinstance(value, Mapping):
-        return {key: _inside(item, map_name) for key, item in value.items()}
+        return {key: _map_values(item, map_name) for key, item in value.items()}
     return map_name(value) if isinstance(value, str) else value
 
 
@@ -113,38 +113,38 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     """Return the paths of all files that a config names, with digests of Python files, for the run to store."""
     files: dict[str, dict[str, str | None]] = {}
 
-    def note(name: str) -> str:
+    def add_file(name: str) -> str:
         if _exists(name):
             path = Path(name).expanduser().resolve()
             files[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
         return name
 
-    map_files(config, note)
+    map_files(config, add_file)
     return files
 
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
     """Return a run's config with the file paths of its start."""
-    places = _places(run_info)
-    return map_files(config, lambda name: places.get(name, name))
+    paths = _present_paths(run_info)
+    return map_files(config, lambda name: paths.get(name, name))
 
 
 def changed_files(run_info: Mapping[str, Any]) -> list[str]:
     """Return the Python files that have changed since the run started."""
     return [
         name
-        for name, path in _places(run_info).items()
+        for name, path in _present_paths(run_info).items()
         if (recorded_digest := run_info[ABOUT][name]["digest"]) is not None
         and _exists(path)
         and recorded_digest != _digest(Path(path))
     ]
 
 
-def _places(run_info: Mapping[str, Any]) -> dict[str, str]:
+def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the present path of each file: its original path, or its name in the current folder if that is gone."""
     paths = {name: file["path"] for name, file in run_info.get(ABOUT, {}).items()}
-    unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
-    return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
+    in_place = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
+    return {name: path if name not in in_place and _exists(path) else name for name, path in paths.items()}
 
 
 def _exists(name: str) -> bool:
@@ -178,7 +178,7 @@ def with_original_files(config: TrainingConfig, run: TrainedBy | None) -> Traini
         return config
     config = with_original_paths(config, run.run_info)
     if isinstance(run, RunFolder) and (template := run.path / CHAT_TEMPLATE).is_file():
-        config = _with(config, model=_with(config.model, chat_template=str(template)))
+        config = _replace_values(config, model=_replace_values(config.model, chat_template=str(template)))
     folder = run.run_info.get("reward_model")
     if folder is None:
         return config

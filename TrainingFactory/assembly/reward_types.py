@@ -147,13 +147,13 @@ class ProcessOptions:
     @classmethod
     def _check_step_rewards(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         known_names = {*PROCESS_RULES, *(info.data.get("rules") or ())}
-        wrong = [
+        invalid = [
             InvalidOption(name, choice_error(name, known_names))
             for name in step_rewards
             if name not in known_names
         ]
-        if wrong:
-            raise OptionError(*wrong)
+        if invalid:
+            raise OptionError(*invalid)
         return step_rewards
 
 
@@ -191,7 +191,7 @@ def judge(context: RewardContext, options: Options) -> RewardFunction:
     return as_reward(reward) if compares(reward) else reward
 
 
-def learned(context: RewardContext, options: Options) -> RewardFunction | None:
+def make_learned(context: RewardContext, options: Options) -> RewardFunction | None:
     name = make_from(_learned_options, options, "a reward of the type learned")
     source = reward_model(name, context.config)
     if not context.load:
@@ -241,7 +241,7 @@ REWARD_TYPES: dict[str, Callable[[RewardContext, Options], RewardFunction | None
     "process_reward": process_reward,
     "model_judge": judge,
     "tool_verified": tool_verified,
-    "learned": learned,
+    "learned": make_learned,
     "function": function,
 }
 # Keys of the reward section besides `options`, and the types that read them.

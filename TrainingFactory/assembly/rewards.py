@@ -65,7 +65,7 @@ def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
 async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, notify: Notify) -> None:
     """Start the judges that the run serves itself, and wait until they answer; `exit_stack` closes the reward."""
     exit_stack.push_async_callback(close_reward, reward)
-    parts = _inside(reward)
+    parts = _all_parts(reward)
     if processes := sum(isinstance(part, RewardProcess) for part in parts):
         plural = "es" if processes > 1 else ""
         inline_note = f"; {ENVIRONMENTS_OWN} runs in this process" if environment_reward in parts else ""
@@ -77,7 +77,7 @@ async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack,
 
 async def close_reward(reward: RewardFunction | None) -> None:
     """Close the judges and processes of a reward; the next use opens them again."""
-    for part in _inside(reward):
+    for part in _all_parts(reward):
         if isinstance(part, RewardProcess):
             part.kill()
         elif isinstance(part, Judge):
@@ -98,7 +98,7 @@ def check_tasks(
     compares with."""
     compares_answers = getattr(environment, "reward", None) is ToolEnvironment.reward
     has_answers = any(task.answer is not None or "expression" in task.metadata for task in tasks)
-    for part in _inside(reward):
+    for part in _all_parts(reward):
         if isinstance(part, AdaptedReward):
             part.check_tasks(tasks)
         name = f"rule {part.rule}" if isinstance(part, ReferenceRule) else ""
@@ -117,7 +117,7 @@ def check_tasks(
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
     """Raise if the environment lacks a tool that the reward calls, or writes judge prompts and the reward has no
     judge."""
-    parts = _inside(reward)
+    parts = _all_parts(reward)
     if isinstance(environment, JudgePromptEnvironment) and not any(
         isinstance(part, ModelJudge) for part in parts
     ):
@@ -133,7 +133,7 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
 def judge_metrics(reward: Any) -> dict[str, float]:
     """Return the summed requests, tokens and costs of all judges of a reward; empty without a judge."""
     total: dict[str, float] = {}
-    for part in _inside(reward):
+    for part in _all_parts(reward):
         if isinstance(part, Judge | RewardWorkerPool):
             total |= {name: total.get(name, 0.0) + value for name, value in part.metrics.items()}
     return total
@@ -149,12 +149,12 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 def uses_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether the environment's own reward is the reward or a part of it."""
     configured = reward.reward if isinstance(reward, RewardClock) else reward
-    return configured is None or environment_reward in _inside(configured)
+    return configured is None or environment_reward in _all_parts(configured)
 
 
 def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether no part of the reward is another one than the environment's own."""
-    leaves = [part for part in _inside(reward) if not isinstance(part, tuple(INNER))]
+    leaves = [part for part in _all_parts(reward) if not isinstance(part, tuple(INNER))]
     return all(leaf is None or leaf is environment_reward for leaf in leaves)
 
 
@@ -167,29 +167,29 @@ def evaluation_reward(
         return reward
     inner: Any = reward.function if isinstance(reward, AdaptedReward) else reward
     independent = inner.without_comparisons() if isinstance(inner, Combined) else None
-    scorer = ENVIRONMENTS_OWN if independent is None else _parts(independent.rewards)
+    scorer = ENVIRONMENTS_OWN if independent is None else _describe_parts(independent.rewards)
     notify(
         f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {scorer}"
     )
     return independent
 
 
-def scored_by(config: TrainingConfig, measuring: RewardFunction | None) -> str:
-    """Describe the reward of an evaluation. `measuring` is the result of `evaluation_reward`."""
+def scored_by(config: TrainingConfig, evaluation: RewardFunction | None) -> str:
+    """Describe the reward of an evaluation. `evaluation` is the result of `evaluation_reward`."""
     reward = config.reward
-    if isinstance(measuring, Combined):
-        return _parts(measuring.rewards)
-    if reward.type == "environment" or (measuring is None and reward.type != "learned"):
+    if isinstance(evaluation, Combined):
+        return _describe_parts(evaluation.rewards)
+    if reward.type == "environment" or (evaluation is None and reward.type != "learned"):
         return ENVIRONMENTS_OWN
     name = reward.options.get(IDENTIFIED_BY.get(reward.type, "")) or reward.model or reward.judge.get("model")
     return f"reward.type={reward.type}" + (f" ({name})" if name else "")
 
 
-def _parts(names: Iterable[str]) -> str:
+def _describe_parts(names: Iterable[str]) -> str:
     return f"the parts {', '.join(names)}"
 
 
-def _inside(reward: Any) -> list[Any]:
+def _all_parts(reward: Any) -> list[Any]:
     """Return a reward and all parts that it is made of, each once, because workers may share one."""
     parts = [reward]
     for part in parts:
@@ -198,16 +198,16 @@ def _inside(reward: Any) -> list[Any]:
     return parts
 
 
-def _make_reward(making: RewardContext) -> RewardFunction | None:
-    section, problems = making.config.reward, _Problems()
+def _make_reward(context: RewardContext) -> RewardFunction | None:
+    section, problems = context.config.reward, _Problems()
     key = ("reward",)
-    reward = (_combined if section.parts else _one)(section, key, making, problems)
+    reward = (_make_combined if section.parts else _make_single)(section, key, context, problems)
     if problems:
-        raise making.config.wrong(problems)
+        raise context.config.wrong(problems)
     return reward
 
 
-def _combined(
+def _make_combined(
     section: RewardSection, section_key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     for name in SingleRewardSection.model_fields:
@@ -220,10 +220,10 @@ def _combined(
         try:
             part = RewardPart(**entry)
         except ValidationError as error:
-            explained = problems_of(error, RewardPart)
-            problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in explained]
+            part_problems = problems_of(error, RewardPart)
+            problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in part_problems]
             continue
-        reward = _one(part, key, context, problems)
+        reward = _make_single(part, key, context, problems)
         parts[name] = (part.weight, ENVIRONMENT if reward is None else reward)
     if problems:
         return None
@@ -232,7 +232,7 @@ def _combined(
     return None
 
 
-def _one(
+def _make_single(
     reward: SingleRewardSection, key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     """Make a reward by its type; add invalid options to `problems`."""

@@ -20,18 +20,18 @@ CHECKED_TOKENS = 256  # of a row, whose routes are compared
 
 
 class RouterCheck:
-    """Measures `router_mismatch` before every `every`-th update: the share of pairs of a token and a layer of the
+    """Measures `router_mismatch` before every `interval`-th update: the share of pairs of a token and a layer of the
     step's first row whose experts differ between the engine's forward pass and the learner's."""
 
-    def __init__(self, engine: NativeEngine, policy: LocalPolicy, every: int) -> None:
+    def __init__(self, engine: NativeEngine, policy: LocalPolicy, interval: int) -> None:
         if policy.learner.routers is None:
             raise ValueError(
-                f"training.router_check_every is {every}, but the model has no experts. Remove the option"
+                f"training.router_check_every is {interval}, but the model has no experts. Remove the option"
             )
-        self._engine, self._policy, self._every = engine, policy, every
+        self._engine, self._policy, self._interval = engine, policy, interval
 
     async def measure(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
-        if step % self._every or not rows:
+        if step % self._interval or not rows:
             return {}
         mismatch = await measure_router_mismatch(
             self._engine, self._policy.learner, rows[0], self._policy.thread
@@ -39,9 +39,9 @@ class RouterCheck:
         return {} if mismatch is None else {"router_mismatch": mismatch}
 
 
-def make_router_check(sampler: Sampler, policy: LocalPolicy, every: int) -> RouterCheck:
+def make_router_check(sampler: Sampler, policy: LocalPolicy, interval: int) -> RouterCheck:
     assert isinstance(sampler, NativeEngine)  # by `check_config`
-    return RouterCheck(sampler, policy, every)
+    return RouterCheck(sampler, policy, interval)
 
 
 async def measure_router_mismatch(

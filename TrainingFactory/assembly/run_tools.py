@@ -47,7 +47,7 @@ class RunTools:
         self._pool: ProcessPool | SharedBrowser | None = None
         self._user = make_user(config, replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
-        self._borrowed = cache is not None
+        self._uses_shared = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
         self.runtime = ToolRuntime(cache=self._cache, recorder=self._recorder)
 
@@ -140,7 +140,7 @@ class RunTools:
         finally:
             self._recorder.close()
             if self._cache is not None:
-                self._cache.flush() if self._borrowed else self._cache.close()
+                self._cache.flush() if self._uses_shared else self._cache.close()
                 self._cache = None
 
 

@@ -46,8 +46,8 @@ def row_bytes(shape: Any, size: int) -> int:
 
 def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
     """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` may know them already."""
-    if (known := getattr(shape, "recurrent", None)) is not None:  # foreign object
-        return known
+    if (sizes := getattr(shape, "recurrent", None)) is not None:  # foreign object
+        return sizes
 
     def get(*names: str) -> int:
         return next((int(value) for name in names if (value := getattr(shape, name, None)) is not None), 0)
@@ -73,14 +73,14 @@ def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
         return RecurrentSizes(channels, get("mamba_d_conv", "conv_kernel"), inner * states, FLOAT32, flops)
     if kernel := get("conv_L_cache"):
         return RecurrentSizes(shape.hidden_size, kernel)
-    head = get("head_dim") or shape.hidden_size // shape.num_attention_heads  # lightning attention
-    state = shape.num_attention_heads * head * head
+    width = get("head_dim") or shape.hidden_size // shape.num_attention_heads  # lightning attention
+    state = shape.num_attention_heads * width * width
     chunk = get("block_size") or CHUNK
-    return RecurrentSizes(0, 0, state, size, 4 * state + 4 * chunk * shape.num_attention_heads * head)
+    return RecurrentSizes(0, 0, state, size, 4 * state + 4 * chunk * shape.num_attention_heads * width)
 
 
-def _delta_flops(key: int, value: int) -> int:
+def _delta_flops(key_width: int, value_width: int) -> int:
     """Return the FLOPs per token of one head. With the state: what it holds for a key, the answer to a query, and the
-    update. Within a chunk: products of keys with keys, queries with keys and of the inverse with keys (all `key` wide);
-    of the inverse and of the attention with values."""
-    return 6 * key * value + DELTA_CHUNK * (6 * key + 4 * value)
+    update. Within a chunk: products of keys with keys, queries with keys and of the inverse with keys (all
+    `key_width` wide); of the inverse and of the attention with values."""
+    return 6 * key_width * value_width + DELTA_CHUNK * (6 * key_width + 4 * value_width)

@@ -69,7 +69,7 @@ def make_tools(
             raise ValueError(f"{location}.options are for built-in tools; set a server's in {entry.config}")
         if entry.config not in files:
             files.add(entry.config)
-            tools += _from_servers(entry.config, config.tools)
+            tools += _tools_of_servers(entry.config, config.tools)
     return [*tools, *map(as_tool, user_tools)]
 
 
@@ -93,7 +93,7 @@ def _tools_of(entry: ToolEntry, location: str) -> list[ToolOrSource]:
     if is_file_name(entry.name):
         if entry.options:
             raise ValueError(f"{location}.options are for built-in tools; {entry.name} is a Python file")
-        tools = _from_file(entry.name)
+        tools = _tools_of_file(entry.name)
     else:
         try:
             tools = [make_tool({"name": entry.name, "options": fill_variables(entry.options, "options")})]
@@ -104,12 +104,12 @@ def _tools_of(entry: ToolEntry, location: str) -> list[ToolOrSource]:
     return [
         SelectedTools(tool, lambda names: dict.fromkeys(names, True))
         if isinstance(tool, ToolSource)
-        else cacheable(tool)
+        else mark_cacheable(tool)
         for tool in tools
     ]
 
 
-def _from_file(name: str) -> list[ToolOrSource]:
+def _tools_of_file(name: str) -> list[ToolOrSource]:
     """Return all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
     path, attribute, values = load_objects("tool", name)
     if attribute:
@@ -120,7 +120,7 @@ def _from_file(name: str) -> list[ToolOrSource]:
     return tools
 
 
-def _from_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
+def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
     """Return the tools of one MCP file that any entry selects, over one set of connections, and its built-in tools."""
     tool_servers = MCPTools.load_from_config(path)
 
@@ -163,7 +163,7 @@ class SelectedTools:
 class _SelectedSession:
     def __init__(self, session: ToolSession, selected: Mapping[str, bool]) -> None:
         tools = [tool for tool in session.tools if tool.spec.name in selected]
-        self.tools = [cacheable(tool) if selected[tool.spec.name] else tool for tool in tools]
+        self.tools = [mark_cacheable(tool) if selected[tool.spec.name] else tool for tool in tools]
         self.close = session.close
 
 
@@ -172,10 +172,10 @@ def choose_names(name: str, offered_tools: Mapping[str, str], location: str, pat
     name. If the file has one server, any name selects all of its tools."""
     if name in offered_tools:
         return {name}
-    of_server = {tool for tool, server in offered_tools.items() if server == name}
+    server_tools = {tool for tool, server in offered_tools.items() if server == name}
     servers = set(offered_tools.values())
-    if of_server or len(servers) == 1:
-        return of_server or set(offered_tools)
+    if server_tools or len(servers) == 1:
+        return server_tools or set(offered_tools)
     raise ValueError(
         f"{location}.name is {name!r}, but {path} has no tool or server of that name; its servers: "
         f"{', '.join(sorted(servers)) or 'none'}; its tools: {', '.join(sorted(offered_tools)) or 'none'}"
@@ -192,7 +192,7 @@ class _Cacheable:
             self.until_ready = until_ready
 
 
-def cacheable(tool: Tool) -> Tool:
+def mark_cacheable(tool: Tool) -> Tool:
     """Mark a tool as pure, unless it declares itself how it may be cached. An ordered tool has state, so its results
     are keyed by the preceding calls too: it is marked as stateful."""
     options = options_of(tool)
@@ -213,7 +213,7 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
     if not setting and not any(entry.cache_enabled for entry in config.tools):
         return None
     if isinstance(setting, str) and setting:
-        target = _filled("tool_cache", setting, "optimization.tool_cache")
+        target = _fill("tool_cache", setting, "optimization.tool_cache")
         return ToolCache(os.path.expanduser(target))
     folder = Path(config.logging.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -223,14 +223,14 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
 def fill_variables(options: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Replace ${NAME} in options by environment variables. Secrets must be given that way, because the run folder
     stores the config."""
-    return {key: _filled(key, value, f"{location}.{key}") for key, value in options.items()}
+    return {key: _fill(key, value, f"{location}.{key}") for key, value in options.items()}
 
 
-def _filled(key: str, value: Any, location: str) -> Any:
+def _fill(key: str, value: Any, location: str) -> Any:
     if isinstance(value, Mapping):
         return fill_variables(value, location)
     if isinstance(value, list):
-        return [_filled(key, item, location) for item in value]
+        return [_fill(key, item, location) for item in value]
     if not isinstance(value, str):
         return value
     # A key that ends in _env holds the name of a variable.

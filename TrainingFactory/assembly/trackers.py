@@ -131,10 +131,10 @@ class Trackers:
     def close(self) -> None:
         self._for_each(lambda tracker: tracker.close())
 
-    def _for_each(self, do: Any) -> None:
+    def _for_each(self, action: Any) -> None:
         for entry in list(self._open):
             try:
-                do(entry[1])
+                action(entry[1])
             except Exception as error:  # foreign code
                 log.warning("tracker %s failed and is disabled: %s", entry[0], error)
                 self._open.remove(entry)

@@ -69,7 +69,7 @@ def _episode(credit: Credit, episode: EpisodeCredit) -> None:
 def _coloured(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
-        text.append(escape_control(piece.text), _style(credit.level(piece.value)))
+        text.append(escape_control(piece.text), _credit_style(credit.level(piece.value)))
     num_hidden = len(text) - show.MAX_CHARS
     return (
         text
@@ -78,7 +78,7 @@ def _coloured(turn: TurnCredit, credit: Credit) -> Text:
     )
 
 
-def _style(level: int) -> Style | None:
+def _credit_style(level: int) -> Style | None:
     """Return black text on a background between pale and full colour, readable on dark and light terminals."""
     if not level:
         return None

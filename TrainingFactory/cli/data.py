@@ -30,7 +30,7 @@ SAMPLE = 500  # rows read to find the algorithms that a dataset fits
 def convert(
     source: str, *, to: Form | Provider, out: Path,
     layout: Annotated[Layout | Provider, Parameter(name="--format")] = "trl",
-    filters: Annotated[Filters | None, Parameter(name="*")] = None, force: bool = False, where: RunsFolder = "runs",
+    filters: Annotated[Filters | None, Parameter(name="*")] = None, force: bool = False, runs: RunsFolder = "runs"
 ) -> int:  # fmt: skip
     """Convert the recorded episodes of a run to training rows for SFT, DPO, KTO or a reward model.
 
@@ -58,7 +58,7 @@ def convert(
     if to in get_args(Provider):
         to, layout = "sft", cast(Provider, to)
     form = cast(Form, to)
-    path = find_trajectories(source, where)
+    path = find_trajectories(source, runs)
     with Display() as display:
         conversion = converted(display.counted(read_rows(path), "episodes"), form, filters)
     if layout in get_args(Provider):
@@ -75,10 +75,10 @@ def convert(
         show.note(f"note: {conversion.note}")
     rows_of_layout = [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
     write_rows(out, rows_of_layout, conversion.images)
-    use = f"train on them with data.dataset={out}"
+    usage_note = f"train on them with data.dataset={out}"
     if layout in get_args(Provider):
-        use = f"upload the file to {layout} yourself"
-    show.note(f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; {use}")
+        usage_note = f"upload the file to {layout} yourself"
+    show.note(f"saved {show.pluralize(len(conversion.rows), 'row')} to {out}; {usage_note}")
     return 0
 
 
@@ -88,7 +88,7 @@ data.command(teach)
 @data.command(name="show")
 def show_(
     source: Dataset, *, rows: Annotated[int, Parameter(validator=validators.Number(gte=0))] = 3,
-    split: Split = "train", where: RunsFolder = "runs",
+    split: Split = "train", runs: RunsFolder = "runs"
 ) -> None:  # fmt: skip
     """Print rows of a dataset as conversations, and list the algorithms that it fits.
 
@@ -101,9 +101,9 @@ def show_(
     """
     from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
-    fit = fit_forms(find_dataset(source, where), split, SAMPLE)
-    first = next(iter(fit.fits.values()), None)
-    for example in first.found[:rows] if first else []:
+    fit = fit_forms(find_dataset(source, runs), split, SAMPLE)
+    first_fit = next(iter(fit.fits.values()), None)
+    for example in first_fit.found[:rows] if first_fit else []:
         for number, dialogue in enumerate(example.conversations, 1):
             reward = dialogue.reward
             title = f"{example.where}: {example.id}"
@@ -123,7 +123,7 @@ def show_(
 @data.command
 def check(
     source: Dataset, *, algorithm: Annotated[Algorithm, Parameter(name="--for")], split: Split = "train",
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs"
 ) -> int:  # fmt: skip
     """Check every row of a dataset for an algorithm and report all invalid rows. Exit status 1: some are invalid.
 
@@ -139,7 +139,7 @@ def check(
     from TrainingFactory.training.dataset import argument_problem
 
     form = "rm" if algorithm == "reward_model" else algorithm
-    dataset = find_dataset(source, where)
+    dataset = find_dataset(source, runs)
     examples = load_examples(dataset, form, split=split, skip_bad_rows=True, check_call=argument_problem)
     for problem in examples.bad:
         show.fail(problem)

@@ -41,10 +41,12 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     with Display() as display:
         for name, train in (("warm start", stages.warm_start), ("GRPO", stages.train)):
             display.task = name
-            done = train(display)
-            if done.state == "interrupted":
-                steps = show.pluralize(done.steps, "step")
-                resume = f"resume this run: {RunFolder(done.run).resume_command}; tfactory demo starts over"
+            completed = train(display)
+            if completed.state == "interrupted":
+                steps = show.pluralize(completed.steps, "step")
+                resume = (
+                    f"resume this run: {RunFolder(completed.run).resume_command}; tfactory demo starts over"
+                )
                 display.say(f"interrupted after {steps} of the {name}; {resume}")
                 return show.INTERRUPTED
         report = stages.report()
@@ -67,5 +69,5 @@ def _show(report: DemoReport) -> None:
     page = Path(report.folders[1], "report.html")
     show.note(f"{sum(report.seconds):.0f} s of training. Full report: {page}\n")
     show.note("Next commands:")
-    for command, purpose in report.next_commands:
-        show.note(f"  {command}  # {purpose}")
+    for command, description in report.next_commands:
+        show.note(f"  {command}  # {description}")

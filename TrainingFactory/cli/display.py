@@ -116,10 +116,10 @@ class Display:
             yield item
             self.advance(name, total)
 
-    def advance(self, name: str, total: int | None, note: str = "") -> None:
+    def advance(self, name: str, total: int | None, text: str = "") -> None:
         """Advance the bar `name` by one. `total` is its length; None: unknown."""
         row = self._row(name, total)
-        self._bars.update(row, advance=1, note=note)
+        self._bars.update(row, advance=1, note=text)
         completed = int(self._bars.tasks[row].completed)
         now = time.monotonic()
         if self._console.is_terminal:
@@ -127,7 +127,7 @@ class Display:
         elif completed == total or now - self._last_line > LINE_INTERVAL:
             self._last_line = now
             progress_text = f"{name}: {completed}" if total is None else f"{name}: {completed} of {total}"
-            self.say(f"{progress_text}, {note}" if note else progress_text)
+            self.say(f"{progress_text}, {text}" if text else progress_text)
 
     def _row(self, name: str, total: int | None) -> progress.TaskID:
         if name not in self._rows:
@@ -164,10 +164,10 @@ def plot(values: list[float], columns: int = 72, height: int = 6) -> list[str]:
     """Return a plot of the values as `height` lines, top first. More values than `columns` are averaged per column."""
     width = min(len(values), columns)
     starts = [len(values) * column // width for column in range(width + 1)]
-    means = [fmean(values[start:end]) for start, end in pairwise(starts)]
-    low, high = min(means), max(means)
+    averages = [fmean(values[start:end]) for start, end in pairwise(starts)]
+    low, high = min(averages), max(averages)
     scale = (len(SPARKS) * height - 1) / (high - low) if high > low else 0.0
-    levels = [round((mean - low) * scale) for mean in means]
+    levels = [round((mean - low) * scale) for mean in averages]
     lines = []
     for line in reversed(range(height)):
         floor = line * len(SPARKS)

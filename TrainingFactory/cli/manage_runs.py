@@ -12,7 +12,7 @@ from TrainingFactory.runs.annotations import annotate, parse_tags, read_annotati
 from TrainingFactory.runs.folder import RunFolder
 
 
-def delete(*names: RunName, yes: bool = False, force: bool = False, where: RunsFolder = "runs") -> int:
+def delete(*names: RunName, yes: bool = False, force: bool = False, runs: RunsFolder = "runs") -> int:
     """Delete runs with their checkpoints, episodes and logs, after a confirmation.
 
     A running run is never deleted. A run whose files another run needs, to resume or as the base of an adapter, is
@@ -29,7 +29,7 @@ def delete(*names: RunName, yes: bool = False, force: bool = False, where: RunsF
     """
     if not names:
         raise ValueError("no run to delete. Name at least one: tfactory runs delete NAME")
-    folder = Path(where).expanduser()
+    folder = Path(runs).expanduser()
     for run in [RunFolder.find(name, folder) for name in names]:
         references = manage.find_references(run, folder)
         for text in (*references.needed_by, *references.copies):
@@ -48,7 +48,7 @@ def _confirm(question: str) -> bool:
     return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")
 
 
-def archive(*names: RunName, undo: bool = False, where: RunsFolder = "runs") -> None:
+def archive(*names: RunName, undo: bool = False, runs: RunsFolder = "runs") -> None:
     """Hide runs from the list. Their files stay, and they can be used like others.
 
     ```
@@ -60,12 +60,12 @@ def archive(*names: RunName, undo: bool = False, where: RunsFolder = "runs") -> 
     Args:
         undo: Show the runs in the list again.
     """
-    for run in [RunFolder.find(name, where) for name in names]:
+    for run in [RunFolder.find(name, runs) for name in names]:
         annotate(run, archived=not undo)
         print(f"{'unarchived' if undo else 'archived'} {run.name}")
 
 
-def rename(name: RunName, new_name: str, *, where: RunsFolder = "runs") -> None:
+def rename(name: RunName, new_name: str, *, runs: RunsFolder = "runs") -> None:
     """Rename a run that is not running. A run whose files another run needs keeps its name.
 
     ```
@@ -75,12 +75,12 @@ def rename(name: RunName, new_name: str, *, where: RunsFolder = "runs") -> None:
     Args:
         new_name: New name of the run's folder.
     """
-    folder = Path(where).expanduser()
+    folder = Path(runs).expanduser()
     renamed = manage.rename_run(RunFolder.find(name, folder), new_name, folder)
     print(f"renamed to {renamed.name}: {renamed.path}")
 
 
-def tag(name: RunName, *tags: str, remove: list[str] | None = None, where: RunsFolder = "runs") -> None:
+def tag(name: RunName, *tags: str, remove: list[str] | None = None, runs: RunsFolder = "runs") -> None:
     """Set, remove or print the tags of a run.
 
     ```
@@ -93,14 +93,14 @@ def tag(name: RunName, *tags: str, remove: list[str] | None = None, where: RunsF
         tags: Tags as name or name=value.
         remove: Name of a tag to remove; repeat it for several.
     """
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs)
     if tags or remove:
         annotate(run, tags=parse_tags(tags), removed=remove or ())
     for tag_name, value in read_annotations(run).tags.items():
         print(f"{tag_name}={value}" if value else tag_name)
 
 
-def note(name: RunName, text: str | None = None, *, where: RunsFolder = "runs") -> None:
+def note(name: RunName, text: str | None = None, *, runs: RunsFolder = "runs") -> None:
     """Set or print the note of a run. An empty text removes it.
 
     ```
@@ -111,7 +111,7 @@ def note(name: RunName, text: str | None = None, *, where: RunsFolder = "runs") 
     Args:
         text: New note. Default: print the present one.
     """
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs)
     if text is not None:
         annotate(run, note=text)
     elif current := read_annotations(run).note:

@@ -87,8 +87,8 @@ def _copy_or_list(kind: str, name: str | None, out: Path | None = None) -> None:
         table([(starter.name, starter.summary) for starter in starters(kind)])
         return
     starter = find_starter(kind, name)
-    written = copy_starter(starter, out)
-    for path in written:
+    paths = copy_starter(starter, out)
+    for path in paths:
         note(f"wrote {path}")
     command = starter.command if out is None else f"tfactory train {out}"
     note(f"edit it, then run: {command}" if starter.is_template else f"try it: {command}")

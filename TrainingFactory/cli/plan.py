@@ -54,7 +54,7 @@ def plan(
 
 def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the forecast as table rows, most important first."""
-    gpu_memory, best, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
+    gpu_memory, learners, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
     step_seconds_without = forecast["step_seconds_without"]
     faster = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
     modes = {
@@ -64,10 +64,10 @@ def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     splits = {
         n: seconds
         for n, seconds in forecast["step_seconds_by_learners"].items()
-        if n == best or n.bit_count() == 1
+        if n == learners or n.bit_count() == 1
     }
     split = f"{forecast['samplers']} x {show.pluralize(forecast['gpus_per_sampler'], 'GPU')} for sampling, "
-    split += f"{show.pluralize(best, 'GPU')} for learning"
+    split += f"{show.pluralize(learners, 'GPU')} for learning"
     steps = show.pluralize(forecast["figures"]["steps"]["value"], "step")
     if forecast["gpus"] == 1:
         split = "one GPU for both sampling and learning"

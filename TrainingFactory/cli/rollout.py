@@ -85,13 +85,13 @@ def summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) 
     status_counts = ", ".join(f"{count} {name}" for name, count in statuses)
     rows = [("episodes", f"{len(trajectories)}: {status_counts}")]
     if rewards:
-        positive = sum(reward > 0 for reward in rewards)
-        rows.append(("reward", f"mean {metrics['reward']:.3f}, positive in {positive} of {len(rewards)}"))
+        num_positive = sum(reward > 0 for reward in rewards)
+        rows.append(("reward", f"mean {metrics['reward']:.3f}, positive in {num_positive} of {len(rewards)}"))
     for name, value in sorted(metrics.items()):
         if name.startswith("reward/") or (name.startswith("proxy/") and value):
             rows.append((name, f"{value:.3f}" if value % 1 else f"{value:g}"))
-    if unscored := int(metrics["episodes/unscored"]):
-        rows.append(("unscored", f"{unscored}, most frequent reason: {why_unscored(trajectories)}"))
+    if num_unscored := int(metrics["episodes/unscored"]):
+        rows.append(("unscored", f"{num_unscored}, most frequent reason: {why_unscored(trajectories)}"))
     rows += show.tool_rows(metrics)
     if "turns" in metrics:
         rows.append(("turns", f"{metrics['turns']:.1f} per episode"))

@@ -22,7 +22,7 @@ runs = App(name="runs", help="List, show, compare, stop, resume, tag and delete 
 
 
 @runs.command(name="list")
-def list_(*, archived: bool = False, as_json: Json = False, where: RunsFolder = "runs") -> None:
+def list_(*, archived: bool = False, as_json: Json = False, runs_folder: RunsFolder = "runs") -> None:
     """List the runs, oldest first.
 
     ```
@@ -33,31 +33,31 @@ def list_(*, archived: bool = False, as_json: Json = False, where: RunsFolder = 
     Args:
         archived: Include archived runs. --json always prints all of them.
     """
-    rows = views.Runs(where).rows()
+    rows = views.Runs(runs_folder).rows()
     if as_json:
         print(RunList(runs=rows).model_dump_json())
         return
-    listed = [row for row in rows if archived or not row.archived]
-    if listed:
-        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in listed])
+    shown_runs = [row for row in rows if archived or not row.archived]
+    if shown_runs:
+        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in shown_runs])
     else:
-        show.note(f"no runs in {where}")
-    if hidden := len(rows) - len(listed):
-        show.note(f"{show.pluralize(hidden, 'archived run')} hidden; show with --archived")
+        show.note(f"no runs in {runs_folder}")
+    if num_archived := len(rows) - len(shown_runs):
+        show.note(f"{show.pluralize(num_archived, 'archived run')} hidden; show with --archived")
 
 
 def _columns(row: RunRow) -> tuple[str, ...]:
     if row.state == "unreadable":
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
-    last = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
+    metric = next((f"{key} {value:.3f}" for key, value in values.items() if value is not None), "")
     tags = "".join(f" [{name}={value}]" if value else f" [{name}]" for name, value in row.tags.items())
     description = row.problem or f"{row.algorithm} {row.environment or ''} {row.model}{tags}"
-    return row.name, row.state, f"{row.step}/{row.steps or '?'}", last, description
+    return row.name, row.state, f"{row.step}/{row.steps or '?'}", metric, description
 
 
 @runs.command(name="show")
-def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -> None:
+def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "runs") -> None:
     """Show a run's state, checkpoints, findings and metrics over time. Throughput, reward, tool-call success and
     accuracy (success on held-out tasks) come first.
 
@@ -65,14 +65,14 @@ def show_(name: RunName, *, as_json: Json = False, where: RunsFolder = "runs") -
     tfactory runs show grpo-search-1
     ```
     """
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs_folder)
     if as_json:
-        print(views.run_view(run, views.Runs(where)).model_dump_json())
+        print(views.run_view(run, views.Runs(runs_folder)).model_dump_json())
         return
     rows = [("run", f"{run.name} in {run.path}"), *run_tables.state_rows(run)]
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
-    if (best := run.best()) is not None:
-        rows.append(("best", f"{best}, on held-out tasks or rows"))
+    if (best_checkpoint := run.best()) is not None:
+        rows.append(("best", f"{best_checkpoint}, on held-out tasks or rows"))
     rows += [(name, value) for name, value in _annotation_rows(run) if value]
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
@@ -118,7 +118,7 @@ def _plot(metrics: run_tables.Rows) -> None:
 
 
 @runs.command
-def report(name: RunName, *, out: Path | None = None, where: RunsFolder = "runs") -> None:
+def report(name: RunName, *, out: Path | None = None, runs_folder: RunsFolder = "runs") -> None:
     """Write a self-contained HTML report of a run: curves, findings, sample episodes and the config.
 
     ```
@@ -131,12 +131,12 @@ def report(name: RunName, *, out: Path | None = None, where: RunsFolder = "runs"
     """
     from TrainingFactory.apps.views.run_report import run_page
 
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs_folder)
     show.write_page(out or run.path / "run.html", run_page(run))
 
 
 @runs.command
-def compare(*names: RunName, as_json: Json = False, where: RunsFolder = "runs") -> None:
+def compare(*names: RunName, as_json: Json = False, runs_folder: RunsFolder = "runs") -> None:
     """Compare runs: differing options, last metrics, and total judge requests and cost.
 
     ```
@@ -148,21 +148,21 @@ def compare(*names: RunName, as_json: Json = False, where: RunsFolder = "runs") 
     """
     if len(names) < 2:
         raise ValueError("nothing to compare. Name at least two runs: tfactory runs compare A B")
-    folders = [RunFolder.find(name, where) for name in names]
+    folders = [RunFolder.find(name, runs_folder) for name in names]
     diff = views.diff_runs(folders)
     if as_json:
         print(diff.model_dump_json())
         return
     histories = [run.metrics() for run in folders]
-    last = [run_tables.latest_metrics(history) | run_tables.usage_totals(history) for history in histories]
-    forms = run_tables.shown_metrics([row for history in histories for row in history])
-    forms |= dict.fromkeys(
+    latest = [run_tables.latest_metrics(history) | run_tables.usage_totals(history) for history in histories]
+    formats = run_tables.shown_metrics([row for history in histories for row in history])
+    formats |= dict.fromkeys(
         (key for history in histories for key in run_tables.usage_totals(history)), "{:.6g}"
     )
     rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
     rows.append(("steps", *(str(run.status.step) for run in folders)))
-    for key, number_format in forms.items():
-        rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in last)))
+    for key, number_format in formats.items():
+        rows.append((key, *(number_format.format(values[key]) if key in values else "" for values in latest)))
     show.columns(["", *(run.name for run in folders)], rows)
 
 
@@ -170,7 +170,7 @@ def compare(*names: RunName, as_json: Json = False, where: RunsFolder = "runs") 
 def episodes(
     name: RunName, *, step: int | None = None, task: str | None = None, best: Count | None = None,
     worst: Count | None = None, show_tasks: Annotated[Count | None, Parameter(name="--show")] = None,
-    html: Path | None = None, as_json: Json = False, where: RunsFolder = "runs",
+    html: Path | None = None, as_json: Json = False, runs_folder: RunsFolder = "runs"
 ) -> None:  # fmt: skip
     """Show the episodes of a step with every token coloured by its advantage: green is reinforced, red discouraged.
 
@@ -196,13 +196,13 @@ def episodes(
     from TrainingFactory.apps.views.index import MAX_ROWS, EpisodeIndex, Query
     from TrainingFactory.cli import credit as printing
 
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs_folder)
     if as_json:
         index = EpisodeIndex(run)
         if task:
             print(group_credit(run, step, task, index).model_dump_json())
         else:
-            print(index.page(Query(step=step, limit=MAX_ROWS), whole=True).model_dump_json())
+            print(index.page(Query(step=step, limit=MAX_ROWS), read_all=True).model_dump_json())
         return
     step, credit = run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]
@@ -218,7 +218,7 @@ def episodes(
 
 
 @runs.command
-def stop(name: RunName, *, where: RunsFolder = "runs") -> None:
+def stop(name: RunName, *, runs_folder: RunsFolder = "runs") -> None:
     """Stop a run that another process is training: save a checkpoint and exit, as after Ctrl-C.
 
     ```
@@ -227,13 +227,13 @@ def stop(name: RunName, *, where: RunsFolder = "runs") -> None:
     """
     from TrainingFactory.runs import stopping
 
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs_folder)
     pid = stopping.stop(run)
     show.note(f"asked process {pid} to stop; after it has exited, resume with: {run.resume_command}")
 
 
 @runs.command
-def resume(name: RunName, *, where: RunsFolder = "runs") -> int:
+def resume(name: RunName, *, runs_folder: RunsFolder = "runs") -> int:
     """Resume a run from its last checkpoint, exactly as if it had not stopped.
 
     Options come from the run's config.yaml, not from the command line. Before resuming you can edit the keys there that
@@ -251,10 +251,10 @@ def resume(name: RunName, *, where: RunsFolder = "runs") -> int:
 
     if serve_rank(None) is not None:
         return 0
-    run = RunFolder.find(name, where)
+    run = RunFolder.find(name, runs_folder)
     if run.status.status == "finished":
         show.note(f"run {name} is already finished; nothing to resume")
         return 0
     display = Display()
     display.earlier(run.metrics())
-    return train_with_display(resume_run(name, where, display), display)
+    return train_with_display(resume_run(name, runs_folder, display), display)

@@ -85,13 +85,13 @@ async def _serve(sampler: Sampler, serving: Coroutine[Any, Any, None], ready_tex
     await serving
 
 
-def _check_host(host: str, key: str | None, what: str) -> bool:
+def _check_host(host: str, key: str | None, server_name: str) -> bool:
     """Return whether only this machine can connect; warn if others can."""
     from TrainingFactory.common.http import listen
 
     local = listen.is_loopback(host)
     if not local:
-        warning = f"warning: --host {host} lets other machines use this {what}, without encryption"
+        warning = f"warning: --host {host} lets other machines use this {server_name}, without encryption"
         show.note(warning if key else f"{warning} and without a key; require one with --api-key-env NAME")
     return local
 
@@ -102,8 +102,8 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
     from TrainingFactory.assembly.named_files import read_config
     from TrainingFactory.common.http import listen
 
-    if wrong := [text for text in overrides if "=" not in text]:
-        raise ValueError(f"--reward serves a reward, not the model {wrong[0]}. Leave the model out.")
+    if invalid := [text for text in overrides if "=" not in text]:
+        raise ValueError(f"--reward serves a reward, not the model {invalid[0]}. Leave the model out.")
     service = RewardService(read_config(path, overrides), show.note)
     key = listen.api_key_from(api_key_env)
     app = service.api(key, _check_host(host, key, "reward")).app

@@ -59,8 +59,8 @@ def table(rows: list[tuple[str, str]]) -> None:
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return table rows for the model's tool calls, then one for each tool that the model or the reward called."""
     calls = int(metrics["tool_calls"])
-    succeeded = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
-    rows = [("tool calls", f"{calls}{succeeded}")]
+    success_rates = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
+    rows = [("tool calls", f"{calls}{success_rates}")]
     for name in re.findall(r"^tools/(.+)/calls$", "\n".join(metrics), re.MULTILINE):
         rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
     return rows
@@ -152,8 +152,8 @@ def _print(title: str, rows: Table, *footers: Text) -> None:
 
 def literal_text(text: str, style: str = "") -> Text:
     """Return an untrusted text, escaped and truncated to MAX_CHARS."""
-    rest = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
-    return Text(escape_control(text[:MAX_CHARS] + rest), style=style)
+    suffix = f" [... {len(text) - MAX_CHARS} more characters]" if len(text) > MAX_CHARS else ""
+    return Text(escape_control(text[:MAX_CHARS] + suffix), style=style)
 
 
 def _ending(trajectory: Trajectory) -> Text:

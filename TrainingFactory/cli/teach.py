@@ -105,21 +105,21 @@ def _run(teaching: Teaching, selection: Selection, as_json: bool) -> int:
     """Play the missing episodes, write rows and report of all finished ones, and return the exit status."""
     from TrainingFactory.assembly.endpoint_rollouts import EndpointStopped
 
-    stopped, interrupted, metrics = None, False, dict[str, float]()
+    stop_reason, interrupted, metrics = None, False, dict[str, float]()
     try:
         with Display(teaching.total - teaching.num_finished, loads_model=False) as display:
             report = teaching.run(display.episode)
         interrupted, metrics = report.interrupted, report.metrics
     except EndpointStopped as error:
-        stopped = str(error)
+        stop_reason = str(error)
     result = teaching.write_rows(selection)
-    spent = teaching.write_report(result, metrics)
+    total_usage = teaching.write_report(result, metrics)
     if as_json:
-        print(json.dumps(spent))
+        print(json.dumps(total_usage))
     else:
         rows = [
             (name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
-            for name, value in spent.items()
+            for name, value in total_usage.items()
         ]
         rows += [(f"  {reason}", f"{count} skipped") for reason, count in result.dropped.items() if count]
         show.table(rows)
@@ -131,9 +131,9 @@ def _run(teaching: Teaching, selection: Selection, as_json: bool) -> int:
     if interrupted:
         show.note("interrupted: run the same command again to continue")
         return show.INTERRUPTED
-    if stopped:
+    if stop_reason:
         show.fail(
-            f"{stopped}. Run the same command again to continue, with a higher limit if a limit stopped it"
+            f"{stop_reason}. Run the same command again to continue, with a higher limit if a limit stopped it"
         )
         return STOPPED
     if not result.rows:

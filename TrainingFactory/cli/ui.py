@@ -23,7 +23,7 @@ TOKEN = "TFACTORY_UI_TOKEN"
 
 def ui(
     *,
-    where: RunsFolder = "runs",
+    runs: RunsFolder = "runs",
     host: str = "127.0.0.1",
     port: Annotated[int, Parameter(validator=validators.Number(gte=0, lte=65535))] = 7860,
     open_browser: Annotated[bool, Parameter(name="--open")] = False,
@@ -69,7 +69,7 @@ def ui(
         show.note(f"warning: --host {host} lets other machines connect, without encryption")
     if token is None:
         show.note("warning: --no-token lets everybody who can connect run programs as you")
-    page = Page(Path(where).expanduser(), host, token, endpoints)
+    page = Page(Path(runs).expanduser(), host, token, endpoints)
     with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
         address = listen.address_of(bound)
         for wildcard in ("0.0.0.0", "[::]"):  # other machines cannot open these addresses
@@ -105,8 +105,8 @@ def _token(file: Path | None, no_token: bool) -> str | None:
 def _stored_token(file: Path, new: str) -> str:
     """Return the token stored in a file; create the file with `new` if it does not exist. Raise ValueError if other
     users can read or write it."""
-    private = partial(os.open, mode=0o600)
-    with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8", opener=private) as stream:
+    is_private = partial(os.open, mode=0o600)
+    with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8", opener=is_private) as stream:
         stream.write(f"{new}\n")
     info = file.stat()
     if hasattr(os, "getuid") and (info.st_uid != os.getuid() or info.st_mode & 0o077):

@@ -27,10 +27,10 @@ def restart_delays() -> Iterator[float]:
 
 
 class FleetSession:
-    """Sampling session of one episode. Engines know it by `number`; all its requests go to place `home`."""
+    """Sampling session of one episode. Engines know it by `number`; all its requests go to `engine_number`."""
 
     def __init__(self, fleet: Fleet, number: int, engine_number: int) -> None:
-        self._fleet, self.number, self.home = fleet, number, engine_number
+        self._fleet, self.number, self.engine_number = fleet, number, engine_number
         self._closed = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
@@ -39,38 +39,40 @@ class FleetSession:
         return await self._fleet._request(self, list(prompt_ids), params)
 
     def fork(self) -> FleetSession:
-        """Open a session at the same place, whose prefix cache holds the turns of this one."""
-        return self._fleet._open_at(self.home)
+        """Open a session on the same engine, whose prefix cache holds the turns of this one."""
+        return self._fleet._open_session(self.engine_number)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._fleet._open[self.home] -= 1
+            self._fleet._open_sessions[self.engine_number] -= 1
 
 
 class Fleet:
-    """A `Sampler` over `count` places, started on first use. The requests of a lost place are retried on another one
+    """A `Sampler` over `count` engines, started on first use. The requests of a lost engine are retried on another one
     with the same seed; it restarts in the background with growing delays, and serves again once it has the current
-    weights. If no place is alive for `patience` seconds, pending requests raise SamplersLost; meanwhile `clock` is
-    paused. A place is also lost if loading weights takes longer than `patience` seconds, or if its log-probs of the
+    weights. If no engine is alive for `patience` seconds, pending requests raise SamplersLost; meanwhile `clock` is
+    paused. An engine is also lost if loading weights takes longer than `patience` seconds, or if its log-probs of the
     canary differ from the learner's by more than `tolerance` on average."""
 
     def __init__(
-        self, places: EngineLauncher, count: int, max_length: int, notify: Callable[[str], None] = lambda _: None,
+        self, launcher: EngineLauncher, count: int, max_length: int, notify: Callable[[str], None] = lambda _: None,
         tolerance: float = 1e-3, keep_alive: object = None, patience: float = 600.0,
     ) -> None:  # fmt: skip
-        self._holds = keep_alive  # kept alive as long as the fleet, such as a temporary folder of weights
+        self._keep_alive = (
+            keep_alive  # kept alive as long as the fleet, such as a temporary folder of weights
+        )
         self.max_length, self.policy_version = max_length, 0
-        self._places, self._count, self._notify, self._tolerance = places, count, notify, tolerance
+        self._launcher, self._count, self._notify, self._tolerance = launcher, count, notify, tolerance
         self._patience, self.clock = patience, PausableClock()
         self._alive: dict[int, EngineHandle] = {}
         self._restarting: dict[int, asyncio.Task[None]] = {}
-        self._reason = ""  # why the last place was lost or could not be restarted
-        self._changed = asyncio.Event()  # set and replaced after each restart
+        self._last_failure = ""  # why the last engine was lost or could not be restarted
+        self._restarted = asyncio.Event()  # set and replaced after each restart
         self._starting: asyncio.Task[None] | None = None
         self._weights: Weights | None = None
-        self._open: Counter[int] = Counter()  # sessions by place
-        self._numbers = itertools.count()
+        self._open_sessions: Counter[int] = Counter()  # sessions by engine
+        self._session_numbers = itertools.count()
         names = ("samplers/asked_again", "samplers/remade", "samplers/failed_restarts", "seconds/push")
         self._counts = dict.fromkeys(names, 0.0)
 
@@ -78,12 +80,12 @@ class Fleet:
 
     def session(self) -> FleetSession:
         # Fewest open sessions first, then lowest number, alive or not: a run without failures is deterministic.
-        engine_number = min(range(self._count), key=lambda number: (self._open[number], number))
-        return self._open_at(engine_number)
+        engine_number = min(range(self._count), key=lambda number: (self._open_sessions[number], number))
+        return self._open_session(engine_number)
 
-    def _open_at(self, engine_number: int) -> FleetSession:
-        self._open[engine_number] += 1
-        return FleetSession(self, next(self._numbers), engine_number)
+    def _open_session(self, engine_number: int) -> FleetSession:
+        self._open_sessions[engine_number] += 1
+        return FleetSession(self, next(self._session_numbers), engine_number)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         session = self.session()
@@ -93,29 +95,29 @@ class Fleet:
             session.close()
 
     async def update(self, weights: Weights) -> None:
-        """Load the weights on every place and verify the canary; restart places where this fails."""
+        """Load the weights on every engine and verify the canary; restart engines where this fails."""
         start = time.perf_counter()
         await self.start()
         self._weights = weights
         pushes = [self._push(number, engine, weights) for number, engine in self._alive.items()]
         await asyncio.gather(*pushes)
-        await self._wait_for_place()
+        await self._wait_for_engine()
         self.policy_version = weights.version
         self._counts["seconds/push"] = time.perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of live places, totals of retries and restarts, and the duration of the last push."""
+        """Return the number of live engines, totals of retries and restarts, and the duration of the last push."""
         return {"samplers/alive": float(len(self._alive)), **self._counts}
 
     async def close(self) -> None:
-        self._alive.clear()  # first, so that a running request that loses its place does not restart it
+        self._alive.clear()  # first, so that a running request that loses its engine does not restart it
         tasks = [task for task in (*self._restarting.values(), self._starting) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._restarting.clear()  # a task that was cancelled before it began has not removed itself
-        self._changed.set()
-        await self._places.close()
+        self._restarted.set()
+        await self._launcher.close()
 
     # -- requests
 
@@ -124,39 +126,41 @@ class Fleet:
     ) -> Completion:
         await self.start()
         for _ in range(1 + MAX_RETRIES):
-            await self._wait_for_place()
-            if session.home not in self._alive:  # move to the place with the fewest sessions
-                self._open[session.home] -= 1
-                session.home = min(self._alive, key=lambda number: (self._open[number], number))
-                self._open[session.home] += 1
-            engine = self._alive[session.home]
+            await self._wait_for_engine()
+            if session.engine_number not in self._alive:  # move to the engine with the fewest sessions
+                self._open_sessions[session.engine_number] -= 1
+                session.engine_number = min(
+                    self._alive, key=lambda number: (self._open_sessions[number], number)
+                )
+                self._open_sessions[session.engine_number] += 1
+            engine = self._alive[session.engine_number]
             try:
                 return await engine.call("sample", prompt_ids, params, session.number)
             except EngineLost as error:
-                self._lose(session.home, engine, error)
+                self._handle_loss(session.engine_number, engine, error)
                 self._counts["samplers/asked_again"] += 1
         raise SamplersLost(
             f"A request with a prompt of {len(prompt_ids)} tokens failed {1 + MAX_RETRIES} times because its sampler "
-            f"was lost: {self._reason}"
+            f"was lost: {self._last_failure}"
         )
 
-    async def _wait_for_place(self) -> None:
-        """Wait until a place is alive; raise SamplersLost if none has been for `patience` seconds."""
+    async def _wait_for_engine(self) -> None:
+        """Wait until an engine is alive; raise SamplersLost if none has been for `patience` seconds."""
         while not self._alive:
             seconds_left = self._patience - self.clock.paused_for()
             if seconds_left <= 0 or not self._restarting:  # nothing is restarting: the fleet is closed
                 limit = f"No sampler has been alive for {self._patience:g} s (compute.start_timeout)"
                 raise SamplersLost(
-                    f"{limit if seconds_left <= 0 else 'The samplers are closed'}: {self._reason}"
+                    f"{limit if seconds_left <= 0 else 'The samplers are closed'}: {self._last_failure}"
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds_left):
-                    await self._changed.wait()
+                    await self._restarted.wait()
 
-    # -- places
+    # -- engines
 
     async def start(self) -> None:
-        """Start all places once. Call it before the clocks of episodes run."""
+        """Start all engines once. Call it before the clocks of episodes run."""
         if self._starting is None:
             self._starting = asyncio.create_task(self._start())
         # Shielded: the first caller may be cancelled while others wait for the same start.
@@ -164,14 +168,14 @@ class Fleet:
 
     async def _start(self) -> None:
         self._alive = dict(
-            enumerate(await gather_or_cancel([self._places.make(n) for n in range(self._count)]))
+            enumerate(await gather_or_cancel([self._launcher.make(n) for n in range(self._count)]))
         )
 
     async def _push(self, number: int, engine: EngineHandle, weights: Weights) -> None:
         try:
             await self._load(engine, weights)
         except (EngineLost, ValueError) as error:
-            self._lose(number, engine, error)
+            self._handle_loss(number, engine, error)
 
     async def _load(self, engine: EngineHandle, weights: Weights) -> None:
         token_ids, expected = weights.canary
@@ -188,14 +192,14 @@ class Fleet:
                 f"sequence differ from the learner's by {difference:.3g} on average (limit {self._tolerance:g})"
             )
 
-    def _lose(self, number: int, engine: EngineHandle, error: Exception) -> None:
-        """Remove a lost place and restart it in the background, unless another caller already has."""
+    def _handle_loss(self, number: int, engine: EngineHandle, error: Exception) -> None:
+        """Remove a lost engine and restart it in the background, unless another caller already has."""
         if self._alive.get(number) is not engine:
             return
         del self._alive[number]
         if not self._alive:
             self.clock.pause()
-        self._reason = str(error)
+        self._last_failure = str(error)
         self._notify(f"{error}; restarting it and retrying its requests on another sampler")
         self._restarting[number] = asyncio.create_task(self._restart(number, engine))
 
@@ -205,11 +209,11 @@ class Fleet:
                 await lost_engine.close()
             for delay in restart_delays():
                 try:
-                    self._alive[number] = await self._make_current(number)
+                    self._alive[number] = await self._load_current_weights(number)
                 except Exception as error:  # Ray, vLLM and the system raise many kinds
-                    self._reason = str(error)
+                    self._last_failure = str(error)
                     self._counts["samplers/failed_restarts"] += 1
-                    first_line, *_ = self._reason.splitlines() or [""]
+                    first_line, *_ = self._last_failure.splitlines() or [""]
                     self._notify(f"{first_line}; retrying in {delay:g} s")
                     await asyncio.sleep(delay)
                     continue
@@ -218,12 +222,12 @@ class Fleet:
                 return
         finally:
             del self._restarting[number]
-            restarted, self._changed = self._changed, asyncio.Event()
+            restarted, self._restarted = self._restarted, asyncio.Event()
             restarted.set()
 
-    async def _make_current(self, number: int) -> EngineHandle:
-        """Start a place and load the current weights, repeatedly if new ones are published meanwhile."""
-        engine = await self._places.make(number)
+    async def _load_current_weights(self, number: int) -> EngineHandle:
+        """Start an engine and load the current weights, repeatedly if new ones are published meanwhile."""
+        engine = await self._launcher.make(number)
         loaded_version = None
         try:
             while (weights := self._weights) is not None and weights is not loaded_version:

@@ -31,65 +31,65 @@ VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initiali
 
 class LocalEngineLauncher:
     """Starts `LocalEngine`s. `environment` holds further environment variables for the child processes. `folder` keeps
-    their logs; None: logs are deleted on close. `notify` reports progress to the user; engines are called `what`."""
+    their logs; None: logs are deleted on close. `notify` reports progress to the user; `role` names engines."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
-        notify: Callable[[str], object] = lambda text: None, folder: Path | None = None, what: str = "sampler",
+        notify: Callable[[str], object] = lambda text: None, folder: Path | None = None, role: str = "sampler"
     ) -> None:  # fmt: skip
         self._spec, self._start_timeout, self._notify, self._folder = spec, start_timeout, notify, folder
-        self._what = what
+        self._role = role
         threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # The whole sys.path, because processes started by vLLM must find the same packages.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
         self._environment = {"OMP_NUM_THREADS": threads} | inherited | {"PYTHONPATH": path}
         self._environment |= environment or {}
-        self._places: list[LocalEngine] = []
+        self._engines: list[LocalEngine] = []
 
     async def make(self, number: int) -> LocalEngine:
-        began = time.monotonic()
-        place = LocalEngine(number, self._folder, self._what)
-        self._places.append(place)
+        start = time.monotonic()
+        engine = LocalEngine(number, self._folder, self._role)
+        self._engines.append(engine)
         try:
-            await place.open(self._spec, self._environment)
+            await engine.open(self._spec, self._environment)
             async with asyncio.timeout(self._start_timeout):
-                place.about = await place.call("start")
+                engine.info = await engine.call("start")
         except (TimeoutError, EngineLost, ValueError) as error:
-            cause, tail = place.last_error()
+            cause, tail = engine.last_error()
             if isinstance(error, TimeoutError):
                 cause = f"it took longer than {self._start_timeout:g} s (increase compute.start_timeout)"
             elif isinstance(error, ValueError) or not cause:
                 cause = str(error)
-            await place.close()
-            raise ValueError(f"Could not start {place.name}: {cause}{place.log_note}{tail}") from error
+            await engine.close()
+            raise ValueError(f"Could not start {engine.name}: {cause}{engine.log_note}{tail}") from error
         except BaseException:
-            await place.close()
+            await engine.close()
             raise
-        self._notify(f"{place.name} is ready after {time.monotonic() - began:.0f} s")
-        return place
+        self._notify(f"{engine.name} is ready after {time.monotonic() - start:.0f} s")
+        return engine
 
     async def close(self) -> None:
-        await asyncio.gather(*(place.close() for place in self._places))
+        await asyncio.gather(*(engine.close() for engine in self._engines))
 
 
 class LocalEngine:
     """An engine in a child process. The process ends with `close`, or when this program ends, even by a kill."""
 
-    def __init__(self, number: int, folder: Path | None, what: str) -> None:
-        self.name = f"{what} {number}"
+    def __init__(self, number: int, folder: Path | None, role: str) -> None:
+        self.name = f"{role} {number}"
         self._folder = Path(tempfile.mkdtemp()) if folder is None else None
-        self.log = (folder or self._folder or Path()) / f"{what}-{number}.log"
+        self.log = (folder or self._folder or Path()) / f"{role}-{number}.log"
         self.log_note = "" if folder is None else f" (log: {self.log})"
         self._log_start = 0  # size in bytes of the log of earlier engines
-        self.about: dict[str, Any] = {}  # the result of the engine's `start`
-        self._life = -1  # closing this pipe ends the engine
+        self.info: dict[str, Any] = {}  # the result of the engine's `start`
+        self._lifeline = -1  # closing this pipe ends the engine
         self._process: asyncio.subprocess.Process | None = None
-        self._tickets, self._lost = itertools.count(), "is not open"
+        self._tickets, self._loss = itertools.count(), "is not open"
         self._waiting: dict[str, asyncio.Future[Any]] = {}
 
     async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
-        read_end, self._life = os.pipe()
+        read_end, self._lifeline = os.pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._log_start = log.tell()
@@ -99,14 +99,14 @@ class LocalEngine:
                 env=environment, pass_fds=[read_end], start_new_session=True,
             )  # fmt: skip
         os.close(read_end)
-        self._lost = ""
+        self._loss = ""
         self.name = f"{self.name}, process {self._process.pid}"
         self._reader = asyncio.create_task(self._read(self._process.stdout))
         self._send(dataclasses.asdict(spec))
 
     async def call(self, method: str, *args: Any) -> Any:
-        if self._lost:
-            raise EngineLost(f"{self.name} {self._lost}")
+        if self._loss:
+            raise EngineLost(f"{self.name} {self._loss}")
         ticket = str(next(self._tickets))
         self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
         self._send([ticket, method, [to_json(arg) for arg in args]])
@@ -119,14 +119,14 @@ class LocalEngine:
             del self._waiting[ticket]
 
     async def close(self) -> None:
-        if self._life < 0:
+        if self._lifeline < 0:
             return
-        if not self._lost and self.about:  # an engine that is still starting handles no calls
+        if not self._loss and self.info:  # an engine that is still starting handles no calls
             with suppress(EngineLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
-        life, self._life, self._lost = self._life, -1, self._lost or "is closed"
-        os.close(life)  # the watcher process now kills whatever is still running
+        lifeline, self._lifeline, self._loss = self._lifeline, -1, self._loss or "is closed"
+        os.close(lifeline)  # the watcher process now kills whatever is still running
         if self._process is not None:
             await self._process.wait()
             await self._reader
@@ -134,7 +134,7 @@ class LocalEngine:
             shutil.rmtree(self._folder)
 
     def _send(self, message: Any) -> None:
-        if not self._lost and self._process is not None and self._process.stdin is not None:
+        if not self._loss and self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, lines: Any) -> None:
@@ -150,13 +150,13 @@ class LocalEngine:
             elif kind == "ValueError":
                 answer.set_exception(ValueError(text))
             else:
-                self._lost = self._lost or f"failed: {problem}{self.log_note}"
-                answer.set_exception(EngineLost(f"{self.name} {self._lost}"))
+                self._loss = self._loss or f"failed: {problem}{self.log_note}"
+                answer.set_exception(EngineLost(f"{self.name} {self._loss}"))
         cause, _ = self.last_error()
-        self._lost = self._lost or "has exited" + (f": {cause}" if cause else "") + self.log_note
+        self._loss = self._loss or "has exited" + (f": {cause}" if cause else "") + self.log_note
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(EngineLost(f"{self.name} {self._lost}"))
+                answer.set_exception(EngineLost(f"{self.name} {self._loss}"))
 
     def last_error(self) -> tuple[str, str]:
         """Return the last error in this engine's log, except the errors in which vLLM wraps it, and the log's tail."""

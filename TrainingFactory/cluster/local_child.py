@@ -61,25 +61,25 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
     await engine.close()
 
 
-def start_watcher(life: int) -> int:
+def start_watcher(lifeline: int) -> int:
     """Fork the watcher process. Return a pipe on which to send it the segments that exist after `start`, since their
-    owners may end before the cleanup; until then it polls for them. The end of file of `life` starts the cleanup."""
+    owners may end before the cleanup; until then it polls for them. The end of `lifeline` starts the cleanup."""
     watched, (receiver, sender) = os.getpid(), os.pipe()
     if os.fork():
-        os.close(life)
+        os.close(lifeline)
         return sender
     os.setsid()
     os.close(0)  # only stdin: holding the pipe of answers open tells the parent that cleanup is not complete
-    inodes, pipes, is_over = set[str](), [life, receiver], False
+    inodes, pipes, is_over = set[str](), [lifeline, receiver], False
     while not is_over:
         is_over = os.getppid() != watched
         readable = select.select(pipes, [], [], 0 if is_over else TICK)[0]
         if receiver in readable:
             inodes.update(os.read(receiver, MAX_MESSAGE_BYTES).decode().split())
-            pipes = [life]
+            pipes = [lifeline]
         elif receiver in pipes:
             inodes |= segment_inodes(watched)
-        is_over = is_over or life in readable
+        is_over = is_over or lifeline in readable
     inodes |= segment_inodes(watched)
     for _ in range(ROUNDS):
         for folder in (live_folders := live_processes(watched)):

@@ -1,4 +1,4 @@
-"""Interfaces of the places where a fleet's engines run: a process on this machine, or a Ray actor."""
+"""Interfaces of a fleet's engines, which run in processes on this machine or in Ray actors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EngineHandle(Protocol):
 
 
 class EngineLauncher(Protocol):
-    """Factory of places."""
+    """Starts engines."""
 
     async def make(self, number: int) -> EngineHandle:
         """Start engine `number` and return when it is ready; raise ValueError if it cannot be started."""

@@ -72,7 +72,7 @@ class RankGroup:
     def send(self, message: Any, rank: int = 0) -> None:
         dist.send_object_list([message], rank, group=self._answers)
 
-    def heard(self, rank: int) -> Any:
+    def receive_from(self, rank: int) -> Any:
         """Wait for a message of a rank; raise RuntimeError if its process has ended."""
         container = [None]
         dist.recv_object_list(container, rank, group=self._answers)
@@ -86,73 +86,75 @@ class RankGroup:
 
 class ShardedPolicy:
     """Rank 0's `Policy` over all ranks: every call runs here, on the policy `local_policy`, and on all other ranks.
-    `lost` is called on the running event loop when a rank is lost, whatever runs meanwhile; `note` names its log for
-    the user."""
+    `on_lost` is called on the running event loop when a rank is lost, whatever runs meanwhile; `log_note` names its
+    log for the user."""
 
-    def __init__(self, group: RankGroup, on_lost: Callable[[OSError], object], note: str) -> None:
-        self._group, self._lost, self._note = group, on_lost, note
+    def __init__(self, group: RankGroup, on_lost: Callable[[OSError], object], log_note: str) -> None:
+        self._group, self._on_lost, self._log_note = group, on_lost, log_note
         self.local_policy: Any = None  # the policy of this process, set by the owner
-        self.about: dict[int, dict[str, Any]] = {}
-        self._done = self._saved = 0  # number of trained steps, and of those in the last checkpoint
-        self._thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
-        self._gone: asyncio.Future[OSError] = self._loop.create_future()
-        self._doing: asyncio.Future[Any] | None = None
-        self._expect()
-        self._threads = {rank: _thread(self._listen, rank) for rank in self._answers}
+        self.rank_infos: dict[int, dict[str, Any]] = {}
+        self._steps_done = self._steps_saved = (
+            0  # number of trained steps, and of those in the last checkpoint
+        )
+        self._start_thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
+        self._loss: asyncio.Future[OSError] = self._loop.create_future()
+        self._running_call: asyncio.Future[Any] | None = None
+        self._reset_answers()
+        self._threads = {rank: _start_thread(self._listen, rank) for rank in self._answers}
 
-    async def hello(self) -> None:
+    async def wait_for_ranks(self) -> None:
         """Wait until every rank has introduced itself."""
-        introductions = await self._or_lost(asyncio.gather(*self._answers.values()))
-        self.about = dict(zip(self._answers, introductions, strict=True))
+        introductions = await self._unless_lost(asyncio.gather(*self._answers.values()))
+        self.rank_infos = dict(zip(self._answers, introductions, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
         """Broadcast the call, run `run_local` here and return its result. If the previous caller was cancelled, such
         as an evaluation, wait for its call to end first, or its answers would be taken for this call's."""
-        if self._doing is not None and not self._doing.done():
-            await asyncio.wait({self._doing, self._gone}, return_when=FIRST)
-        self._expect()
-        self._doing = asyncio.ensure_future(self._do(method, args, run_local))
-        return await self._or_lost(self._doing)
+        if self._running_call is not None and not self._running_call.done():
+            await asyncio.wait({self._running_call, self._loss}, return_when=FIRST)
+        self._reset_answers()
+        self._running_call = asyncio.ensure_future(self._run_call(method, args, run_local))
+        return await self._unless_lost(self._running_call)
 
-    async def _port(self, method: str, *args: Any) -> Any:
+    async def _call_policy(self, method: str, *args: Any) -> Any:
         result = await self.call(method, args, lambda: getattr(self.local_policy, method)(*args))
         if method in ("step", "load"):
-            self._done = args[1] + 1 if method == "step" else result["step"]
+            self._steps_done = args[1] + 1 if method == "step" else result["step"]
         if method in ("save", "load"):
-            self._saved = self._done
+            self._steps_saved = self._steps_done
         return result
 
-    step = partialmethod(_port, "step")
-    evaluate = partialmethod(_port, "evaluate")
-    score = partialmethod(_port, "score")
-    save = partialmethod(_port, "save")
-    load = partialmethod(_port, "load")
-    publish = partialmethod(_port, "publish")
+    step = partialmethod(_call_policy, "step")
+    evaluate = partialmethod(_call_policy, "evaluate")
+    score = partialmethod(_call_policy, "score")
+    save = partialmethod(_call_policy, "save")
+    load = partialmethod(_call_policy, "load")
+    publish = partialmethod(_call_policy, "publish")
 
     async def close(self, report: Any = None) -> None:
         """End the other ranks, immediately if they are in the middle of a call. Further calls do nothing."""
         if self._group.ended:
             return
-        self._group.ended, last = True, "failed"
-        if not self._gone.done() and all(answer.done() for answer in self._answers.values()):
+        self._group.ended, last_message = True, "failed"
+        if not self._loss.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
-                await self._thread.call(self._group.broadcast, "end", report)
-                last = ""
-        await in_thread(self._disconnect, last)
-        self._thread.close()
+                await self._start_thread.call(self._group.broadcast, "end", report)
+                last_message = ""
+        await in_thread(self._disconnect, last_message)
+        self._start_thread.close()
         if self.local_policy is not None:
             await self.local_policy.close()
 
-    async def _or_lost(self, call: asyncio.Future[T]) -> T:
-        await asyncio.wait({call, self._gone}, return_when=FIRST)
-        if self._gone.done():
+    async def _unless_lost(self, call: asyncio.Future[T]) -> T:
+        await asyncio.wait({call, self._loss}, return_when=FIRST)
+        if self._loss.done():
             call.cancel()  # it may never end without the lost rank
-            raise self._gone.result()
+            raise self._loss.result()
         return call.result()
 
-    async def _do(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
+    async def _run_call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
         try:
-            await self._thread.call(self._group.broadcast, method, *args)
+            await self._start_thread.call(self._group.broadcast, method, *args)
             result = await run_local()
         except RuntimeError:  # usually because another rank is lost, which is reported in a moment
             await asyncio.sleep(GRACE)
@@ -162,44 +164,45 @@ class ShardedPolicy:
             raise
         for rank, answer in self._answers.items():
             if await answer:
-                self._lose(rank, "has failed")
+                self._report_loss(rank, "has failed")
         return result
 
-    def _expect(self) -> None:
+    def _reset_answers(self) -> None:
         self._answers = {rank: self._loop.create_future() for rank in range(1, self._group.count)}
 
     def _listen(self, rank: int) -> None:
         with suppress(RuntimeError):  # the event loop is closed
             try:
-                text = self._group.heard(rank)
+                text = self._group.receive_from(rank)
                 while not self._group.ended:
                     self._loop.call_soon_threadsafe(self._on_answer, rank, text)
-                    text = self._group.heard(rank)
+                    text = self._group.receive_from(rank)
             except RuntimeError:
-                self._loop.call_soon_threadsafe(self._lose, rank, "is gone")
+                self._loop.call_soon_threadsafe(self._report_loss, rank, "is gone")
 
     def _on_answer(self, rank: int, text: str) -> None:
         self._answers[rank].set_result(text)
-        if text and (call := self._doing) is not None:  # ranks that do not fail too may wait for it for ever
-            self._loop.call_later(GRACE, lambda: call.done() or self._lose(rank, "has failed"))
+        if (
+            text and (call := self._running_call) is not None
+        ):  # ranks that do not fail too may wait for it for ever
+            self._loop.call_later(GRACE, lambda: call.done() or self._report_loss(rank, "has failed"))
 
-    def _lose(self, rank: int, failure: str) -> None:
-        if self._gone.done() or self._group.ended:
+    def _report_loss(self, rank: int, failure: str) -> None:
+        if self._loss.done() or self._group.ended:
             return
-        rank_info, answer = self.about.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
+        rank_info, answer = self.rank_infos.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
         reason = f": {answer.result()}" if answer.done() and answer.result() else ""
-        learner = f"learner {rank} (process {rank_info['pid']} on {rank_info['host']}{self._note})"
-        steps_note = (
-            f"steps since the last checkpoint, to be repeated after a resume: {self._done - self._saved}"
-        )
-        self._gone.set_result(OSError(f"{learner} {failure}{reason}; {steps_note}"))
-        self._lost(self._gone.result())
+        learner = f"learner {rank} (process {rank_info['pid']} on {rank_info['host']}{self._log_note})"
+        unsaved = self._steps_done - self._steps_saved
+        steps_note = f"steps since the last checkpoint, to be repeated after a resume: {unsaved}"
+        self._loss.set_result(OSError(f"{learner} {failure}{reason}; {steps_note}"))
+        self._on_lost(self._loss.result())
 
-    def _disconnect(self, last: str) -> None:
+    def _disconnect(self, last_message: str) -> None:
         """Send the last message and join the listening threads: one that waits in torch at interpreter exit crashes."""
         for rank in self._threads:
             with suppress(RuntimeError):  # the rank has ended
-                self._group.send(last, rank)
+                self._group.send(last_message, rank)
         for thread in self._threads.values():
             thread.join(CLOSE_SECONDS)
         self._group.close()
@@ -209,7 +212,7 @@ async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Ma
     """Introduce this process to rank 0 and run `call(method, *args)` for each of its broadcasts until it ends; return
     its report. If rank 0 is lost, this process exits immediately, whatever it is doing."""
     thread, process_info = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
-    watch_thread = _thread(_exit_with_rank_0, group)
+    watch_thread = _start_thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
         for number in (
             signal.SIGINT,
@@ -241,12 +244,12 @@ async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Ma
 def _exit_with_rank_0(group: RankGroup) -> None:
     """Exit this process immediately when rank 0 is lost or reports a failure."""
     with suppress(RuntimeError):
-        if not group.heard(0):
+        if not group.receive_from(0):
             return
     os._exit(1)
 
 
-def _thread(function: Callable[..., None], *args: Any) -> threading.Thread:
+def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread:
     thread = threading.Thread(target=function, args=args, daemon=True)
     thread.start()
     return thread
@@ -265,8 +268,8 @@ class GatheringPublisher:
     @torch.no_grad()
     def publish(self, version: int) -> Weights:
         trainable = (param for param in self._learner.model.parameters() if param.requires_grad)
-        wholes = map(self._learner.processes.gather, trainable)
-        self._gathered = [tensor.cpu() for tensor in wholes if self.model is not None]
+        full_tensors = map(self._learner.processes.gather, trainable)
+        self._gathered = [tensor.cpu() for tensor in full_tensors if self.model is not None]
         return Weights(version)
 
     def parameters(self) -> Iterator[torch.Tensor]:

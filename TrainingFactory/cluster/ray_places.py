@@ -42,26 +42,26 @@ class RayEngineLauncher:
         self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
         self._timeout, self._notify, self._role = timeout, notify, role
         self._folder = None if folder is None else folder.resolve()
-        self._placing, self._packing = asyncio.Lock(), asyncio.Lock()
+        self._group_lock, self._pack_lock = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
         self._packed: tuple[Weights, Any] | None = None  # the last weights put into the object store
-        self._places: list[RayEngine] = []
+        self._engines: list[RayEngine] = []
 
     async def make(self, number: int) -> RayEngine:
         spec, session, start = self._spec, self._session, time.monotonic()
-        async with self._placing:
+        async with self._group_lock:
             await session.open()
             ray = require_ray()
             self._gpus = session.gpus(self._gpus, spec.kind == "vllm")
             if self._group is None:
                 key = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
-                self._group = await session.placed(bundles, f"{key}={self._count}", self._timeout)
+                self._group = await session.allocate_group(bundles, f"{key}={self._count}", self._timeout)
         name = f"{self._role} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
-        engine = RayEngine(ray, actor.remote(), name, self.packed)
-        self._places.append(engine)
+        engine = RayEngine(ray, actor.remote(), name, self.pack_weights)
+        self._engines.append(engine)
         files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
         config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
         try:
@@ -71,24 +71,24 @@ class RayEngineLauncher:
             await engine.close()
             if not isinstance(error, EngineLost | ValueError | TimeoutError):
                 raise
-            late = f"it took longer than {self._timeout:g} s (increase compute.start_timeout)"
-            cause = late if isinstance(error, TimeoutError) else error
+            timeout_text = f"it took longer than {self._timeout:g} s (increase compute.start_timeout)"
+            cause = timeout_text if isinstance(error, TimeoutError) else error
             raise ValueError(f"Could not start {name}: {cause}") from error
         self._notify(f"{engine.name} is ready after {time.monotonic() - start:.0f} s")
         return engine
 
-    async def packed(self, weights: Weights) -> Any:
+    async def pack_weights(self, weights: Weights) -> Any:
         """Put the weights' files into Ray's object store, which copies them to each machine once; return the ref."""
-        async with self._packing:
+        async with self._pack_lock:
             if self._packed is None or self._packed[0] is not weights:
                 files = await in_thread(_read, Path(weights.folder), "*")
                 self._packed = weights, await in_thread(require_ray().put, files)
         return self._packed[1]
 
     async def close(self) -> None:
-        await asyncio.gather(*(engine.close() for engine in self._places))
+        await asyncio.gather(*(engine.close() for engine in self._engines))
         if self._group is not None:
-            self._session.unplace(self._group)
+            self._session.remove_group(self._group)
         self._group = None
         await self._session.close()
 
@@ -97,14 +97,14 @@ class RayEngine:
     """An engine in an actor. The actor ends with `close`, or when this program ends, even by a kill."""
 
     def __init__(self, ray: Any, actor: Any, name: str, pack_weights: Callable[[Weights], Any]) -> None:
-        self.name, self.about, self._log_note = name, {}, ""
-        self._ray, self._packed = ray, pack_weights
+        self.name, self.info, self._log_note = name, {}, ""
+        self._ray, self._pack_weights = ray, pack_weights
         self._actor: Any = actor
         self._is_local = True  # on this machine, which has the weights' folders
         self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}
         self._reader: asyncio.Task[None] | None = None
-        self._lost: EngineLost | None = None
+        self._loss: EngineLost | None = None
 
     async def open(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
@@ -112,52 +112,52 @@ class RayEngine:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         start_ref = self._actor.start.remote(spec, number, config, timeout, folder, role)
-        self.about = await self._answer(start_ref)
-        if self.about["log"]:
-            self._log_note = f" (log on {self.about['node']}: {self.about['log']})"
-        self._is_local = self.about["ray_node"] == self._ray.get_runtime_context().get_node_id()
-        self.name = f"{self.name} on {self.about['node']}, process {self.about['pid']}"
+        self.info = await self._await_ref(start_ref)
+        if self.info["log"]:
+            self._log_note = f" (log on {self.info['node']}: {self.info['log']})"
+        self._is_local = self.info["ray_node"] == self._ray.get_runtime_context().get_node_id()
+        self.name = f"{self.name} on {self.info['node']}, process {self.info['pid']}"
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "load" and not self._is_local:
-            return await self._answer(self._actor.load.remote(args[0], await self._packed(args[0])))
+            return await self._await_ref(self._actor.load.remote(args[0], await self._pack_weights(args[0])))
         if method == "sample":
-            return await self._turn(args)
-        return await self._answer(self._actor.call.remote(method, args))
+            return await self._sample_turn(args)
+        return await self._await_ref(self._actor.call.remote(method, args))
 
-    async def _turn(self, args: tuple[Any, ...]) -> Completion:
+    async def _sample_turn(self, args: tuple[Any, ...]) -> Completion:
         """Sample one turn. Simultaneous requests share one Ray call, which costs as much as many tokens."""
-        if self._lost is not None:
-            raise self._lost
+        if self._loss is not None:
+            raise self._loss
         self._reader = self._reader or asyncio.create_task(self._read())
         ticket = next(self._tickets)
         self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
-        self._post(ticket, args)
+        self._queue_turn(ticket, args)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._post(ticket, None)
+            self._queue_turn(ticket, None)
             raise
         finally:
             del self._waiting[ticket]
 
-    def _post(self, ticket: int, args: Turn) -> None:
+    def _queue_turn(self, ticket: int, args: Turn) -> None:
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._send)
         self._outbox.append((ticket, args))
 
     def _send(self) -> None:
-        mail, self._outbox = self._outbox, []
+        turns, self._outbox = self._outbox, []
         if self._actor is not None:
-            self._actor.post.remote(mail)
+            self._actor.post.remote(turns)
 
     async def _read(self) -> None:
         """Resolve the requests' futures until the actor is lost."""
-        while self._lost is None:
+        while self._loss is None:
             try:
-                answers = await self._answer(self._actor.answers.remote())
+                answers = await self._await_ref(self._actor.answers.remote())
             except EngineLost as error:
-                return self._lose(error)
+                return self._handle_loss(error)
             for ticket, result in answers:
                 answer = self._waiting.get(ticket)
                 if answer is None or answer.done():  # cancelled
@@ -167,13 +167,13 @@ class RayEngine:
                 else:
                     answer.set_result(result)
 
-    def _lose(self, error: EngineLost) -> None:
-        self._lost = self._lost or error
+    def _handle_loss(self, error: EngineLost) -> None:
+        self._loss = self._loss or error
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self._lost)
+                answer.set_exception(self._loss)
 
-    async def _answer(self, ref: Any) -> Any:
+    async def _await_ref(self, ref: Any) -> Any:
         errors = self._ray.exceptions
         try:
             return await ref
@@ -188,7 +188,7 @@ class RayEngine:
             raise EngineLost(f"{self.name} has exited: {type(error).__name__}{self._log_note}") from None
 
     async def close(self) -> None:
-        self._lose(EngineLost(f"{self.name} is closed"))
+        self._handle_loss(EngineLost(f"{self.name} is closed"))
         if self._reader is not None:
             self._reader.cancel()
         if self._actor is None or not self._ray.is_initialized():
@@ -196,7 +196,7 @@ class RayEngine:
         actor, self._actor = self._actor, None
         with suppress(EngineLost, ValueError, TimeoutError):
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._answer(actor.close.remote())
+                await self._await_ref(actor.close.remote())
         self._ray.kill(actor)
 
 
@@ -221,9 +221,9 @@ class EngineActor:
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
         log = None if folder is None else folder / f"{role}-{number}.log"
         if spec.kind == "vllm":
-            places = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, what=role)
-            self._engine = place = await places.make(number)
-            self._call, engine_info = place.call, place.about
+            launcher = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, role=role)
+            self._engine = place = await launcher.make(number)
+            self._call, engine_info = place.call, place.info
         else:
             if log is not None:
                 with log.open("ab") as file:
@@ -238,9 +238,9 @@ class EngineActor:
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)
 
-    async def post(self, mail: list[tuple[int, Turn]]) -> None:
+    async def post(self, turns: list[tuple[int, Turn]]) -> None:
         """Start turns; args=None cancels the turn."""
-        for ticket, args in mail:
+        for ticket, args in turns:
             if args is not None:
                 self._turns[ticket] = asyncio.create_task(self._sample(ticket, args))
             elif ticket in self._turns:

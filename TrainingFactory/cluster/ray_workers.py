@@ -37,7 +37,7 @@ class RayWorker:
         actor, if it dies or exceeds `seconds`. Without `seconds` a cancelled call keeps the actor, which others use."""
         actor = await self.ready()
         try:
-            return await _answer(actor.ask.remote(message), seconds)
+            return await _await_ref(actor.ask.remote(message), seconds)
         except (WorkerDied, WorkerTooSlow, asyncio.CancelledError) as error:
             if seconds is not None or isinstance(error, WorkerDied):
                 self._drop(actor)
@@ -58,7 +58,7 @@ class RayWorker:
         actor = require_ray().remote(FunctionActor).options(**options).remote()
         try:
             start_ref = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
-            await _answer(start_ref, START_SECONDS)
+            await _await_ref(start_ref, START_SECONDS)
         except BaseException:
             self._drop(actor)
             raise
@@ -83,7 +83,7 @@ class RayWorker:
             self.kill()
 
 
-async def _answer(ref: Any, seconds: float | None) -> Any:
+async def _await_ref(ref: Any, seconds: float | None) -> Any:
     ray = require_ray()
     try:
         async with asyncio.timeout(seconds):

@@ -50,18 +50,18 @@ _CATALOG: dict[str, dict[str, str]] = {
 
 def names(kind: str) -> dict[str, str | None]:
     """Return every name of a kind, with the name of which it is an alias, or None."""
-    targets = _targets(kind)
+    targets = _find_targets(kind)
     return {name: target if target in targets else None for name, target in targets.items()}
 
 
 def find(kind: str, name: str) -> Any:
     """Return the object with this name. Raise ValueError with the closest match if it is unknown."""
-    targets = _targets(kind)
-    if (foreign := f"{name.partition(':')[0]}:") in targets:
-        return _load(kind, name, targets[foreign])(name)
-    prefix, slash, rest = name.partition("/")
-    if slash and f"{prefix}/" in targets:
-        return _load(kind, name, targets[f"{prefix}/"])(rest)
+    targets = _find_targets(kind)
+    if (plugin_targets := f"{name.partition(':')[0]}:") in targets:
+        return _load(kind, name, targets[plugin_targets])(name)
+    prefix, separator, entry_name = name.partition("/")
+    if separator and f"{prefix}/" in targets:
+        return _load(kind, name, targets[f"{prefix}/"])(entry_name)
     if name not in targets:
         hint = did_you_mean(nearest(name, targets))
         raise UnknownNameError(name, f"unknown {kind} {name!r}{hint} (known: {', '.join(sorted(targets))})")
@@ -75,7 +75,7 @@ def _load(kind: str, name: str, target: str) -> Any:
         raise ValueError(f"{kind} {name!r} could not be imported from {target}: {error}") from error
 
 
-def _targets(kind: str) -> dict[str, str]:
+def _find_targets(kind: str) -> dict[str, str]:
     """Return the built-in entries and those of other packages: entry points in groups like `TrainingFactory.tools`."""
     plugins = {point.name: point.value for point in entry_points(group=f"TrainingFactory.{kind}s")}
     return plugins | _CATALOG[kind]

@@ -93,8 +93,8 @@ class Chart:
         return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(parts)}</g>'
 
     def _curve(self, line: Curve, number: int) -> str:
-        place = number % len(COLOURS)
-        colour = f"var(--line{place},{COLOURS[place]})"
+        index = number % len(COLOURS)
+        colour = f"var(--line{index},{COLOURS[index]})"
         band = f'<polygon style="fill:{colour};opacity:.2" points="{self.band(line)}"/>' if line.low else ""
         if line.dots or len(line.points) == 1:  # a line of one point would be invisible
             dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in self.places(line.points))
@@ -122,13 +122,13 @@ def thinned(points: Points) -> Points:
     if len(points) <= MAX_POINTS:
         return points
     starts = [len(points) * chunk // MAX_POINTS for chunk in range(MAX_POINTS + 1)]
-    parts = [points[start:end] for start, end in pairwise(starts)]
+    parts = [points[start:stop] for start, stop in pairwise(starts)]
     return [tuple(sum(column) / len(chunk) for column in zip(*chunk, strict=True)) for chunk in parts]  # type: ignore[misc]
 
 
 def running_mean(values: Sequence[float], window: int = 5) -> list[float]:
     """Return the mean of the last `window` values at each position."""
-    parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
+    parts = [values[max(0, stop - window) : stop] for stop in range(1, len(values) + 1)]
     return [sum(chunk) / len(chunk) for chunk in parts]
 
 
@@ -136,6 +136,6 @@ def chart_with_mean(
     title: str, points: Points, bottom: float | None = None, top: float | None = None
 ) -> Chart:
     """Return a chart of points with a line of their running mean."""
-    means = running_mean([value for _, value in points])
-    line = Curve("mean of 5", [(step, mean) for (step, _), mean in zip(points, means, strict=True)])
+    averages = running_mean([value for _, value in points])
+    line = Curve("mean of 5", [(step, mean) for (step, _), mean in zip(points, averages, strict=True)])
     return Chart(title, [Curve("value", points, dots=True), line], bottom, top)

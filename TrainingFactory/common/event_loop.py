@@ -29,11 +29,11 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
+    previous_handler = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous_handler is None else previous_handler)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None = None) -> T:
@@ -44,11 +44,11 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return _run_here(main)
-        return _run_beside(main, interrupt)
+            return _run_in_this_thread(main)
+        return _run_in_thread(main, interrupt)
 
 
-def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+def _run_in_this_thread(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     results: list[T] = []
 
     async def keep_result() -> None:
@@ -59,20 +59,20 @@ def _run_here(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     return results[0]
 
 
-def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None) -> T:
+def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None) -> T:
     """Run a coroutine on a new thread with its own event loop, and block the caller until it ends."""
     outcome: Future[T] = Future()
-    stops: list[Callable[[], object]] = []
+    stop_event: list[Callable[[], object]] = []
 
     async def interruptible() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        stops.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
+        stop_event.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
         return await main()
 
     def work() -> None:
         try:
-            outcome.set_result(_run_here(interruptible))
+            outcome.set_result(_run_in_this_thread(interruptible))
         except asyncio.CancelledError:
             outcome.set_exception(KeyboardInterrupt())
         except BaseException as error:  # raised again in the caller's thread
@@ -84,7 +84,7 @@ def _run_beside(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[
             wait([outcome])
         except KeyboardInterrupt:
             with contextlib.suppress(RuntimeError):  # the loop has just closed
-                for stop in stops:
+                for stop in stop_event:
                     stop()
     return outcome.result()
 

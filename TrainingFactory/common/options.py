@@ -52,16 +52,19 @@ class InvalidOption:
 
 
 class OptionError(ValueError):
-    """All invalid options of an object. `Wrong.option` is empty if the problem concerns several options together."""
+    """All invalid options of an object. `option` is empty if the problem concerns several options together."""
 
     def __init__(self, *invalid_options: InvalidOption) -> None:
         super().__init__("; ".join(map(str, invalid_options)))
-        self.wrong = invalid_options
+        self.invalid_options = invalid_options
 
-    def prefixed_with(self, option: str) -> OptionError:
+    def with_prefix(self, option: str) -> OptionError:
         """Return this error for a mapping that is itself the value of `option`: its name becomes a prefix."""
         return OptionError(
-            *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.wrong)
+            *(
+                replace(invalid, option=f"{option}.{invalid.option}".strip("."))
+                for invalid in self.invalid_options
+            )
         )
 
 
@@ -182,13 +185,13 @@ def _explain(
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
-        key = _in_options(details, options)
+        key = _is_in_options(details, options)
         by_key.setdefault(key, []).extend(_explain_one(details, key, known_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
     leaf_keys = [
         key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
     ]
-    return [invalid for key in leaf_keys for invalid in _merged(by_key[key])]
+    return [invalid for key in leaf_keys for invalid in _join_problems(by_key[key])]
 
 
 def _explain_one(
@@ -208,11 +211,11 @@ def _explain_one(
         return [InvalidOption(option, "is an unknown key")]
     inner = details.get("ctx", {}).get("error")
     if isinstance(inner, OptionError):
-        return list((inner.prefixed_with(option) if option else inner).wrong)
+        return list((inner.with_prefix(option) if option else inner).invalid_options)
     return [InvalidOption(option, explain_value(details), details["input"] if key else ...)]
 
 
-def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
+def _is_in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     """Return the key of an error in the options: pydantic's location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
@@ -227,9 +230,14 @@ def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     return tuple(key)
 
 
-def _merged(errors: list[InvalidOption]) -> list[InvalidOption]:
+def _join_problems(errors: list[InvalidOption]) -> list[InvalidOption]:
     """Merge the errors of several union branches about the same option."""
     if len({error.option for error in errors}) > 1 or len(errors) == 1:
         return errors
-    first, *rest = dict.fromkeys(error.text for error in errors)
-    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]
+    first_text, *other_texts = dict.fromkeys(error.text for error in errors)
+    return [
+        replace(
+            errors[0],
+            text=" or ".join([first_text, *(text.removeprefix("must be ") for text in other_texts)]),
+        )
+    ]

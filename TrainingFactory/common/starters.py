@@ -49,8 +49,8 @@ class Starter:
         if self.kind == "config" or self.path.suffix == "":
             return f"tfactory train {self.files[0]}"
         text = (starter_root() / self.path).read_text(encoding="utf-8")
-        shown = re.search(rf"^\s*(python {re.escape(str(self.path))}[^#\n]*)", text, re.MULTILINE)
-        return shown[1].strip() if shown else f"python {self.path}"
+        match = re.search(rf"^\s*(python {re.escape(str(self.path))}[^#\n]*)", text, re.MULTILINE)
+        return match[1].strip() if match else f"python {self.path}"
 
     @property
     def is_template(self) -> bool:
@@ -72,10 +72,10 @@ def starters(kind: str) -> list[Starter]:
         paths = sorted(folder.glob("*.ipynb"))
     else:
         paths = sorted(path for path in folder.glob("[!._]*") if path.is_dir() or path.suffix == ".py")
-    return [_starter(kind, path, root) for path in paths]
+    return [_read_starter(kind, path, root) for path in paths]
 
 
-def _starter(kind: str, path: Path, root: Path) -> Starter:
+def _read_starter(kind: str, path: Path, root: Path) -> Starter:
     files = [path]
     if path.is_dir():
         files = [
@@ -83,8 +83,8 @@ def _starter(kind: str, path: Path, root: Path) -> Starter:
         ]
         files.sort(key=lambda file: file != path / "config.yaml")  # the config comes first
     relative = [PurePosixPath(file.relative_to(root).as_posix()) for file in files]
-    where = PurePosixPath(path.relative_to(root).as_posix())
-    return Starter(kind, path.stem, where, _summary(files[0]), tuple(relative))
+    relative_name = PurePosixPath(path.relative_to(root).as_posix())
+    return Starter(kind, path.stem, relative_name, _summary(files[0]), tuple(relative))
 
 
 def _files(path: Path) -> list[Path]:
@@ -127,21 +127,21 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     root = starter_root()
     targets = {file: Path(file) for file in starter.files} if out is None else {starter.path: out}
     existing = {file: path for file, path in targets.items() if path.exists()}
-    changed = [path for file, path in existing.items() if not _same_content(root / file, path)]
-    if changed or existing == targets:
-        path = [*changed, *existing.values()][0]
-        other = ", or choose another file with --out" if starter.kind == "config" else ""
-        raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{other}")
+    differing = [path for file, path in existing.items() if not _same_content(root / file, path)]
+    if differing or existing == targets:
+        path = [*differing, *existing.values()][0]
+        hint = ", or choose another file with --out" if starter.kind == "config" else ""
+        raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{hint}")
     for name in COMPANIONS.get(str(starter.path), ()):
         targets |= {
             PurePosixPath(file.relative_to(root).as_posix()): file.relative_to(root)
             for file in _files(root / name)
         }
-    written = {file: path for file, path in targets.items() if not path.exists()}
-    for file, target in written.items():
+    paths = {file: path for file, path in targets.items() if not path.exists()}
+    for file, target in paths.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / file, target)
-    return list(written.values())
+    return list(paths.values())
 
 
 def _same_content(original: Path, copy: Path) -> bool:

@@ -42,8 +42,8 @@ def pluralize(number: int, noun: str) -> str:
 def truncate_middle(text: str, limit: int) -> str:
     """Truncate a text to about `limit` characters, with a marker in the middle, and make it valid Unicode."""
     if len(text) > limit:
-        head, num_hidden = limit * 3 // 4, len(text) - limit
-        text = f"{text[:head]}\n[... {num_hidden} characters cut ...]\n{text[head + num_hidden :]}"
+        head_size, num_hidden = limit * 3 // 4, len(text) - limit
+        text = f"{text[:head_size]}\n[... {num_hidden} characters cut ...]\n{text[head_size + num_hidden :]}"
     return valid_text(text)
 
 

@@ -73,7 +73,7 @@ def _import_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs, because dataclasses and type hints look it up there
     try:
-        with _siblings(path.parent):
+        with _import_siblings(path.parent):
             spec.loader.exec_module(module)
     except SyntaxError as error:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
@@ -84,7 +84,7 @@ def _import_file(path: Path) -> ModuleType:
 
 
 @contextmanager
-def _siblings(folder: Path) -> Iterator[None]:
+def _import_siblings(folder: Path) -> Iterator[None]:
     """Let a file import its siblings. Installed packages take precedence: a sibling json.py does not shadow json.
     Loaded modules from elsewhere with the name of a sibling are hidden meanwhile and restored afterwards."""
     path = list(sys.path)
@@ -92,18 +92,18 @@ def _siblings(folder: Path) -> Iterator[None]:
     sys.path[:] = [*installed, str(folder), *(entry for entry in path if entry not in installed)]
     siblings = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
     loaded_siblings = siblings & sys.modules.keys()
-    clashes = {name for name in loaded_siblings if not _lies_in(sys.modules[name], (folder, *INSTALLED))}
-    hidden_modules = _pop_modules(clashes)
+    shadowed = {name for name in loaded_siblings if not _is_inside(sys.modules[name], (folder, *INSTALLED))}
+    hidden_modules = _pop_modules(shadowed)
     sys.modules.update(_beside.get(folder, {}))
     try:
         yield
     finally:
         sys.path[:] = path if str(folder) in path else [*path, str(folder)]  # for imports inside functions
-        _beside.setdefault(folder, {}).update(_pop_modules(clashes))
+        _beside.setdefault(folder, {}).update(_pop_modules(shadowed))
         sys.modules.update(hidden_modules)
 
 
-def _lies_in(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
+def _is_inside(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
     file = Path(getattr(module, "__file__", None) or "/")
     return any(file.is_relative_to(folder) for folder in folders)
 
@@ -159,5 +159,5 @@ def has_plain_message(error: BaseException) -> bool:
     if type(error).__module__.partition(".")[0] == PACKAGE.name:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))
-    last = frames[-1][0].f_code.co_filename if frames else ""
-    return isinstance(error, ValueError) and Path(last).is_relative_to(PACKAGE)
+    file_name = frames[-1][0].f_code.co_filename if frames else ""
+    return isinstance(error, ValueError) and Path(file_name).is_relative_to(PACKAGE)

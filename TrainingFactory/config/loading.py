@@ -42,7 +42,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
         self._sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event, previous = self.peek_event(), self._values
+        event, parent_values = self.peek_event(), self._values
         alias = isinstance(event, yaml.AliasEvent)
         # An alias to the node that contains it: the node's size is not known yet.
         size = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
@@ -54,7 +54,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor and not alias:
-            self._sizes[event.anchor] = self._values - previous
+            self._sizes[event.anchor] = self._values - parent_values
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -85,7 +85,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     locations: dict[Key, str] = {}
     data = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
     for override in overrides:
-        _apply(override, data, locations, problems)
+        _apply_override(override, data, locations, problems)
     places = KeyLocations(locations, str(path) if path is not None else "")
     try:
         config = TrainingConfig(**data)
@@ -139,7 +139,7 @@ def _missing_file_hint(path: Path) -> str:
 
 
 def _file_error(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
-    return ConfigError([Problem((), text, where=f"{path}:{mark.line + 1}" if mark else str(path))])
+    return ConfigError([Problem((), text, location=f"{path}:{mark.line + 1}" if mark else str(path))])
 
 
 def _locate_keys(
@@ -156,32 +156,34 @@ def _locate_keys(
             inner, line = (*key, str(name.value)), name.start_mark.line + 1
             if inner in lines:
                 text = f"duplicate key in lines {lines[inner]} and {line}; remove one of them"
-                problems.append(Problem(inner, text, where=f"{path}:{line}"))
+                problems.append(Problem(inner, text, location=f"{path}:{line}"))
             lines[inner] = line
             places[inner] = f"{path}:{line}"
             _locate_keys(value, inner, path, places, problems)
 
 
-def _apply(override: str, data: dict[str, Any], places: dict[Key, str], problems: list[Problem]) -> None:
+def _apply_override(
+    override: str, data: dict[str, Any], places: dict[Key, str], problems: list[Problem]
+) -> None:
     """Set the value of one `key=value` in the data. The schema reports unknown keys later."""
     name, equals, text = override.partition("=")
     if not equals or not name.strip():
-        problems.append(Problem((), f"expected key=value, got {override!r}", where=COMMAND_LINE))
+        problems.append(Problem((), f"expected key=value, got {override!r}", location=COMMAND_LINE))
         return
     key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(name.strip()).split("."))
     try:
         value = yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError:
-        problems.append(Problem(key, "the value is not valid YAML; quote it", where=COMMAND_LINE))
+        problems.append(Problem(key, "the value is not valid YAML; quote it", location=COMMAND_LINE))
         return
-    if problem := _set(data, key, value):
-        problems.append(Problem(key, problem, where=COMMAND_LINE))
+    if problem := _set_value(data, key, value):
+        problems.append(Problem(key, problem, location=COMMAND_LINE))
     places[key] = COMMAND_LINE
-    for end in range(1, len(key)):
-        places.setdefault(key[:end], COMMAND_LINE)  # a section that only the override created
+    for depth in range(1, len(key)):
+        places.setdefault(key[:depth], COMMAND_LINE)  # a section that only the override created
 
 
-def _set(container: Any, key: Key, value: Any) -> str | None:
+def _set_value(container: Any, key: Key, value: Any) -> str | None:
     """Set data["a"]["b"] for the key a.b, creating missing sections. Return the problem if that is impossible."""
     part: Any = key[0]
     if isinstance(container, list):
@@ -199,4 +201,4 @@ def _set(container: Any, key: Key, value: Any) -> str | None:
         return None
     if container[part] is None:
         container[part] = [] if isinstance(key[1], int) else {}
-    return _set(container[part], key[1:], value)
+    return _set_value(container[part], key[1:], value)

@@ -17,39 +17,45 @@ COMMAND_LINE = "command line"
 
 @dataclass(slots=True)
 class Problem:
-    """One problem of a config: `key` is the full path, `value` the invalid value, `where` the file and line."""
+    """One problem of a config: `key` is the full path, `value` the invalid value, `location` the file and line."""
 
     key: tuple[str | int, ...]
     text: str
     value: Any = ...
-    where: str = ""
+    location: str = ""
 
     def __str__(self) -> str:
         key = dotted(self.key)
         given_value = "" if self.value is ... else f" (got {show_value(key, self.value)})"
-        return ": ".join(part for part in (self.where, key, self.text + given_value) if part)
+        return ": ".join(part for part in (self.location, key, self.text + given_value) if part)
 
 
 @dataclass(slots=True)
 class KeyLocations:
     """File and line of each key. Ignored in comparisons: configs with equal values are equal."""
 
-    found: dict[tuple[str | int, ...], str] = field(default_factory=dict, compare=False)
-    otherwise: str = field(default="", compare=False)
+    locations: dict[tuple[str | int, ...], str] = field(default_factory=dict, compare=False)
+    default: str = field(default="", compare=False)
 
     def of(self, key: tuple[str | int, ...]) -> str:
         """Return the location of a key, or of the innermost section around it that has one."""
-        locations = (self.found[key[:end]] for end in range(len(key), 0, -1) if key[:end] in self.found)
-        return next(locations, self.otherwise)
+        locations = (
+            self.locations[key[:length]]
+            for length in range(len(key), 0, -1)
+            if key[:length] in self.locations
+        )
+        return next(locations, self.default)
 
     def error(self, problems: Iterable[Problem]) -> ConfigError:
         """Return a ConfigError with the located problems, in the order of the file; the command line comes last."""
 
         def order(problem: Problem) -> tuple[bool, int]:
-            line = problem.where.rpartition(":")[2]
-            return problem.where == COMMAND_LINE, int(line) if line.isdecimal() else 0
+            line = problem.location.rpartition(":")[2]
+            return problem.location == COMMAND_LINE, int(line) if line.isdecimal() else 0
 
-        located = [replace(problem, where=problem.where or self.of(problem.key)) for problem in problems]
+        located = [
+            replace(problem, location=problem.location or self.of(problem.key)) for problem in problems
+        ]
         return ConfigError(sorted(located, key=order))
 
 
@@ -64,10 +70,10 @@ class ConfigError(ValueError):
 
 def option_problems(error: OptionError, key: tuple[str | int, ...]) -> list[Problem]:
     """Return the invalid options of the mapping at `key`, as problems of the config."""
-    keys = [(*key, *filter(None, invalid.option.split("."))) for invalid in error.wrong]
+    keys = [(*key, *filter(None, invalid.option.split("."))) for invalid in error.invalid_options]
     return [
         Problem(full_key, invalid.text, invalid.value)
-        for full_key, invalid in zip(keys, error.wrong, strict=True)
+        for full_key, invalid in zip(keys, error.invalid_options, strict=True)
     ]
 
 
@@ -103,7 +109,7 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden" and (alternative := WRONG_GUESSES.get(dotted(key))):
         return Problem(key, f"unknown key; set {alternative}", value)
     if kind == "extra_forbidden":
-        return Problem(key, f"unknown key{did_you_mean(_right_key(key, root))}", value)
+        return Problem(key, f"unknown key{did_you_mean(_closest_key(key, root))}", value)
     if kind in ("model_type", "model_attributes_type"):
         section = _section_at(key, root)
         return Problem(key, f"must be a section with the keys {', '.join(section.model_fields)}", value)
@@ -132,7 +138,7 @@ def _section_at(key: tuple[str | int, ...], root: type[BaseModel]) -> type[BaseM
     return section
 
 
-def _right_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
+def _closest_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
     """Return the valid key closest to an unknown one: a sibling of similar spelling, else the name in any section."""
     *parents, last = key
     siblings = _section_at(tuple(parents), root).model_fields

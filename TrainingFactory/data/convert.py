@@ -163,8 +163,8 @@ def _read_episode(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str
     if episode.tools:
         converted["tools"] = [spec_to_dict(spec) for spec in episode.tools]
     steps = episode.reward.steps[: len(turns)] if episode.reward else []
-    stored = {image_path(image): image for image in (*prompt_images, *images)}
-    return _Episode(episode.group, converted, reward or 0.0, steps, stored)
+    images_by_path = {image_path(image): image for image in (*prompt_images, *images)}
+    return _Episode(episode.group, converted, reward or 0.0, steps, images_by_path)
 
 
 def image_path(image: Image) -> str:

@@ -93,8 +93,8 @@ def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
                 yield from pending
                 pending.clear()
     if pending:
-        first = f"{pending[0].where} {pending[0].problem}"
-        raise ValueError(f"{first}, and no line of the file is a JSON object; expected {SOURCES}")
+        first_problem = f"{pending[0].where} {pending[0].problem}"
+        raise ValueError(f"{first_problem}, and no line of the file is a JSON object; expected {SOURCES}")
 
 
 def _parse_line(line: str, location: str) -> DatasetRow:
@@ -203,18 +203,18 @@ def _read_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> I
 def _without_nulls(value: Any, recursive: bool) -> Any:
     """Drop null keys. `recursive`: also in nested objects, to which Arrow adds the keys of all rows."""
     if isinstance(value, Mapping):
-        kept = {key: item for key, item in value.items() if item is not None}
-        return {key: _without_nulls(item, recursive) for key, item in kept.items()} if recursive else kept
+        items = {key: item for key, item in value.items() if item is not None}
+        return {key: _without_nulls(item, recursive) for key, item in items.items()} if recursive else items
     return [_without_nulls(item, recursive) for item in value] if isinstance(value, list) else value
 
 
 def column_at(columns: Mapping[str, Any], name: str) -> Any:
     """Return a column by name, or a nested value by a path such as `reward_model.ground_truth`. None: missing."""
-    first, dot, rest = name.partition(".")
-    if name in columns or not dot:
+    first, separator, inner_name = name.partition(".")
+    if name in columns or not separator:
         return columns.get(name)
     inner = columns.get(first)
-    return column_at(inner, rest) if isinstance(inner, Mapping) else None
+    return column_at(inner, inner_name) if isinstance(inner, Mapping) else None
 
 
 def _rename_columns(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:

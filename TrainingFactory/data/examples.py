@@ -105,8 +105,8 @@ def load_examples(
                     examples.unused[episode] += 1
                     continue
                 example = Example(episode.id, row.where, [episode])
-                if form in PAIRS and (first := groups.setdefault(episode.id, example)) is not example:
-                    first.conversations.append(episode)
+                if form in PAIRS and (first_of_pair := groups.setdefault(episode.id, example)) is not example:
+                    first_of_pair.conversations.append(episode)
                     continue
             else:
                 example = Example(

@@ -135,15 +135,15 @@ def _count_tree_tokens(ids: list[np.ndarray], rows: list[int]) -> int:
 
 def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
     size = min(len(left), len(right))
-    different = np.flatnonzero(left[:size] != right[:size])
-    return int(different[0]) if len(different) else size
+    differing = np.flatnonzero(left[:size] != right[:size])
+    return int(differing[0]) if len(differing) else size
 
 
 class _Tree:
     """Prefix tree over sorted rows. `shared[i]` is the length of the common prefix of rows i - 1 and i."""
 
-    def __init__(self, ids: list[np.ndarray], shared: list[int]) -> None:
-        self.ids, self.shared = ids, shared
+    def __init__(self, ids: list[np.ndarray], overlaps: list[int]) -> None:
+        self.ids, self.overlaps = ids, overlaps
         self.nodes: list[TreeNode] = []
         self.tokens: list[np.ndarray] = []
         self.paths: list[list[int]] = [[] for _ in ids]
@@ -156,15 +156,15 @@ class _Tree:
         if last - first == 1:
             self._node(first, last, depth, len(self.ids[first]), parent, level)
             return
-        common = min(self.shared[first + 1 : last])
+        common = min(self.overlaps[first + 1 : last])
         if (common - depth) * (last - first - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
             parent = self._node(first, last, depth, common, parent, level)
             depth = common
-        elif level == MAX_LEVELS - 1 or all(s == common for s in self.shared[first + 1 : last]):
+        elif level == MAX_LEVELS - 1 or all(overlap == common for overlap in self.overlaps[first + 1 : last]):
             for row in range(first, last):
                 self.grow(row, row + 1, depth, parent)
             return
-        boundaries = [first, *(n for n in range(first + 1, last) if self.shared[n] == common), last]
+        boundaries = [first, *(n for n in range(first + 1, last) if self.overlaps[n] == common), last]
         for start, end in pairwise(boundaries):
             self.grow(start, end, depth, parent)
 
@@ -199,10 +199,13 @@ def _build_packs(
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: keys[number])
-    shared = [0, *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows))]
+    overlaps = [
+        0,
+        *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows)),
+    ]
     tree = _Tree(
         [ids[number] for number in rows],
-        _cut_small_overlaps([len(ids[row]) for row in rows], shared, min_shared),
+        _cut_small_overlaps([len(ids[row]) for row in rows], overlaps, min_shared),
     )
     if splitting and len(units) == 1 and tree.size > budget:
         units = [[row] for row in rows]
@@ -216,13 +219,13 @@ def _build_packs(
     return [_build_pack(samples, ids, rows, tree)]
 
 
-def _cut_small_overlaps(lengths: list[int], shared: list[int], min_shared: int) -> list[int]:
-    """Return `shared` with 0 where a new tree begins: at a row that shares no more than all rows of the tree before."""
-    shared_lengths = list(shared)
+def _cut_small_overlaps(lengths: list[int], overlaps: list[int], min_shared: int) -> list[int]:
+    """Return `overlaps` with 0 where a new tree begins: at a row that shares no more than all rows of the last tree."""
+    shared_lengths = list(overlaps)
     size = shortest = lengths[0]
-    for row in range(1, len(shared)) if min_shared else ():
-        shortest = min(shortest, shared[row])
-        if shared[row] == shortest and size > max(min_shared, COPY_SHARE * shared[row]):
+    for row in range(1, len(overlaps)) if min_shared else ():
+        shortest = min(shortest, overlaps[row])
+        if overlaps[row] == shortest and size > max(min_shared, COPY_SHARE * overlaps[row]):
             shared_lengths[row] = size = 0
             shortest = lengths[row]
         size += lengths[row] - shared_lengths[row]
@@ -234,10 +237,10 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
     trained_positions = [np.flatnonzero(sample.loss_mask) for sample in rows]
     sizes = [len(positions) for positions in trained_positions]
     places = [tree.places(index) for index in range(len(batch))]
-    first: dict[int, Sample] = {}  # first row of each episode, in the order of the pack
+    first_rows: dict[int, Sample] = {}  # first row of each episode, in the order of the pack
     for sample in rows:
-        first.setdefault(sample.episode, sample)
-    order = {episode: number for number, episode in enumerate(first)}
+        first_rows.setdefault(sample.episode, sample)
+    episode_index = {episode: number for number, episode in enumerate(first_rows)}
 
     def gather_values(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
         """Return the values of all rows at their trained tokens, or `shift` tokens before them."""
@@ -254,9 +257,9 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
         place=gather_values(places, np.int64),
         target=gather_values((ids[number] for number in batch), np.int64),
         row=np.repeat(batch, sizes),
-        episode=np.repeat([order[sample.episode] for sample in rows], sizes),
-        labels=np.array([sample.label for sample in first.values()], np.float32),
-        pairs=_order_pairs(first.values(), order),
+        episode=np.repeat([episode_index[sample.episode] for sample in rows], sizes),
+        labels=np.array([sample.label for sample in first_rows.values()], np.float32),
+        pairs=_order_pairs(first_rows.values(), episode_index),
         logprobs=gather_values((sample.logprobs for sample in rows), np.float32),
         advantages=gather_values((sample.advantages for sample in rows), np.float32),
         rewards=gather_values((sample.rewards for sample in rows), np.float32),
@@ -271,13 +274,13 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
     )
 
 
-def _order_pairs(episodes: Iterable[Sample], order: dict[int, int]) -> np.ndarray:
+def _order_pairs(episodes: Iterable[Sample], episode_index: dict[int, int]) -> np.ndarray:
     """Return [P, 2]: the episodes of each pair, the one with the higher label first."""
     groups: dict[int, list[Sample]] = {}
     for sample in episodes:
         groups.setdefault(sample.pair, []).append(sample)
     pairs = [sorted(group, key=lambda sample: -sample.label) for group in groups.values() if len(group) == 2]
-    numbers = [[order[sample.episode] for sample in pair] for pair in pairs]
+    numbers = [[episode_index[sample.episode] for sample in pair] for pair in pairs]
     return np.array(numbers, np.int64).reshape(-1, 2)
 
 

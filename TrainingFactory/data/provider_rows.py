@@ -81,15 +81,15 @@ def _check_row(row: Row, fmt: ProviderFormat) -> Row:
 def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
     """Return the common beginning of two completions and the single message of each after it."""
     plain = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
-    shared = 0
-    for one, other in zip(*plain, strict=False):
-        if one != other:
+    num_shared = 0
+    for chosen, rejected in zip(*plain, strict=False):
+        if chosen != rejected:
             break
-        shared += 1
-    ends = [row[side][shared:] for side in ("chosen", "rejected")]
-    if any(len(end) != 1 or end[0]["role"] != "assistant" for end in ends):
+        num_shared += 1
+    endings = [row[side][num_shared:] for side in ("chosen", "rejected")]
+    if any(len(end) != 1 or end[0]["role"] != "assistant" for end in endings):
         raise UnfitRow("the episodes of a pair differ in more than their last message")
-    return _remove_weights(row["chosen"][:shared]), ends[0][0], ends[1][0]
+    return _remove_weights(row["chosen"][:num_shared]), endings[0][0], endings[1][0]
 
 
 def _without_ids(message: Row) -> Row:
@@ -143,12 +143,12 @@ def _to_openai_row(row: Row, messages: list[Row]) -> Row:
 
 
 def _to_openai_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> Row:
-    shown = [_to_openai_message({k: v for k, v in message.items() if k != "weight"}) for message in prompt]
+    messages = [_to_openai_message({k: v for k, v in message.items() if k != "weight"}) for message in prompt]
     outputs = {
         "preferred_output": [_to_openai_message(chosen)],
         "non_preferred_output": [_to_openai_message(rejected)],
     }
-    return {"input": {"messages": shown} | _to_openai_tools(row)} | outputs
+    return {"input": {"messages": messages} | _to_openai_tools(row)} | outputs
 
 
 # Gemini

@@ -42,15 +42,15 @@ def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False)
         shown_in = ["prompt"] if "prompt" in conversations else list(conversations)
         conversations |= {name: _add_placeholders(conversations[name], len(images)) for name in shown_in}
     # Other columns continue the prompt, unless they repeat it.
-    shared, last = _count_placeholders(conversations.get("prompt")), 0
+    num_shared, count = _count_placeholders(conversations.get("prompt")), 0
     for name, value in conversations.items():
-        start = 0 if name == "prompt" or shared + _count_placeholders(value) > len(images) else shared
-        last = max(last, start + _count_placeholders(value))
-        if last <= len(images):
+        start = 0 if name == "prompt" or num_shared + _count_placeholders(value) > len(images) else num_shared
+        count = max(count, start + _count_placeholders(value))
+        if count <= len(images):
             conversations[name] = reader.fill(value, iter(images[start:]), name)
-    if last != len(images):
+    if count != len(images):
         raise ValueError(
-            f'has {len(images)} images in "{column or "images"}", but its messages show {last}: use one {TAG}, or one '
+            f'has {len(images)} images in "{column or "images"}", but its messages show {count}: use one {TAG}, or one '
             'part {"type": "image"}, for each'
         )
     return {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS} | conversations
@@ -115,16 +115,16 @@ class _ImageReader:
             for n, message in enumerate(value)
         ]
 
-    def _fill_message(self, message: Any, images: Iterator[Image], where: str) -> Any:
+    def _fill_message(self, message: Any, images: Iterator[Image], location: str) -> Any:
         key = _find_content_key(message)
         if key is None or not isinstance(message[key], list):
             return message
-        parts = [self._fill_part(part, images, where) for part in message[key]]
+        parts = [self._fill_part(part, images, location) for part in message[key]]
         if sum(map(is_image_part, parts)) > LIMITS.max_per_turn:
-            raise ValueError(f"has more than {LIMITS.max_per_turn} images in {where}")
+            raise ValueError(f"has more than {LIMITS.max_per_turn} images in {location}")
         return message | {key: parts}
 
-    def _fill_part(self, part: Any, images: Iterator[Image], where: str) -> Any:
+    def _fill_part(self, part: Any, images: Iterator[Image], location: str) -> Any:
         if _is_placeholder(part):
             return {"type": "image", "image": next(images)}
         if not is_image_part(part):
@@ -137,7 +137,7 @@ class _ImageReader:
                 "image": image_of_part(part) if value is None else self._read_image(value),
             }
         except ValueError as error:
-            raise ValueError(f"has an invalid image in {where}: {error}") from error
+            raise ValueError(f"has an invalid image in {location}: {error}") from error
 
 
 def _find_content_key(message: Any) -> str | None:
@@ -193,6 +193,6 @@ def _add_placeholders(value: Any, count: int) -> Any:
         ):
             text = message[key]
             parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
-            shown = message | {key: [*[PLACEHOLDER] * count, *parts]}
-            return [*value[:number], shown, *value[number + 1 :]]
+            copy = message | {key: [*[PLACEHOLDER] * count, *parts]}
+            return [*value[:number], copy, *value[number + 1 :]]
     return value

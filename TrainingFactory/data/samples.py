@@ -69,24 +69,24 @@ class Span:
 
 def turn_spans(trajectory: Trajectory) -> list[Span]:
     spans: list[Span] = []
-    row, previous = -1, list[int]()  # previous: prompt and completion of the turn before
+    row, previous_tokens = -1, list[int]()  # previous: prompt and completion of the turn before
     for turn in trajectory.turns:
-        if row < 0 or turn.prompt_ids[: len(previous)] != previous:
+        if row < 0 or turn.prompt_ids[: len(previous_tokens)] != previous_tokens:
             row += 1
-        previous = turn.prompt_ids + turn.completion.token_ids
-        spans.append(Span(row, len(turn.prompt_ids), len(previous)))
+        previous_tokens = turn.prompt_ids + turn.completion.token_ids
+        spans.append(Span(row, len(turn.prompt_ids), len(previous_tokens)))
     return spans
 
 
 def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     """Pair each prompt with the answer to another prompt, as KTO's KL baseline needs it. Answers are shifted by the
     episode count of the most frequent prompt. Rows longer than every sample are left out, because they may not fit."""
-    first: dict[int, Sample] = {}
+    first_rows: dict[int, Sample] = {}
     for sample in samples:
         if any(sample.loss_mask):
-            first.setdefault(sample.episode, sample)
+            first_rows.setdefault(sample.episode, sample)
     rows: dict[tuple[int, ...], list[Sample]] = {}
-    for row in first.values():
+    for row in first_rows.values():
         rows.setdefault(tuple(row.token_ids[: row.loss_mask.index(True)]), []).append(row)
     candidates = [(prompt, row) for prompt, rows_of_prompt in rows.items() for row in rows_of_prompt]
     shift = max((len(rows_of_prompt) for rows_of_prompt in rows.values()), default=0)

@@ -57,10 +57,10 @@ def _make_task(source: DatasetRow, default_id: str, image_urls: bool) -> Task:
     if "answer" not in row:
         answers = (column_at(row, name) for name in ANSWER_COLUMNS)
         row = row | {"answer": next((answer for answer in answers if answer is not None), None)}
-    shown = with_images(
+    columns = with_images(
         {key: row[key] for key in ("prompt", *IMAGE_COLUMNS) if key in row}, source, image_urls
     )
-    row = {key: value for key, value in row.items() if key not in IMAGE_COLUMNS} | dict(shown)
+    row = {key: value for key, value in row.items() if key not in IMAGE_COLUMNS} | dict(columns)
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError('has invalid "metadata": it must be an object')

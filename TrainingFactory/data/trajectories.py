@@ -195,7 +195,7 @@ def _result_from_dict(row: dict[str, Any], store: ImageStore | None) -> ToolResu
 class CompactTrajectory:
     """Compact form of a trajectory: ids and log-probs are arrays, and prompts hold only their new tokens."""
 
-    head: Trajectory  # without its turns
+    without_turns: Trajectory  # without its turns
     turns: list[tuple[bool, np.ndarray, np.ndarray, np.ndarray, Turn]]
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class CompactTrajectory:
             (*turn[:1], *(_make_ids_portable(ids).tobytes() for ids in turn[1:3]), turn[4])
             for turn in self.turns
         ]
-        return f"Kept({self.head!r}, {turns!r})"
+        return f"Kept({self.without_turns!r}, {turns!r})"
 
     @classmethod
     def from_trajectory(cls, trajectory: Trajectory) -> CompactTrajectory:
@@ -229,7 +229,7 @@ class CompactTrajectory:
             prompt_ids = (previous_ids if is_continuation else []) + new_ids.tolist()
             turns.append(replace(stripped_turn, prompt_ids=prompt_ids, completion=completion))
             previous_ids = prompt_ids + completion.token_ids
-        return replace(self.head, turns=turns)
+        return replace(self.without_turns, turns=turns)
 
     @property
     def length(self) -> int:
@@ -256,7 +256,7 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
-    disk_ids, shown = to_disk(new_ids)
+    disk_ids, images = to_disk(new_ids)
     row: dict[str, Any] = {
         "message": message_to_dict(turn.message),
         "replies": [_message_to_dict(reply, store) for reply in turn.replies],
@@ -265,8 +265,8 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
         "continues": is_continuation,
         "new_ids": disk_ids,
     }
-    if shown:
-        row["image_tokens"] = [[image.digest, image.tokens] for image in shown]
+    if images:
+        row["image_tokens"] = [[image.digest, image.tokens] for image in images]
     row["completion"] = completion
     for name, default in _RARE.items():
         if (value := getattr(turn, name)) != default:
@@ -278,8 +278,8 @@ def _turn_from_dict(
     row: dict[str, Any], previous_ids: list[int], store: ImageStore | None, images: dict[str, Image]
 ) -> Turn:
     """`images` are those of the messages before the turn, by digest; those of its replies are added."""
-    shown = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
-    new_ids = from_disk(row["new_ids"], shown)
+    placed_images = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
+    new_ids = from_disk(row["new_ids"], placed_images)
     turn = Turn(
         prompt_ids=previous_ids + new_ids if row["continues"] else new_ids,
         completion=Completion(**row["completion"]),

@@ -89,12 +89,12 @@ class Match:
     def __init__(self, factory: type[SelfPlayEnvironment]) -> None:
         self._factory = factory
         self._game: SelfPlayEnvironment | None = None
-        self._to_move = factory.roles[0]
+        self._role_to_move = factory.roles[0]
         self._text = ""  # what the role to move reads
         self._changed = asyncio.Condition()
-        self._seats = len(factory.roles)
+        self._num_seats = len(factory.roles)
         self.is_over = False
-        self._failed: str | None = None  # role whose episode failed
+        self._failed_role: str | None = None  # role whose episode failed
 
     def seat(self, role: str, task: Task) -> RoleSeat:
         """Return the environment of a role."""
@@ -110,9 +110,9 @@ class Match:
     async def wait_for_turn(self, role: str) -> str | None:
         """Return what the role reads before its move; None if the game is over."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.is_over or self._to_move == role)
-        if self._failed is not None:
-            raise ToolFailure(f"the episode of the other role, {self._failed}, failed")
+            await self._changed.wait_for(lambda: self.is_over or self._role_to_move == role)
+        if self._failed_role is not None:
+            raise ToolFailure(f"the episode of the other role, {self._failed_role}, failed")
         return None if self.is_over else self._text
 
     async def move(self, role: str, text: str) -> None:
@@ -124,23 +124,23 @@ class Match:
             return
         if not isinstance(answer, str):
             raise TypeError(f"{type(self.game).__name__}.move must return a text or None, not {answer!r:.60}")
-        first, second = self.game.roles
-        self._to_move, self._text = second if role == first else first, answer
+        first_role, second_role = self.game.roles
+        self._role_to_move, self._text = second_role if role == first_role else first_role, answer
         async with self._changed:
             self._changed.notify_all()
 
     async def end(self, *, forfeited: str | None = None, failed: str | None = None) -> None:
         """End the game, unless it is over."""
         if not self.is_over:
-            self.is_over, self._failed, self.game.forfeited = True, failed, forfeited
+            self.is_over, self._failed_role, self.game.forfeited = True, failed, forfeited
         async with self._changed:
             self._changed.notify_all()
 
     async def leave(self, role: str) -> None:
         """Leave a seat. The other episode cannot go on without this one; the last one closes the game."""
         await self.end(failed=role)
-        self._seats -= 1
-        if not self._seats:
+        self._num_seats -= 1
+        if not self._num_seats:
             await self.game.close()
 
 
@@ -173,8 +173,8 @@ class RoleSeat(ToolEnvironment):
 
     async def reward(self, episode: Episode) -> Reward | float:
         """Return the role's reward. The other role may still wait for a move that this episode can no longer make."""
-        is_cut = episode.trajectory.status == "truncated"
-        await self._match.end(forfeited=self.role if is_cut else None)
+        is_truncated = episode.trajectory.status == "truncated"
+        await self._match.end(forfeited=self.role if is_truncated else None)
         rewards = self._match.game.rewards()
         if self.role not in rewards:
             raise ValueError(f"{type(self._match.game).__name__}.rewards has no reward for {self.role}")

@@ -45,9 +45,9 @@ class Evaluation(Rollouts):
 def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
     """Return the config sections for evaluating a model; for the checkpoint of a run, with the run's environment,
     held-out data, sampling and tools."""
-    if resolved.maker is None:
+    if resolved.run is None:
         return {"model": resolved.section}
-    training_config = with_original_paths(resolved.maker.config, resolved.maker.run_info)
+    training_config = with_original_paths(resolved.run.config, resolved.run.run_info)
     in_checkpoint = {"tools_format", "chat_template"}
     model = training_config.model.model_dump(exclude_unset=True, exclude=in_checkpoint)
     sections = {"model": model | resolved.section}

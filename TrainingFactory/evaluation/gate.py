@@ -75,14 +75,16 @@ class Gate(Section):
         unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
         return problems + [Problem(("gate", "guards", n), text) for n in unlimited]
 
-    def required_guards(self, first: bool) -> list[Guard]:
+    def required_guards(self, is_first: bool) -> list[Guard]:
         """Return the guards to check. For the first champion these are the guards with an absolute limit."""
-        return [g for g in self.guards if not first or (g.at_least, g.at_most) != (None, None)]
+        return [
+            guard for guard in self.guards if not is_first or (guard.at_least, guard.at_most) != (None, None)
+        ]
 
-    def describe(self, main: str, first: bool) -> list[str]:
+    def describe(self, main: str, is_first: bool) -> list[str]:
         """Return the conditions of the gate as text; `main` is the entry that decides."""
-        guards = [f"{g.metric} on {g.entry or main}: {g.limits()}" for g in self.required_guards(first)]
-        if first:
+        guards = [f"{g.metric} on {g.entry or main}: {g.limits()}" for g in self.required_guards(is_first)]
+        if is_first:
             return guards or ["no condition for the first champion: no guard has at_least or at_most"]
         criterion = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
         return [f"success on {main}: {criterion}, with alpha {self.alpha:g} (sequential test)", *guards]
@@ -111,19 +113,19 @@ def mean_metric(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None
 
 
 def check_guard(
-    guard: Guard, main: str, challenger: Sequence[TaskOutcome], theirs: Sequence[TaskOutcome] | None
+    guard: Guard, main: str, outcomes: Sequence[TaskOutcome], baseline: Sequence[TaskOutcome] | None
 ) -> GateCheck:
-    """Check a guard on outcomes of the challenger (`challenger`) and the champion (`theirs`, or None) on the same
+    """Check a guard on outcomes of the challenger (`outcomes`) and the champion (`baseline`, or None) on the same
     tasks."""
-    value = mean_metric(challenger, guard.metric)
-    champion = None if theirs is None else mean_metric(theirs, guard.metric)
+    value = mean_metric(outcomes, guard.metric)
+    champion = None if baseline is None else mean_metric(baseline, guard.metric)
     name = f"{guard.metric} on {guard.entry or main}"
     if value is None and champion is None and guard.at_least is None:
         return GateCheck(name, True, f"no values; limit: {guard.limits()}")
     if value is None:
         return GateCheck(name, False, f"the challenger has no values; limit: {guard.limits()}")
-    worse = 0.0 if champion is None else (value - champion) * (1 if guard.metric in LOWER_IS_BETTER else -1)
-    is_met = guard.worse_by is None or worse <= guard.worse_by + 1e-9  # tolerance for rounding errors
+    drop = 0.0 if champion is None else (value - champion) * (1 if guard.metric in LOWER_IS_BETTER else -1)
+    is_met = guard.worse_by is None or drop <= guard.worse_by + 1e-9  # tolerance for rounding errors
     is_met = is_met and (guard.at_least is None or value >= guard.at_least)
     is_met = is_met and (guard.at_most is None or value <= guard.at_most)
     champion_note = "" if champion is None else f", the champion's {champion:.4g}"

@@ -206,8 +206,8 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     with naming_file_on_error(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
-        if end := file.seek(0, os.SEEK_END):
-            file.seek(end - 1)
+        if size := file.seek(0, os.SEEK_END):
+            file.seek(size - 1)
             if file.read(1) != b"\n":
                 line = b"\n" + line
         file.write(line)

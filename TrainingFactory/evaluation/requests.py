@@ -138,17 +138,17 @@ def ask(
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
     resolved, task_options = find_model(model, runs, registry), {}
     sections |= evaluations.config_sections(resolved)
-    if resolved.maker is not None:
+    if resolved.run is not None:
         other_reward = any(_key(option) in OTHER_REWARD for option in overrides)
-        sections |= _reward(resolved.maker, other_reward, notify)
-        task_options = evaluations.training_task_options(resolved.maker) if env is None else {}
+        sections |= _reward(resolved.run, other_reward, notify)
+        task_options = evaluations.training_task_options(resolved.run) if env is None else {}
         sections["data"] |= task_options
     defaults = evaluations.overrides_of(sections)
     if env is not None:
         defaults.append(key_value("environment.environment_id", env))
     config = load_config(None, [*defaults, *overrides])
-    if resolved.maker is not None:
-        _check_objects(resolved.maker, config, env is not None)
+    if resolved.run is not None:
+        _check_objects(resolved.run, config, env is not None)
     if task_options and config.data.tasks == task_options["tasks"]:
         notify("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
     return _request(resolved, config, registry_path(runs, registry))
@@ -160,10 +160,10 @@ def _key(option: str) -> str:
 
 
 def _request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
-    run, number = model.maker, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
+    run, number = model.run, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
-        return EvaluationRequest(model.written, config, version=model.version, registry=registry)
-    return EvaluationRequest(model.written, config, run, int(number[1]) if number else None)
+        return EvaluationRequest(model.requested, config, version=model.version, registry=registry)
+    return EvaluationRequest(model.requested, config, run, int(number[1]) if number else None)
 
 
 def _reward(run: TrainedBy, other_reward: bool, notify: Notify) -> dict[str, dict[str, Any]]:

@@ -91,7 +91,7 @@ class Rollouts:
         self._recording = self._new_recording()
         self._partial_file = create_part_file(self._target)
         self._interrupts = Interrupts(lambda _: None)
-        self._ended: list[Trajectory] = []
+        self._ended_episodes: list[Trajectory] = []
         self._reward: RewardFunction | None = None
         self._endpoint: EndpointSampler | None = (
             None  # not a local sampler, which would keep its model in memory
@@ -114,25 +114,25 @@ class Rollouts:
         except StopRequested:
             interrupted = True
         except EndpointStopped as error:
-            saved = f", saved to {self.path}" if self._ended else ""
-            count = f"{len(self._ended)} of {pluralize(self.total, 'episode')}{saved}"
+            saved = f", saved to {self.path}" if self._ended_episodes else ""
+            count = f"{len(self._ended_episodes)} of {pluralize(self.total, 'episode')}{saved}"
             raise EndpointStopped(f"{error}. Finished: {count}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
             _release_gpu()
-        metrics = rollout_metrics(self._ended) | self.tools.metrics() | judge_metrics(self._reward)
-        metrics |= endpoint_metrics(self._ended)
+        metrics = rollout_metrics(self._ended_episodes) | self.tools.metrics() | judge_metrics(self._reward)
+        metrics |= endpoint_metrics(self._ended_episodes)
         if self._endpoint is not None:
             metrics |= self._endpoint.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
-        return RolloutReport(self._ended, metrics, interrupted)
+        return RolloutReport(self._ended_episodes, metrics, interrupted)
 
     async def _play(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
         """Create environment, sampler and reward, and run the episodes. Return the start time of the first one."""
 
         def on_ended(trajectory: Trajectory) -> None:
-            self._ended.append(trajectory)
+            self._ended_episodes.append(trajectory)
             save_trajectories(self._partial_file, [trajectory], append=True)
             on_episode(trajectory)
 
@@ -151,14 +151,14 @@ class Rollouts:
             config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
         )
         if isinstance(engine, EndpointRollouts):
-            engine.finished = {(episode.task.id, episode.member) for episode in self._ended}
+            engine.finished = {(episode.task.id, episode.member) for episode in self._ended_episodes}
         self._record()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()
         heldout = "eval" if config.data.split == "heldout" else None
         for tasks in self.rounds:
             await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=heldout)
-            if self.enough(self._ended):
+            if self.enough(self._ended_episodes):
                 break
         return start_time
 
@@ -195,10 +195,10 @@ class Rollouts:
 
     def _finish(self) -> None:
         """Write the episodes to the target file, sorted by task and member."""
-        order = {task.id: number for number, task in enumerate(self.tasks)}
-        self._ended.sort(key=lambda trajectory: (order[trajectory.task.id], trajectory.member))
-        if self._ended:
-            save_trajectories(self._partial_file, self._ended)
+        task_order = {task.id: number for number, task in enumerate(self.tasks)}
+        self._ended_episodes.sort(key=lambda trajectory: (task_order[trajectory.task.id], trajectory.member))
+        if self._ended_episodes:
+            save_trajectories(self._partial_file, self._ended_episodes)
             os.replace(self._partial_file, self._target)
         self.discard()
 

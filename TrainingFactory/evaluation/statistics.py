@@ -77,15 +77,15 @@ def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) ->
     import numpy as np  # a quarter of a second that most commands do without
 
     rng, total = np.random.default_rng(seed), sum(weight for weight, _ in strata)
-    value, means = 0.0, np.zeros(RESAMPLES)
+    value, sampled_means = 0.0, np.zeros(RESAMPLES)
     for weight, values in strata:
         counts = Counter(values)
         distinct, frequencies = np.array(list(counts)), np.array(list(counts.values()))
         # Drawing n values with replacement equals drawing how often each distinct value occurs: far fewer numbers.
         times = rng.multinomial(len(values), frequencies / len(values), size=RESAMPLES)
         value += weight / total * fmean(values)
-        means += weight / total * (times @ distinct) / len(values)
-    low, high = np.quantile(means, [0.025, 0.975])
+        sampled_means += weight / total * (times @ distinct) / len(values)
+    low, high = np.quantile(sampled_means, [0.025, 0.975])
     return Estimate(value, float(low), float(high))
 
 

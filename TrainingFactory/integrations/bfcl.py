@@ -70,7 +70,7 @@ class BfclEnvironment(ToolEnvironment):
         self._model_scenario, self._true_scenario = _Scenario(self.row), _Scenario(self.row)
         self._results: list[str] = []  # results of all calls so far
         self._earlier_results = 0  # number of results from before the present request
-        self.passed: list[bool] = []  # one entry for each answered request
+        self.request_results: list[bool] = []  # one entry for each answered request
         functions = [_Function(self, spec) for name in self.row["involved_classes"] for spec in _specs(name)]
         super().__init__(task, [*functions, *tools], **options)
         visible_functions = [
@@ -83,9 +83,9 @@ class BfclEnvironment(ToolEnvironment):
     async def step(self, message: Message) -> Step:
         if message.tool_calls:
             return await super().step(message)
-        self.passed.append(self._matches_ground_truth())
+        self.request_results.append(self._matches_ground_truth())
         self._earlier_results = len(self._results)
-        if len(self.passed) == len(self.row["question"]):
+        if len(self.request_results) == len(self.row["question"]):
             return Step(done=True)
         return Step(self._next_request())
 
@@ -98,8 +98,8 @@ class BfclEnvironment(ToolEnvironment):
     def reward(self, episode: Episode) -> Reward:
         """Return 1 if every request was answered and matches the ground truth, else 0."""
         requests = len(self.row["question"])
-        solved = len(self.passed) == requests and all(self.passed)
-        return Reward(float(solved), parts={"requests": sum(self.passed) / requests})
+        solved = len(self.request_results) == requests and all(self.request_results)
+        return Reward(float(solved), parts={"requests": sum(self.request_results) / requests})
 
     def expert(self) -> Iterator[Message]:
         """Yield the calls of the ground truth, one per turn."""
@@ -110,7 +110,7 @@ class BfclEnvironment(ToolEnvironment):
 
     def _matches_ground_truth(self) -> bool:
         """Return whether the model's state equals the ground truth's, and the model saw all of its results."""
-        calls = self.row["ground_truth"][len(self.passed)]
+        calls = self.row["ground_truth"][len(self.request_results)]
         expected = Counter(self._true_scenario.call(name, arguments).content for name, arguments in calls)
         if not calls:  # the request cannot be fulfilled, and the model's reply is not judged
             return True
@@ -119,10 +119,12 @@ class BfclEnvironment(ToolEnvironment):
         return self._model_scenario.state() == self._true_scenario.state()
 
     def _next_request(self) -> list[Message]:
-        number = len(self.passed)
-        new = [tool.spec for tool in self.executor.tools if self._release_turn.get(tool.spec.name) == number]
-        docs = json.dumps([spec_to_dict(_shortened(spec) if self.short else spec) for spec in new])
-        announcement = [Message("user", f"{NEW_TOOLS}\n{docs}")] if new else []
+        number = len(self.request_results)
+        new_functions = [
+            tool.spec for tool in self.executor.tools if self._release_turn.get(tool.spec.name) == number
+        ]
+        docs = json.dumps([spec_to_dict(_shortened(spec) if self.short else spec) for spec in new_functions])
+        announcement = [Message("user", f"{NEW_TOOLS}\n{docs}")] if new_functions else []
         return [*announcement, *map(message_from_dict, self.row["question"][number])]
 
 

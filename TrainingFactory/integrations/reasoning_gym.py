@@ -85,9 +85,9 @@ def final_answer(text: str) -> str:
 
 
 def _tasks(name: str, split: str, seed: int) -> Iterator[Task]:
-    first = (2 * seed + (split == "heldout")) * SEED_STRIDE % 2**31  # numpy's seeds end at 2**32
+    first_seed = (2 * seed + (split == "heldout")) * SEED_STRIDE % 2**31  # numpy's seeds end at 2**32
     misses = 0
-    for number in count_from(first):
+    for number in count_from(first_seed):
         entry = _entry(name, number)
         # Different seeds alone do not separate the splits: some datasets draw from few questions.
         if in_split(entry["question"], split):
@@ -150,9 +150,9 @@ def _evaluators_of(name: str) -> set[str]:
     """Return the EVALUATORS that the module of a dataset calls, without functions that the module itself defines."""
     tree = ast.parse(inspect.getsource(sys.modules[_datasets()[name].__module__]))
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-    called = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names = {func.id for func in called if isinstance(func, ast.Name)} - defined
-    return EVALUATORS & (names | {func.attr for func in called if isinstance(func, ast.Attribute)})
+    callees = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = {func.id for func in callees if isinstance(func, ast.Name)} - defined
+    return EVALUATORS & (names | {func.attr for func in callees if isinstance(func, ast.Attribute)})
 
 
 def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:

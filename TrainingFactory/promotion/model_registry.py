@@ -49,7 +49,7 @@ class ModelRegistry(Catalogue):
         if resolved.adapter is not None:
             path = Path(resolved.name).expanduser()
             base_folder = path if path.is_dir() else None
-            revision = None if resolved.maker is None else with_original_model(resolved.maker).model.revision
+            revision = None if resolved.run is None else with_original_model(resolved.run).model.revision
             base = {"name": str(path.resolve()) if path.exists() else resolved.name, "revision": revision}
             if resolved.version is not None and resolved.version.base is not None:
                 base = resolved.version.base
@@ -91,14 +91,14 @@ def _lineage(model: ResolvedModel) -> LineageNode:
     assert model.folder is not None
     if model.version is not None:
         return model.version.lineage
-    if isinstance(model.maker, RunFolder):
-        return run_node(model.maker, model.folder)
+    if isinstance(model.run, RunFolder):
+        return run_node(model.run, model.folder)
     return {"folder": str(model.folder.resolve())}
 
 
 def _evaluations(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
     """Return the evaluation records of a checkpoint from its run."""
-    if not isinstance(model.maker, RunFolder) or not (file := model.maker.path / EVALUATIONS).is_file():
+    if not isinstance(model.run, RunFolder) or not (file := model.run.path / EVALUATIONS).is_file():
         return []
     rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
     return [row for row in rows if row.get("model", {}).get("step") == lineage["step"]]

@@ -46,13 +46,13 @@ class SequentialTest:
         champion_scores = champion.scored_episodes
         order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
-        return cls(order, [_share(champion_scores[task]) for task in order], gate.level, gate.alpha)
+        return cls(order, [_rate(champion_scores[task]) for task in order], gate.level, gate.alpha)
 
     def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         pairs = zip(self.order, self.shares, strict=True)
-        return [_share(challenger_scores[task]) - share for task, share in pairs if task in challenger_scores]
+        return [_rate(challenger_scores[task]) - share for task, share in pairs if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.first_rejection(differences, self.level, self.alpha) is not None
@@ -61,7 +61,7 @@ class SequentialTest:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
         return self.is_proved([*differences, *(1 - share for share in self.shares[len(differences) :])])
 
-    def decided(self, trajectories: Sequence[Trajectory]) -> bool:
+    def is_decided(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether no further task can change the result."""
         successes: dict[str, list[bool]] = {episode.task.id: [] for episode in trajectories}
         for episode in trajectories:
@@ -117,22 +117,24 @@ class Promotion:
         """Run the evaluations that are needed, decide, and record the decision in the registry."""
         play = play or _run_evaluation
         try:
-            checks = [] if self.champion is None else [self._test(play)]
-            if all(check_guard.holds for check_guard in checks):
+            checks = [] if self.champion is None else [self._run_sequential_test(play)]
+            if all(check.holds for check in checks):
                 for index in range(len(self.entries)):
-                    for side in self.sides:
-                        self._play(side, index, play)
-                checks += [self._guard(guard) for guard in self.gate.required_guards(self.champion is None)]
+                    for model in self.sides:
+                        self._run_entry(model, index, play)
+                checks += [
+                    self._check_guard(guard) for guard in self.gate.required_guards(self.champion is None)
+                ]
         finally:
-            for evaluation in (evaluation for side in self.sides for evaluation in side.pending):
+            for evaluation in (evaluation for model in self.sides for evaluation in model.pending):
                 if evaluation is not None and evaluation.record is None:
                     evaluation.discard()
         return self._decide(checks)
 
-    def _test(self, play: Play) -> GateCheck:
+    def _run_sequential_test(self, play: Play) -> GateCheck:
         """Run the sequential test: the challenger plays in rounds until the test is decided."""
         champion, challenger = self.sides
-        self._play(champion, 0, play)
+        self._run_entry(champion, 0, play)
         sequential_test = SequentialTest.from_record(champion.records[0], self.gate)
         if not sequential_test.can_be_proved([]):
             score = f"{sum(sequential_test.shares):g} of {len(sequential_test.shares)} tasks"
@@ -142,23 +144,23 @@ class Promotion:
             )
         if (evaluation := challenger.pending[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
-            order = [tasks[task] for task in sequential_test.order]
-            evaluation.rounds = [order[start : start + size] for start in range(0, len(order), size)]
-            evaluation.enough = sequential_test.decided
-        self._play(challenger, 0, play)
+            ordered = [tasks[task] for task in sequential_test.order]
+            evaluation.rounds = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+            evaluation.enough = sequential_test.is_decided
+        self._run_entry(challenger, 0, play)
         challenger_scores = {
-            name: outcome.scored_episodes for name, outcome in _by_task(challenger, 0).items()
+            name: outcome.scored_episodes for name, outcome in _outcomes_by_task(challenger, 0).items()
         }
         differences = sequential_test.differences(challenger_scores)
-        count, bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
+        count, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
         num_tasks = len(sequential_test.order)
         text = f"difference {sum(differences) / count:+.3f} after {count} of {num_tasks} tasks, lower bound "
-        text += f"{bound:+.3f}; needed: above {sequential_test.level:+.3f}"
+        text += f"{lower_bound:+.3f}; needed: above {sequential_test.level:+.3f}"
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), text)
 
-    def _guard(self, guard: Guard) -> GateCheck:
+    def _check_guard(self, guard: Guard) -> GateCheck:
         index = self.entries.index(guard.entry or self.main)
-        outcomes = [_by_task(side, index) for side in self.sides]
+        outcomes = [_outcomes_by_task(side, index) for side in self.sides]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
             [by_task[task] for task in common_tasks] for by_task in outcomes
@@ -167,29 +169,29 @@ class Promotion:
             guard, self.main, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
-    def _play(self, side: ComparedModel, index: int, play: Play) -> None:
+    def _run_entry(self, model: ComparedModel, index: int, play: Play) -> None:
         """Run the evaluation of a side on one entry, unless it has a record."""
-        evaluation = side.pending[index]
-        if side.stored[index] is None and evaluation is not None:
-            play(side.name, evaluation)
-            side.take()
-            if side.stored[index] is None:
+        evaluation = model.pending[index]
+        if model.stored[index] is None and evaluation is not None:
+            play(model.name, evaluation)
+            model.take()
+            if model.stored[index] is None:
                 raise ValueError(
-                    f"no decision: the evaluation of {side.name} on {self.entries[index]} was interrupted, or no "
+                    f"no decision: the evaluation of {model.name} on {self.entries[index]} was interrupted, or no "
                     "episode could be scored"
                 )
 
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
-        failed_checks = [str(check_guard) for check_guard in checks if not check_guard.holds]
-        complete = [i for i in range(len(self.entries)) if all(side.stored[i] for side in self.sides)]
-        sides = [ComparedModel(side.name, [side.stored[i] for i in complete]) for side in self.sides]
-        comparison = compare(sides[0], sides[1], [1.0] * len(complete)) if complete and sides[1:] else None
+        failed_checks = [str(check) for check in checks if not check.holds]
+        complete = [i for i in range(len(self.entries)) if all(model.stored[i] for model in self.sides)]
+        models = [ComparedModel(model.name, [model.stored[i] for i in complete]) for model in self.sides]
+        comparison = compare(models[0], models[1], [1.0] * len(complete)) if complete and models[1:] else None
         evidence = {
             "suite": self.suite.name,
             "gate": self.gate.model_dump(exclude_none=True),
-            "checks": [asdict(check_guard) for check_guard in checks],
-            "records": {side.name: [record.id for record in side.records] for side in sides},
+            "checks": [asdict(check) for check in checks],
+            "records": {model.name: [record.id for record in model.records] for model in models},
             "comparison": None if comparison is None else comparison.as_json(),
         }
         previous_number = None if self.champion is None else self.champion.number
@@ -201,18 +203,18 @@ class Promotion:
         text = "; ".join(failed_checks) or "the gate holds"
         if failed_checks:
             self.registry.decide(str(self.version), self.alias, "refuse", evidence | {"reason": text})
-        return Decision(not failed_checks, text, checks, sides, comparison)
+        return Decision(not failed_checks, text, checks, models, comparison)
 
 
 def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     evaluation.run()
 
 
-def _by_task(side: ComparedModel, index: int) -> dict[str, TaskOutcome]:
-    stored = side.stored[index]
-    assert stored is not None
-    return {outcome.task: outcome for outcome in stored.record.outcomes}
+def _outcomes_by_task(model: ComparedModel, index: int) -> dict[str, TaskOutcome]:
+    stored_record = model.stored[index]
+    assert stored_record is not None
+    return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 
 
-def _share(successes: Sequence[bool]) -> float:
+def _rate(successes: Sequence[bool]) -> float:
     return sum(successes) / len(successes) if successes else 0.0

@@ -11,7 +11,7 @@ import yaml
 
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
-from TrainingFactory.registry.lineage import chain, origin, tree_lines
+from TrainingFactory.registry.lineage import ancestors, origin, tree_lines
 from TrainingFactory.registry.rows import Version
 
 UNKNOWN = "unknown"
@@ -21,13 +21,13 @@ def model_card(version: Version, evaluations: Sequence[dict[str, Any]], kind: st
     """Return a model card with Hugging Face metadata. `kind` is "adapter" or the kind of an exported whole model."""
     base = origin(version.lineage).partition(" ")[0]
     licence, source = licence_of(base)
-    head: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
-    head |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
+    front_matter: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
+    front_matter |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
     if licence != UNKNOWN:
-        head["license"] = licence
+        front_matter["license"] = licence
     if (hub := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
-        head["base_model"] = hub
-    lines = ["---", yaml.safe_dump(head, sort_keys=False).strip(), "---", "", f"# {version}", ""]
+        front_matter["base_model"] = hub
+    lines = ["---", yaml.safe_dump(front_matter, sort_keys=False).strip(), "---", "", f"# {version}", ""]
     lines += [version.description, ""] if version.description else []
     lines += [f"Registered {version.created} by {version.who}; digest `{version.digest}`.", ""]
     lines += [f"Licence of the base model: {licence}{source}.", "", "## Lineage", "", "```"]
@@ -43,10 +43,10 @@ def licence_of(base: str) -> tuple[str, str]:
     page = folder / "README.md" if folder.is_dir() else _cached_page(resolve_model_name(base))
     if page is not None and page.is_file():
         text = page.read_text(encoding="utf-8", errors="replace")
-        if head := re.match(r"---\n(.*?)\n---", text, re.DOTALL):
-            stated = re.search(r"^license:\s*(\S+)", head[1], re.MULTILINE)
-            if stated:
-                return stated[1], f" (according to {page.name} of {base})"
+        if front_matter := re.match(r"---\n(.*?)\n---", text, re.DOTALL):
+            licence = re.search(r"^license:\s*(\S+)", front_matter[1], re.MULTILINE)
+            if licence:
+                return licence[1], f" (according to {page.name} of {base})"
     return UNKNOWN, f": see the model card of {base}"
 
 
@@ -67,7 +67,7 @@ def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]
         if "success" in record.get("metrics", {})
     ]
     if not rows:
-        metrics = chain(version.lineage)[-1].get("metrics", {})
+        metrics = ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
         rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]

@@ -19,10 +19,10 @@ from TrainingFactory.registry.rows import (
     alias_number,
     all_versions,
     check_name,
+    current_user,
     find_version,
     get_version,
     now,
-    who,
     write_decision,
     write_evaluations,
 )
@@ -143,12 +143,12 @@ class Catalogue:
                             part = stack.enter_context(self.store.part())
                         self.store.copy(source, part, sums)
                         parts.append((part, digest_of(sums)))
-                row = (base and json.dumps(base), json.dumps(lineage), description, who(), now())
+                row = (base and json.dumps(base), json.dumps(lineage), description, current_user(), now())
                 version = self._commit(model, parts, [digest, *base_digests], row, tags or {}, evaluations)
         return version
 
     def _commit(
-        self, model: str, parts: list[tuple[Path, str]], digests: list[str], row: tuple[Any, ...],
+        self, model: str, parts: list[tuple[Path, str]], digests: list[str], values: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
         """Rename the copied files to their digests and insert the next version in one transaction. Return None if
@@ -162,7 +162,7 @@ class Catalogue:
             db.execute("UPDATE models SET newest = newest + 1 WHERE name = ?", (model,))
             [number] = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
             db.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *row)
+                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *values)
             )
             db.executemany(
                 "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *tag) for tag in tags.items()]
@@ -178,18 +178,18 @@ class Catalogue:
         check_name(alias, "alias")
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
-            was = alias_number(db, version.model, alias)
-            if expected != -1 and was != expected:
+            previous = alias_number(db, version.model, alias)
+            if expected != -1 and previous != expected:
                 raise ValueError(
-                    f"{version.model}@{alias} was moved from version {expected or 'none'} to {was or 'none'} by "
+                    f"{version.model}@{alias} was moved from version {expected or 'none'} to {previous or 'none'} by "
                     "another process in the meantime. Check the registry, then try again"
                 )
-            return self._move(db, version, alias, was, kind, evidence), was
+            return self._move_alias(db, version, alias, previous, kind, evidence), previous
 
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
         """Roll an alias back to its previous version; return that version and the number that it replaces."""
         with self._database.writing() as db:
-            was = alias_number(db, model, alias)
+            current = alias_number(db, model, alias)
             history: list[int] = []
             marks = ", ".join("?" * len(MOVES))
             moves = db.execute(
@@ -203,33 +203,33 @@ class Catalogue:
                 else:
                     history.append(number)
             versions = {version.number: version for version in all_versions(db, model)}
-            previous = [number for number in history if number != was and number in versions]
-            if not previous:
+            candidates = [number for number in history if number != current and number in versions]
+            if not candidates:
                 raise ValueError(f"cannot roll back {model}@{alias}: no earlier version of it exists")
-            return self._move(db, versions[previous[-1]], alias, was, "rollback", None), was
+            return self._move_alias(db, versions[candidates[-1]], alias, current, "rollback", None), current
 
-    def _move(
-        self, db: sqlite3.Connection, version: Version, alias: str, was: int | None, kind: str, evidence: Any
+    def _move_alias(
+        self, db: sqlite3.Connection, version: Version, alias: str, old: int | None, kind: str, evidence: Any
     ) -> Version:
         db.execute("INSERT OR REPLACE INTO aliases VALUES (?, ?, ?)", (version.model, alias, version.number))
-        write_decision(db, version.model, alias, version.number, was, kind, evidence)
+        write_decision(db, version.model, alias, version.number, old, kind, evidence)
         return get_version(db, str(version), self.path)
 
     def remove_alias(self, model: str, alias: str) -> int:
         """Remove an alias; return the number of its version."""
         with self._database.writing() as db:
-            if (was := alias_number(db, model, alias)) is None:
+            if (number := alias_number(db, model, alias)) is None:
                 raise ValueError(f"there is no {model}@{alias} in {self.path}")
             db.execute("DELETE FROM aliases WHERE model = ? AND alias = ?", (model, alias))
-            write_decision(db, model, alias, None, was, "unalias", None)
-            return was
+            write_decision(db, model, alias, None, number, "unalias", None)
+            return number
 
     def decide(self, name: str, alias: str, kind: str, evidence: Any) -> None:
         """Record a decision that changes no alias, such as a refused promotion."""
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
-            was = alias_number(db, version.model, alias)
-            write_decision(db, version.model, alias, version.number, was, kind, evidence)
+            number = alias_number(db, version.model, alias)
+            write_decision(db, version.model, alias, version.number, number, kind, evidence)
 
     def add_evaluation(self, name: str, record: Mapping[str, Any]) -> None:
         """Add an evaluation record to a version."""

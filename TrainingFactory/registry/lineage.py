@@ -42,17 +42,17 @@ def tools_of(run: RunFolder) -> dict[str, Any]:
             specs += json.loads(file.readline() or "{}").get("tools", [])
     schemas = [json.dumps(spec, sort_keys=True) for spec in specs]
     metrics = "\n".join(key for row in run.metrics() for key in row)
-    called = re.findall(r"^tools/([^/\n]+)/calls$", metrics, re.M)
+    called_tools = re.findall(r"^tools/([^/\n]+)/calls$", metrics, re.M)
     names = {spec.get("function", spec).get("name") for spec in specs} - {None}
     digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest() if schemas else None
-    return {"names": sorted(names | set(called)), "digest": digest}
+    return {"names": sorted(names | set(called_tools)), "digest": digest}
 
 
 def parent_of(node: LineageNode) -> LineageNode | None:
     return (node.get("about", {}).get("model") or {}).get("parent")
 
 
-def chain(node: LineageNode) -> list[LineageNode]:
+def ancestors(node: LineageNode) -> list[LineageNode]:
     """Return the nodes from the base model to this one."""
     nodes = [node]
     while (parent := parent_of(nodes[-1])) is not None:
@@ -62,10 +62,10 @@ def chain(node: LineageNode) -> list[LineageNode]:
 
 def origin(node: LineageNode) -> str:
     """Return the base model of the first run, or the registered folder."""
-    first = chain(node)[0]
-    if "config" not in first:
-        return str(first["folder"])
-    model = first["config"]["model"]
+    oldest = ancestors(node)[0]
+    if "config" not in oldest:
+        return str(oldest["folder"])
+    model = oldest["config"]["model"]
     return model["name"] + (f" (revision {model['revision']})" if model["revision"] else "")
 
 
@@ -73,20 +73,20 @@ def describe_node(node: LineageNode) -> tuple[str, list[tuple[str, str]]]:
     """Return a node as text: a title, and (label, value) rows."""
     if "config" not in node:
         return f"the folder {node['folder']}", []
-    config, about = node["config"], node["about"]
+    config, run_info = node["config"], node["about"]
     environment = config["environment"]["environment_id"] or "no environment"
     registered = f", registered as {node['version']}" if node.get("version") else ""
     title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{registered}"
-    commit = f", commit {about['commit']}" if about["commit"] else ""
+    commit = f", commit {run_info['commit']}" if run_info["commit"] else ""
     data = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
     rows = [
-        ("started", f"{about['started']}{commit}, torch {about['versions']['torch']}"),
-        ("data", f"{data}: {about.get('size')} tasks or rows, digest {about.get('digest')}"),
+        ("started", f"{run_info['started']}{commit}, torch {run_info['versions']['torch']}"),
+        ("data", f"{data}: {run_info.get('size')} tasks or rows, digest {run_info.get('digest')}"),
         ("reward", _reward(config["reward"])),
     ]
-    if about.get("objects"):
-        rows.append(("from Python", ", ".join(about["objects"])))
-    for name, file in about.get("files", {}).items():
+    if run_info.get("objects"):
+        rows.append(("from Python", ", ".join(run_info["objects"])))
+    for name, file in run_info.get("files", {}).items():
         rows.append(("file", name + (f", digest {file['digest']}" if file["digest"] else "")))
     if names := node["tools"]["names"]:
         digest = node["tools"]["digest"]
@@ -105,7 +105,7 @@ def _reward(section: dict[str, Any]) -> str:
 def tree_lines(node: LineageNode, name: str) -> list[str]:
     """Return the lines of the tree from the base model to this model, which is shown as `name`."""
     lines = [origin(node)]
-    nodes = chain(node)
+    nodes = ancestors(node)
     for depth, ancestor in enumerate(nodes):
         title, rows = describe_node(ancestor)
         lines.append(f"{'   ' * depth}└─ {title}")

@@ -16,7 +16,7 @@ from typing import Any
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.texts import message_of
 from TrainingFactory.models.names import SUPPORTED_MODELS
-from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, chain
+from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, ancestors
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
@@ -49,32 +49,34 @@ class Version:
         return {self.digest} | ({self.base["digest"]} if self.base and self.base["digest"] else set())
 
 
-def check_name(name: str, what: str = "model") -> None:
-    """Raise ValueError if `name` is not valid for a registered model or an alias; `what` is "model" or "alias"."""
+def check_name(name: str, kind: str = "model") -> None:
+    """Raise ValueError if `name` is not valid for a registered model or an alias; `kind` is "model" or "alias"."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"invalid {what} name {name!r}: it must match {NAME.pattern}")
-    if what == "alias" and RESERVED_ALIASES.fullmatch(name):
+        raise ValueError(f"invalid {kind} name {name!r}: it must match {NAME.pattern}")
+    if kind == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
-    if what == "model" and name.lower() in SUPPORTED_MODELS:
+    if kind == "model" and name.lower() in SUPPORTED_MODELS:
         raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
 
 
-def find_version(db: sqlite3.Connection, written: re.Match[str]) -> Version | None:
+def find_version(db: sqlite3.Connection, match: re.Match[str]) -> Version | None:
     """Return the version that a match of VERSION_NAME names; None if there is no such model. Raise ValueError if the
     model has no such version or alias."""
-    model, number, alias = written["model"], written["number"], written["alias"]
+    model, number, alias = match["model"], match["number"], match["alias"]
     row = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
     if row is None:
         return None
     versions = {version.number: version for version in all_versions(db, model)}
     aliases = {alias: version for version in versions.values() for alias in version.aliases}
-    known = ", ".join([*(f":{number}" for number in versions), *(f"@{alias}" for alias in aliases)]) or "none"
+    existing = (
+        ", ".join([*(f":{number}" for number in versions), *(f"@{alias}" for alias in aliases)]) or "none"
+    )
     if number is not None and int(number) not in versions:
         problem = "was deleted" if 0 < int(number) <= row["newest"] else "does not exist"
-        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {known}")
+        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {existing}")
     if alias is not None and alias != "latest" and alias not in aliases:
-        near = did_you_mean(nearest(alias, aliases))
-        raise ValueError(f"{model} has no alias {alias!r}{near or f'. Existing versions: {known}'}")
+        hint = did_you_mean(nearest(alias, aliases))
+        raise ValueError(f"{model} has no alias {alias!r}{hint or f'. Existing versions: {existing}'}")
     if not versions:
         raise ValueError(f"all versions of {model} were deleted")
     return versions[int(number)] if number else aliases.get(alias or "") or versions[max(versions)]
@@ -90,12 +92,12 @@ def get_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
 
 def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
     """Return the versions of a model, or of all models, with their aliases and tags."""
-    where, params = ("", ()) if model is None else ("WHERE model = ?", (model,))
+    condition, params = ("", ()) if model is None else ("WHERE model = ?", (model,))
     aliases: dict[tuple[str, int], list[str]] = {}
     tags: dict[tuple[str, int], dict[str, str]] = {}
-    for row in db.execute(f"SELECT * FROM aliases {where} ORDER BY alias", params):
+    for row in db.execute(f"SELECT * FROM aliases {condition} ORDER BY alias", params):
         aliases.setdefault((row["model"], row["number"]), []).append(row["alias"])
-    for row in db.execute(f"SELECT * FROM tags {where} ORDER BY key", params):
+    for row in db.execute(f"SELECT * FROM tags {condition} ORDER BY key", params):
         tags.setdefault((row["model"], row["number"]), {})[row["key"]] = row["value"]
     return [
         Version(
@@ -103,7 +105,7 @@ def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
             aliases=tuple(aliases.get((row["model"], row["number"]), ())),
             tags=tags.get((row["model"], row["number"]), {}),
         )
-        for row in db.execute(f"SELECT * FROM versions {where} ORDER BY model, number", params)
+        for row in db.execute(f"SELECT * FROM versions {condition} ORDER BY model, number", params)
     ]
 
 
@@ -114,7 +116,7 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
         for digest in (row["digest"], base and base["digest"]):
             if digest is not None and not DIGEST.fullmatch(digest):
                 raise ValueError(f"invalid digest {digest!r}")
-        if not all("folder" in node or node.keys() >= RUN_KEYS for node in chain(lineage)):
+        if not all("folder" in node or node.keys() >= RUN_KEYS for node in ancestors(lineage)):
             raise ValueError("incomplete lineage")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         [path] = [file["file"] for file in db.execute("PRAGMA database_list") if file["name"] == "main"]
@@ -135,18 +137,18 @@ def write_evaluations(
 ) -> None:
     db.executemany(
         "INSERT INTO evaluations (model, number, record, who, created) VALUES (?, ?, ?, ?, ?)",
-        [(model, number, json.dumps(record), who(), now()) for record in records],
+        [(model, number, json.dumps(record), current_user(), now()) for record in records],
     )
 
 
 def write_decision(
-    db: sqlite3.Connection, model: str, alias: str | None, number: int | None, was: int | None, kind: str,
+    db: sqlite3.Connection, model: str, alias: str | None, number: int | None, previous: int | None, kind: str,
     evidence: Any,
 ) -> None:  # fmt: skip
     db.execute(
         "INSERT INTO decisions (model, alias, number, was, kind, evidence, who, created) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (model, alias, number, was, kind, json.dumps(evidence), who(), now()),
+        (model, alias, number, previous, kind, json.dumps(evidence), current_user(), now()),
     )
 
 
@@ -154,7 +156,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def who() -> str:
+def current_user() -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # in containers, the user may have no name

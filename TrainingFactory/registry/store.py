@@ -105,21 +105,21 @@ class ModelStore:
         os.rename(part, self.folder(digest))
         sync(self.path)
 
-    def sweep(self, used: set[str]) -> int:
-        """Remove models that are not in `used` and folders that killed processes left; return the number of bytes
-        freed. Call it in a transaction, so that no other process is about to use one of them."""
-        freed = 0
+    def sweep(self, used_digests: set[str]) -> int:
+        """Remove models that are not in `used_digests` and folders that killed processes left; return the freed
+        bytes. Call it in a transaction, so that no other process is about to use one of them."""
+        freed_bytes = 0
         for path in self.path.iterdir() if self.path.is_dir() else ():
-            if path.name in used:
+            if path.name in used_digests:
                 continue
             if path.is_symlink():
                 path.unlink()
             elif path.is_dir() and not _in_use(path):
                 removed = path.with_name(f".gone-{uuid4().hex}")
                 os.rename(path, removed)
-                freed += sum(file.lstat().st_size for file in removed.iterdir())
+                freed_bytes += sum(file.lstat().st_size for file in removed.iterdir())
                 shutil.rmtree(removed, ignore_errors=True)
-        return freed
+        return freed_bytes
 
     def damage(self, digest: str) -> list[str]:
         """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
@@ -128,12 +128,12 @@ class ModelStore:
             problems = [f"{folder / name} is missing or changed" for name in modified_files(folder)]
             paths = sorted(folder.iterdir())
             extra = {path.name for path in paths} - read_checksums(folder).keys() - {CHECKSUM_FILE}
-            stated = recorded_digest(folder)
+            recorded = recorded_digest(folder)
         except (FileNotFoundError, NotADirectoryError):  # another process may remove it at the same time
             return [f"{folder} is missing"]
         problems += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
         problems += [f"{folder / name} does not belong to the model" for name in sorted(extra)]
-        if not problems and stated != digest:
+        if not problems and recorded != digest:
             problems = [f"{folder / CHECKSUM_FILE} does not match the digest {digest[:12]}"]
         return problems
 
@@ -157,8 +157,8 @@ def checksums_of(folder: Path) -> dict[str, str]:
                 f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
                 "copy the folder with cp -rL and register the copy"
             )
-    stated = read_checksums(folder)
-    return {path.name: stated.get(path.name) or file_digest(path) for path in files}
+    recorded = read_checksums(folder)
+    return {path.name: recorded.get(path.name) or file_digest(path) for path in files}
 
 
 def _in_use(path: Path) -> bool:
@@ -176,11 +176,11 @@ def _in_use(path: Path) -> bool:
 
 def _copy(source: Path, target: Path) -> None:
     """Copy a file, as a copy-on-write clone if the file system supports it."""
-    with source.open("rb") as read, target.open("wb") as write:
-        remaining = os.fstat(read.fileno()).st_size
+    with source.open("rb") as source_file, target.open("wb") as target_file:
+        remaining = os.fstat(source_file.fileno()).st_size
         while remaining and hasattr(os, "copy_file_range"):
             try:
-                copied = os.copy_file_range(read.fileno(), write.fileno(), remaining)
+                copied = os.copy_file_range(source_file.fileno(), target_file.fileno(), remaining)
             except OSError as error:
                 if error.errno in NO_ROOM:
                     raise
@@ -189,5 +189,5 @@ def _copy(source: Path, target: Path) -> None:
                 break
             remaining -= copied
         if remaining:
-            read.seek(write.seek(0, os.SEEK_END))
-            shutil.copyfileobj(read, write, 1 << 20)
+            source_file.seek(target_file.seek(0, os.SEEK_END))
+            shutil.copyfileobj(source_file, target_file, 1 << 20)

@@ -41,15 +41,15 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         if not client.search_registered_models(f"name = '{version.model}'"):
             client.create_registered_model(version.model)
         source, tags = f"{run.info.artifact_uri}/model", _tags(version)
-        created = client.create_model_version(
+        new_version = client.create_model_version(
             version.model, source, run_id, tags, description=version.description
         )
         for alias in version.aliases:
-            client.set_registered_model_alias(version.model, alias, created.version)
+            client.set_registered_model_alias(version.model, alias, new_version.version)
         client.set_terminated(run_id)
     except MlflowException as error:
         raise OSError(f"cannot export {version} to MLflow at {uri}: {error}") from error
-    return f"models:/{version.model}/{created.version}"
+    return f"models:/{version.model}/{new_version.version}"
 
 
 def _artifacts(uri: str) -> str | None:

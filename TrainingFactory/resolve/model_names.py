@@ -64,19 +64,19 @@ class RecordedRun:
 class ResolvedModel:
     """A resolved model name. `name` is the argument for `load_model`: the model, or the base model of `adapter`."""
 
-    written: str
+    requested: str
     name: str
     adapter: str | None = None
     folder: Path | None = None  # files of the model or adapter; None if they are not on this machine
-    maker: TrainedBy | None = None
+    run: TrainedBy | None = None
     version: Version | None = None  # None if it is not a registered model
 
     @property
     def section(self) -> dict[str, Any]:
         """Return the keys of the config section `model` that load this model."""
-        if self.maker is None:
+        if self.run is None:
             return {"name": self.name} | ({"adapter": self.adapter} if self.adapter else {})
-        revision = with_original_model(self.maker).model.revision if self.adapter else None
+        revision = with_original_model(self.run).model.revision if self.adapter else None
         return {"name": self.name, "adapter": self.adapter, "revision": revision}
 
 
@@ -89,21 +89,23 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     path = Path(name).expanduser()
     if is_endpoint(name) or resolve_model_name(name) in BUILTINS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
-    if (run := _run(name, runs)) is not None:
+    if (run := _resolve_run(name, runs)) is not None:
         return run
     if (version := catalogue.find(name)) is not None:
-        return _registered(name, version, catalogue)
+        return _resolve_version(name, version, catalogue)
     if path.is_dir():
-        return _folder(name, path, runs)
-    local = name.startswith((".", "/", "~")) or path.suffix == ".gguf" or path.parent == runs
+        return _resolve_folder(name, path, runs)
+    is_local = name.startswith((".", "/", "~")) or path.suffix == ".gguf" or path.parent == runs
     if path.suffix == ".gguf" and path.is_file():
         return ResolvedModel(name, name)
-    if name.startswith("package:") or (name.count("/") == 1 and not local):
+    if name.startswith("package:") or (name.count("/") == 1 and not is_local):
         return ResolvedModel(name, name)
-    known = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, *BUILTINS]
-    plain = name.removeprefix(f"{runs}/")
-    near = nearest(plain, known, 0.5) or nearest(re.split("[:@]", plain)[0], known, 0.5)
-    text = f"there is no such run or model: {name!r}{did_you_mean(near)}"
+    known_names = [*(run.name for run in list_runs(runs)), *catalogue.names(), *SUPPORTED_MODELS, *BUILTINS]
+    short_name = name.removeprefix(f"{runs}/")
+    closest = nearest(short_name, known_names, 0.5) or nearest(
+        re.split("[:@]", short_name)[0], known_names, 0.5
+    )
+    text = f"there is no such run or model: {name!r}{did_you_mean(closest)}"
     raise factories.unknown_id_error("models", name, text)
 
 
@@ -115,11 +117,11 @@ def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
     try:
         resolved = find_model(model.name, runs, registry)
         changes |= resolved.section
-        if resolved.maker is not None:
-            trained = with_original_model(resolved.maker).model
+        if resolved.run is not None:
+            trained = with_original_model(resolved.run).model
             inherited = (*INHERITED, "quantization") if resolved.adapter else INHERITED
-            unset = [name for name in inherited if name not in model.model_fields_set]
-            changes |= {name: getattr(trained, name) for name in unset}
+            unset_options = [name for name in inherited if name not in model.model_fields_set]
+            changes |= {name: getattr(trained, name) for name in unset_options}
             if model.revision is not None:
                 key = "revision"
                 raise ValueError(f"is only for hub models, but {model.name} was trained here. Remove it")
@@ -162,45 +164,45 @@ def model_provenance(config: TrainingConfig) -> dict[str, Any]:
         "version": None if resolved.version is None else str(resolved.version),
         "digest": None if folder is None or not folder.is_dir() else recorded_digest(folder),
         "drawn_by": "integers" if resolve_model_name(model.name) in BUILTINS else None,
-        "parent": _node(resolved),
+        "parent": _lineage_of(resolved),
     }
 
 
-def _node(model: ResolvedModel) -> dict[str, Any] | None:
+def _lineage_of(model: ResolvedModel) -> dict[str, Any] | None:
     """Return the lineage of a model that was trained here; None for other models."""
     if model.version is not None:
         return model.version.lineage | {"version": str(model.version)}
-    if isinstance(model.maker, RunFolder) and model.folder is not None:
-        return run_node(model.maker, model.folder)
+    if isinstance(model.run, RunFolder) and model.folder is not None:
+        return run_node(model.run, model.folder)
     return None
 
 
-def with_original_model(maker: TrainedBy, config: TrainingConfig | None = None) -> TrainingConfig:
+def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) -> TrainingConfig:
     """Return `config`, by default the run's own, with the model section that the run was started with."""
-    about = maker.run_info.get(MODEL_KEY) or {}
-    started = _with_section(config or maker.config, about.get("meant", {}))
-    model = started.model
+    origin = run.run_info.get(MODEL_KEY) or {}
+    original = _with_section(config or run.config, origin.get("meant", {}))
+    model = original.model
     if (
-        resolve_model_name(model.name) in BUILTINS and about.get("drawn_by") is None
+        resolve_model_name(model.name) in BUILTINS and origin.get("drawn_by") is None
     ):  # started before version 0.2
         return _with_section(
-            started,
+            original,
             {"revision": f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"},
         )
-    return started
+    return original
 
 
-def check_original_model(maker: TrainedBy) -> None:
+def check_original_model(run: TrainedBy) -> None:
     """Raise ValueError if the files of the model that a run was started from are missing or changed."""
-    about = maker.run_info.get(MODEL_KEY) or {}
-    folder, digest, problem = _model_folder(about.get("meant", {})), about.get("digest"), ""
+    origin = run.run_info.get(MODEL_KEY) or {}
+    folder, digest, problem = _model_folder(origin.get("meant", {})), origin.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
     elif folder is not None and digest is not None and recorded_digest(folder) != digest:
         problem = "has changed since"
     if problem:
         raise ValueError(
-            f"run {maker.name} was started from {about['written']}, but {folder} {problem}. Restore it, or start a new "
+            f"run {run.name} was started from {origin['written']}, but {folder} {problem}. Restore it, or start a new "
             "run"
         )
 
@@ -211,29 +213,29 @@ def _model_folder(section: Mapping[str, Any]) -> Path | None:
     return Path(name) if name else None
 
 
-def _run(name: str, runs: Path) -> ResolvedModel | None:
+def _resolve_run(name: str, runs: Path) -> ResolvedModel | None:
     """Resolve the name or folder of a run, or one of its checkpoints; return None if it is not a run."""
     path, match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
-        return _checkpoint(name, RunFolder(path.parent.parent), path)
+        return _resolve_checkpoint(name, RunFolder(path.parent.parent), path)
     stem = Path(match["run"] if match else name).expanduser()
     folder = next((folder for folder in (runs / stem, stem) if is_run(folder)), None)
     if folder is None:
         return None
     run = RunFolder(folder)
-    return _checkpoint(name, run, find_checkpoint(run, match["which"] if match else "last"))
+    return _resolve_checkpoint(name, run, find_checkpoint(run, match["which"] if match else "last"))
 
 
-def find_checkpoint(run: RunFolder, which: str) -> Path:
+def find_checkpoint(run: RunFolder, name: str) -> Path:
     """Return a checkpoint of a run: "last", "step-40" or "best". Without evaluations, "best" is the last one."""
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet. Wait for the first one, or use another run")
-    if which == "best" and (best := run.best()) is not None:
-        return best
-    if which in ("best", "last"):
+    if name == "best" and (checkpoint := run.best()) is not None:
+        return checkpoint
+    if name in ("best", "last"):
         return checkpoints[-1]
-    number = int(which.removeprefix("step-"))
+    number = int(name.removeprefix("step-"))
     for path in checkpoints:
         if path == run.checkpoint_folder(number):
             return path
@@ -241,16 +243,18 @@ def find_checkpoint(run: RunFolder, which: str) -> Path:
     raise ValueError(f"run {run.name} has no checkpoint of step {number}. Existing checkpoints: {existing}")
 
 
-def _checkpoint(written: str, run: RunFolder, folder: Path) -> ResolvedModel:
-    if files := _damaged(folder):
-        others = ", ".join(str(path) for path in run.checkpoints() if path != folder)
-        raise ValueError(f"{folder} is damaged: {', '.join(files)}. Other checkpoints: {others or 'none'}")
+def _resolve_checkpoint(name: str, run: RunFolder, folder: Path) -> ResolvedModel:
+    if files := _damaged_files(folder):
+        other_paths = ", ".join(str(path) for path in run.checkpoints() if path != folder)
+        raise ValueError(
+            f"{folder} is damaged: {', '.join(files)}. Other checkpoints: {other_paths or 'none'}"
+        )
     if (folder / ADAPTER).is_file():
-        return ResolvedModel(written, with_original_model(run).model.name, str(folder), folder, run)
-    return ResolvedModel(written, str(folder), None, folder, run)
+        return ResolvedModel(name, with_original_model(run).model.name, str(folder), folder, run)
+    return ResolvedModel(name, str(folder), None, folder, run)
 
 
-def _damaged(folder: Path) -> list[str]:
+def _damaged_files(folder: Path) -> list[str]:
     """Return the files of a model that differ from their checksums. The result is cached until a file changes."""
     files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
     return _read_damage(folder, tuple(files))
@@ -261,29 +265,29 @@ def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
     return modified_files(folder, ignored=TRAINING_STATE_FILES)
 
 
-def _registered(written: str, version: Version, catalogue: Catalogue) -> ResolvedModel:
+def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> ResolvedModel:
     folder, node = catalogue.folder(version), version.lineage
-    for stored in map(catalogue.store.folder, sorted(version.digests)):
-        if not stored.is_dir() or _damaged(stored):
+    for stored_folder in map(catalogue.store.folder, sorted(version.digests)):
+        if not stored_folder.is_dir() or _damaged_files(stored_folder):
             raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
-    maker = None
+    trained_by = None
     if "config" in node:
-        maker = RecordedRun(str(version), TrainingConfig(**node["config"]), node["about"])
+        trained_by = RecordedRun(str(version), TrainingConfig(**node["config"]), node["about"])
     if version.base is None:
-        return ResolvedModel(written, str(folder), None, folder, maker, version)
-    return ResolvedModel(written, catalogue.base_name(version), str(folder), folder, maker, version)
+        return ResolvedModel(name, str(folder), None, folder, trained_by, version)
+    return ResolvedModel(name, catalogue.base_name(version), str(folder), folder, trained_by, version)
 
 
-def _folder(written: str, path: Path, runs: Path) -> ResolvedModel:
+def _resolve_folder(name: str, path: Path, runs: Path) -> ResolvedModel:
     """Return the model or adapter in a folder. The base of an adapter is the one in its adapter_config.json."""
     if (path / "config.json").is_file():
-        return ResolvedModel(written, written, None, path)
+        return ResolvedModel(name, name, None, path)
     if not (path / ADAPTER).is_file():
         if path.parent == runs:
-            RunFolder.find(written, runs)  # raises the error for an incomplete run
+            RunFolder.find(name, runs)  # raises the error for an incomplete run
         raise ValueError(
-            f"model {written!r}: the folder {path} has no config.json, as a model has, and no {ADAPTER}, as an adapter "
+            f"model {name!r}: the folder {path} has no config.json, as a model has, and no {ADAPTER}, as an adapter "
             "has"
         )
     base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    return ResolvedModel(written, str(base), written, path)
+    return ResolvedModel(name, str(base), name, path)

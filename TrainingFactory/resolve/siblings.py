@@ -25,7 +25,7 @@ class SiblingFactory:
     package: str
     manager: str
     find: str
-    needed: str  # method that every version of the class has
+    required: str  # method that every version of the class has
 
     @property
     def installed(self) -> bool:
@@ -33,17 +33,15 @@ class SiblingFactory:
 
     def method(self, name: str) -> Callable[..., Any] | None:
         """Create a manager and return its method `name`; None if it has no such method."""
-        where = f"{self.package}.services.{self.manager}"
+        path = f"{self.package}.services.{self.manager}"
         try:
             manager = getattr(import_module(f"{self.package}.services"), self.manager)()
         except Exception as error:  # foreign code
+            raise ValueError(f"{self.package} is installed, but {path}() fails: {describe(error)}") from error
+        if not hasattr(manager, self.required):
             raise ValueError(
-                f"{self.package} is installed, but {where}() fails: {describe(error)}"
-            ) from error
-        if not hasattr(manager, self.needed):
-            raise ValueError(
-                f"{self.package} is installed, but {where} has no method {self.needed}. Update {self.package}, or add "
-                "the id to factories.yaml, which is searched first"
+                f"{self.package} is installed, but {path} has no method {self.required}. Update {self.package}, or "
+                "add the id to factories.yaml, which is searched first"
             )
         return getattr(manager, name, None)
 

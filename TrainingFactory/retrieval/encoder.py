@@ -60,11 +60,11 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return a float32 matrix with one row per text. Texts of similar length share a batch."""
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors: np.ndarray | None = None
         with _TOKENIZING:
-            for start in range(0, len(order), self.batch_size):
-                indices = order[start : start + self.batch_size]
+            for start in range(0, len(by_length), self.batch_size):
+                indices = by_length[start : start + self.batch_size]
                 batch = self._encode_batch([texts[index] for index in indices])
                 if vectors is None:
                     vectors = np.empty((len(texts), batch.shape[1]), np.float32)
@@ -83,8 +83,8 @@ class SentenceEncoder:
         with torch.inference_mode():
             states = model(**inputs).last_hidden_state  # [texts, tokens, dimension]
         mask = inputs["attention_mask"].unsqueeze(-1)
-        means = (states * mask).sum(1) / mask.sum(1)
-        return torch.nn.functional.normalize(means, dim=-1).cpu().numpy()
+        vectors = (states * mask).sum(1) / mask.sum(1)
+        return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
 
 @cache

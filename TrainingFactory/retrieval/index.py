@@ -31,7 +31,7 @@ class VectorIndex:
         if not passages.count:
             raise ValueError(f"tool {name}: {passages.path} has no passages to search; add some")
         self.file = passages.index.with_name(f"{passages.index.stem}-{self.state[:20]}.npy")
-        vectors = _stored(self.file, passages.count)
+        vectors = _load_stored(self.file, passages.count)
         if vectors is None:
             vectors = _encode(passages, encoder, prefix, name)
             _store(self.file, vectors, name)
@@ -55,7 +55,7 @@ def load_faiss(name: str) -> Any:
     return faiss
 
 
-def _stored(file: Path, count: int) -> np.ndarray | None:
+def _load_stored(file: Path, count: int) -> np.ndarray | None:
     """Return the vectors of an earlier start; None if there are none, or the file is damaged."""
     try:
         vectors = np.load(file, allow_pickle=False)

@@ -71,14 +71,14 @@ class AdaptedReward:
         if self.grouped:
             return await score_single(self, episode)
         subject = episode.trajectory if self.shape == "trajectory" else episode
-        value = await self._limited(call_function(self.function, subject))
+        value = await self._run_limited(call_function(self.function, subject))
         return validate_reward(value, episode.trajectory.turns, self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Score all episodes; the list has the exception in place of a reward that failed."""
         if not self.grouped:
             return await score_independently(self, episodes)
-        values = await self._limited(self._together(episodes))
+        values = await self._run_limited(self._score_together(episodes))
         if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(episodes):
             raise Unscored(
                 f"the group reward {self.name} returned {short_repr(values)}; it must return a list with one number "
@@ -99,7 +99,7 @@ class AdaptedReward:
         if self.shape == "completions" and tasks:
             self.columns([Trajectory(task, group="") for task in tasks])
 
-    async def _together(self, episodes: Sequence[Episode]) -> Any:
+    async def _score_together(self, episodes: Sequence[Episode]) -> Any:
         if isinstance(self.function, GroupReward):
             return await self.function.group(episodes)
         if self.shape == "episodes":
@@ -143,7 +143,7 @@ class AdaptedReward:
             if parameter.name in columns
         }
 
-    async def _limited(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _run_limited(self, call: Coroutine[Any, Any, Any]) -> Any:
         async def contain_exit() -> Any:  # SystemExit would stop the event loop
             try:
                 return await call
@@ -170,10 +170,10 @@ def as_reward(function: Any, name: str | None = None, timeout: Positive | None =
         raise ValueError(
             f"the reward {name} is {short_repr(function)}; it must be a function or callable object"
         )
-    return AdaptedReward(function, name, _shape_of(function, name), timeout)
+    return AdaptedReward(function, name, _infer_input(function, name), timeout)
 
 
-def _shape_of(function: Callable[..., Any], name: str) -> RewardSignature:
+def _infer_input(function: Callable[..., Any], name: str) -> RewardSignature:
     """Infer what the function takes from the name or type hint of its first parameter. Default: the episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
@@ -192,10 +192,10 @@ def _shape_of(function: Callable[..., Any], name: str) -> RewardSignature:
             f"the reward {name} takes {parameter_list}; it must take one episode, one trajectory, "
             "episodes or trajectories (a list of them), or (completions, **columns)"
         ) from None
-    first = next(iter(parameters.values()))
-    hint = first.annotation
+    parameter = next(iter(parameters.values()))
+    hint = parameter.annotation
     match = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
-    kind = match["kind"].lower() if match else first.name
+    kind = match["kind"].lower() if match else parameter.name
     if match and match["several"]:
         return _SEVERAL[kind]
     return kind if kind in get_args(RewardSignature) else "episode"  # type: ignore[return-value]

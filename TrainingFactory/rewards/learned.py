@@ -40,7 +40,7 @@ class LearnedReward:
             self._waiting.clear()
             if not batch:
                 continue
-            results = await self._scored([trajectory for trajectory, _ in batch])
+            results = await self._score([trajectory for trajectory, _ in batch])
             for (_, answer), result in zip(batch, results, strict=True):
                 if answer.done():  # the episode was cancelled meanwhile
                     continue
@@ -49,7 +49,7 @@ class LearnedReward:
                 else:
                     answer.set_exception(result)
 
-    async def _scored(self, trajectories: Sequence[Trajectory]) -> list[Reward | BaseException]:
+    async def _score(self, trajectories: Sequence[Trajectory]) -> list[Reward | BaseException]:
         try:
             results = list(await in_thread(self.scorer.score, trajectories))
             rewards = [result for result in results if isinstance(result, Reward)]
@@ -60,4 +60,4 @@ class LearnedReward:
             if len(trajectories) == 1:
                 return [error]
         # Score one by one, so that one failing episode does not fail the others.
-        return [result for trajectory in trajectories for result in await self._scored([trajectory])]
+        return [result for trajectory in trajectories for result in await self._score([trajectory])]

@@ -67,7 +67,7 @@ ClawBack = Annotated[Any, AfterValidator(_check_claw_back)]
 def correct_tool(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and all are expected by the task and succeeded. The task's metadata
     `correct_tool` is a tool, a call ({"name": ..., "arguments": {...}}), or a list of these. Default: all tools."""
-    calls = _answered(trajectory.turns[turn])
+    calls = _calls_with_results(trajectory.turns[turn])
     expected = trajectory.task.metadata.get("correct_tool")
     if expected is None:
         expected = [spec.name for spec in trajectory.tools]
@@ -80,7 +80,7 @@ def correct_tool(trajectory: Trajectory, turn: int) -> bool:
 def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and all of them are well-formed, name an offered tool and fit its schema."""
     specs = {spec.name: spec for spec in trajectory.tools}
-    calls = _answered(trajectory.turns[turn])
+    calls = _calls_with_results(trajectory.turns[turn])
     for call, result in calls:
         spec = specs.get(call.name)
         if spec is None or call.error or (result and result.error in ("schema", "malformed", "unknown")):
@@ -101,11 +101,11 @@ def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
 
 def error_recovered(trajectory: Trajectory, turn: int) -> bool:
     """Return whether a call of the turn succeeds with a tool whose last call had failed."""
-    last: dict[str, bool] = {}
+    last_success: dict[str, bool] = {}
     for earlier_turn in trajectory.turns[:turn]:
-        last |= {call.name: _succeeded(result) for call, result in _answered(earlier_turn)}
-    current = _answered(trajectory.turns[turn])
-    return any(_succeeded(result) and last.get(call.name) is False for call, result in current)
+        last_success |= {call.name: _succeeded(result) for call, result in _calls_with_results(earlier_turn)}
+    current = _calls_with_results(trajectory.turns[turn])
+    return any(_succeeded(result) and last_success.get(call.name) is False for call, result in current)
 
 
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
@@ -139,7 +139,7 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
     num_turns = sum(not earlier_turn.summary for earlier_turn in trajectory.turns)
     if shortest is None:
         wasted = sum(
-            not all(_succeeded(result) for _, result in _answered(earlier_turn))
+            not all(_succeeded(result) for _, result in _calls_with_results(earlier_turn))
             or not no_repeated_call(trajectory, number)
             for number, earlier_turn in enumerate(trajectory.turns)
             if earlier_turn.message.tool_calls
@@ -155,7 +155,7 @@ _BUILT_IN = (*_CALL_RULES, clear_reasoning, efficient_path)
 PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN}
 
 
-def _answered(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
+def _calls_with_results(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
     """Return the calls with their results; None if the environment reported no result."""
     calls = turn.message.tool_calls
     return list(zip_longest(calls, turn.tool_results[: len(calls)]))
@@ -254,8 +254,8 @@ class ProcessReward:
         steps: list[float] = []
         total = capped = clawed_back = 0.0
         for turn in range(len(trajectory.turns)):
-            earned = 0.0
-            view = _as_it_was(trajectory, turn, outcome)
+            step_reward = 0.0
+            view = _trajectory_until(trajectory, turn, outcome)
             if trajectory.turns[turn].summary:  # no rule is about summaries
                 steps.append(0.0)
                 continue
@@ -266,12 +266,12 @@ class ProcessReward:
                 if self.pay == "once":  # only the amount outside the range so far
                     value = max(value - high, 0.0) + min(value - low, 0.0)
                 parts[name] += self._weights[name] * value
-                earned += self._weights[name] * value
-            excess = total + earned - self._cap
+                step_reward += self._weights[name] * value
+            excess = total + step_reward - self._cap
             excess = excess if excess > CAP_TOLERANCE else 0.0
             capped += excess
-            steps.append(earned - excess)
-            total += earned - excess
+            steps.append(step_reward - excess)
+            total += step_reward - excess
         is_wrong = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
         if steps and self.claw_back and (trajectory.status != "done" or is_wrong) and total > 0:
             clawed_back = total
@@ -316,7 +316,7 @@ def _reward_marked_steps(
         rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in STEP_ATTRIBUTES
     }
     earned = [
-        {rule: weight * _mark(step, STEP_ATTRIBUTES[rule], number) for rule, weight in weights.items()}
+        {rule: weight * _read_mark(step, STEP_ATTRIBUTES[rule], number) for rule, weight in weights.items()}
         for number, step in enumerate(steps)
     ]
     total = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
@@ -324,7 +324,7 @@ def _reward_marked_steps(
     return Reward(total, [sum(step.values()) for step in earned], {"outcome": total, **parts})
 
 
-def _mark(step: Any, name: str, number: int) -> bool:
+def _read_mark(step: Any, name: str, number: int) -> bool:
     value = step.get(name) if isinstance(step, Mapping) else getattr(step, name, None)
     if value is None:
         raise ValueError(f"step {number} has no {name}; a step needs tool_call_correct and reasoning_clear")
@@ -337,15 +337,15 @@ def scorer_from_options(options: Mapping[str, Any]) -> Callable[[Trajectory], Re
     return ProcessReward(**{**options, "rules": rules}).score
 
 
-def _as_it_was(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
+def _trajectory_until(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
     """Return the trajectory as it was when this turn ended; before the last turn its status is not `done`."""
-    last = turn == len(trajectory.turns) - 1
-    status = trajectory.status if last else "max_turns"
+    is_last = turn == len(trajectory.turns) - 1
+    status = trajectory.status if is_last else "max_turns"
     return dataclasses.replace(
         trajectory,
         turns=trajectory.turns[: turn + 1],
         status=status,
-        reward=outcome if last else None,
+        reward=outcome if is_last else None,
         error=None,
         seconds=0.0,
     )

@@ -319,11 +319,13 @@ class RunFolder:
                 sizes[name] = path.stat().st_size
         return sizes
 
-    def prune(self, last: int, keep_every: int | None, best: bool = False, states: str = "all") -> None:
-        """Remove all checkpoints but the last `last`, those at multiples of `keep_every` steps, and, with `best`, the
-        best. If `states` is "newest", remove the optimizer state of all but the newest."""
-        best_checkpoint = self.best() if best else None
-        for old in self.checkpoints()[:-last]:
+    def prune(
+        self, keep_last: int, keep_every: int | None, keep_best: bool = False, states: str = "all"
+    ) -> None:
+        """Keep the last `keep_last` checkpoints, every `keep_every` steps and, with `keep_best`, the best;
+        remove the others. If `states` is "newest", remove the optimizer state of all but the newest."""
+        best_checkpoint = self.best() if keep_best else None
+        for old in self.checkpoints()[:-keep_last]:
             if old != best_checkpoint and (keep_every is None or _step_of(old) % keep_every):
                 remove_folder(old)
         if states == "newest":
@@ -354,11 +356,11 @@ class RunFolder:
         """Remove the images that no file of the run names any more; return how many. The run must be locked."""
         if not self.images.folder.is_dir():
             return 0
-        used: set[str] = set()
+        used_digests: set[str] = set()
         for path in self.path.glob("*.jsonl*"):  # also files that an evaluation is writing
             with path.open("rb") as file:
-                used.update(digest.decode() for line in file for digest in DIGEST.findall(line))
-        return self.images.remove_unused(used)
+                used_digests.update(digest.decode() for line in file for digest in DIGEST.findall(line))
+        return self.images.remove_unused(used_digests)
 
     def _requested_evaluations(self, start: int) -> bytes:
         """Return the lines from `start` that `tfactory eval` wrote; those of training are repeated with its steps."""

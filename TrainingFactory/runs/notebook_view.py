@@ -60,12 +60,12 @@ class NotebookHtml:
 
 def table_html(rows: Sequence[Sequence[object]], heads: Sequence[str] = ()) -> Markup:
     """Return a table; the first cell of each row is its name."""
-    head = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
+    header = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
     body = ""
     for name, *cells in rows:
         values = "".join(f'<td style="{CELL}">{_text(cell)}</td>' for cell in cells)
         body += f'<tr><th scope="row" style="{CELL}">{_text(name)}</th>{values}</tr>'
-    rows_html = f"<tr>{head}</tr>{body}" if head else body
+    rows_html = f"<tr>{header}</tr>{body}" if header else body
     return Markup(f'<div style="overflow-x:auto"><table style="{TABLE}">{rows_html}</table></div>')
 
 
@@ -115,10 +115,10 @@ def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) ->
             for speaker, content in conversation_with_images(episode)
         ]
         rows.append((episode.task.id, episode.member, ending_text(episode), Markup("".join(lines))))
-    left = len(episodes) - len(rows)
-    rest = f"<div>{left} more episodes are not shown</div>" if left > 0 else ""
-    rest += f"<div>{_text(images.note)}</div>" if images.note else ""
-    html = table_html(rows, ("task", "member", "ending", "conversation")) + rest
+    num_hidden = len(episodes) - len(rows)
+    footer = f"<div>{num_hidden} more episodes are not shown</div>" if num_hidden > 0 else ""
+    footer += f"<div>{_text(images.note)}</div>" if images.note else ""
+    html = table_html(rows, ("task", "member", "ending", "conversation")) + footer
     return NotebookHtml(str(html), f"{len(episodes)} episodes")
 
 

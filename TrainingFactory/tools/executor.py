@@ -219,11 +219,11 @@ class AsyncToolExecutor:
         """Run environment methods again for their side effects, which a reward may read. Only count other calls."""
         entry = self._entries.get(call.name)
         if entry is None or not self._reruns_in_replay(entry) or result.error in ("timeout", "unavailable"):
-            self._runtime.metrics.answered(None if entry is None else call.name, result, self._key)
+            self._runtime.metrics.count_answer(None if entry is None else call.name, result, self._key)
             return
         state = entry.state or ToolState("")
         if result.cached:  # the recorded run skipped it too; a later call may need its side effects
-            self._runtime.metrics.answered(call.name, result, self._key)
+            self._runtime.metrics.count_answer(call.name, result, self._key)
             state.skip(self._pending_call(entry, call.arguments), result.content)
             return
         async with state.turn():
@@ -241,12 +241,12 @@ class AsyncToolExecutor:
     async def _run_call(self, call: ToolCall) -> ToolResult:
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
-            result = self._rejected(call)
-            self._runtime.metrics.answered(None, result, self._key)
+            result = self._rejection_of(call)
+            self._runtime.metrics.count_answer(None, result, self._key)
             return result
         async with NO_LOCK if entry.state is None else entry.state.turn():
             metrics = self._runtime.metrics
-            start_time = metrics.began(call.name)
+            start_time = metrics.start_call(call.name)
             result: ToolResult | None = None
             try:
                 invalid = self._invalid_arguments(entry.tool.spec, call.arguments)
@@ -258,7 +258,7 @@ class AsyncToolExecutor:
                 else:
                     result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
             finally:
-                metrics.finished(call.name, start_time, result, self._key)
+                metrics.finish_call(call.name, start_time, result, self._key)
         assert result is not None
         result.id = call.id  # safe to change: this copy has no other owner
         result.seconds = time.perf_counter() - start_time
@@ -269,10 +269,10 @@ class AsyncToolExecutor:
         arguments; None for a valid call."""
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
-            return self._rejected(call)
+            return self._rejection_of(call)
         return self._invalid_arguments(entry.tool.spec, call.arguments)
 
-    def _rejected(self, call: ToolCall) -> ToolResult:
+    def _rejection_of(self, call: ToolCall) -> ToolResult:
         if call.error is not None:
             return ToolResult(call.error, ok=False, error="malformed", id=call.id)
         if not self._entries:

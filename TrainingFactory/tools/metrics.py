@@ -90,13 +90,13 @@ class ToolMetrics:
         self._episodes: dict[Hashable, defaultdict[str, _Counts]] = {}
         self._total: defaultdict[str, _Counts] = defaultdict(_Counts)
 
-    def began(self, tool: str) -> float:
-        """Record that a call of the tool started; `finished` must follow. Return the start time."""
+    def start_call(self, tool: str) -> float:
+        """Record that a call of the tool started; `finish_call` must follow. Return the start time."""
         now = time.perf_counter()
         self._update_timers(tool, 1, now)
         return now
 
-    def finished(
+    def finish_call(
         self, tool: str, start_time: float, result: ToolResult | None, episode: Hashable = None
     ) -> None:
         """Count a call; `result` is None if it was cancelled."""
@@ -107,16 +107,16 @@ class ToolMetrics:
             for counts in self._counts(episode, ALL, tool):
                 counts.add(result, now - start_time if executed else None)
 
-    def answered(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
+    def count_answer(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
         """Count a call that no tool executed: an unknown tool, a malformed call, or a replayed one."""
         for counts in self._counts(episode, ALL) if tool is None else self._counts(episode, ALL, tool):
             counts.add(result, None)
 
-    def retried(self, tool: str, episode: Hashable = None) -> None:
+    def count_retry(self, tool: str, episode: Hashable = None) -> None:
         for counts in self._counts(episode, ALL, tool):
             counts.retries += 1
 
-    def waited(self, tool: str, seconds: float, episode: Hashable = None) -> None:
+    def count_wait(self, tool: str, seconds: float, episode: Hashable = None) -> None:
         for counts in self._counts(episode, ALL, tool):
             counts.waited += seconds
 

@@ -56,7 +56,7 @@ class Recorder:
     """Replays the tool calls recorded in the folder `replay`, if one is passed, and records calls after `record_to`."""
 
     def __init__(self, replay: Path | None = None) -> None:
-        self._target: Path | None = None
+        self._output_file: Path | None = None
         self._images: ImageStore | None = None  # of the recorded calls
         self._uncommitted: dict[CallPosition, str] = {}
         self._replay, self._file = replay, None
@@ -72,15 +72,15 @@ class Recorder:
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
-        self._target = folder / CALLS_FILE
-        self._images = ImageStore.beside(self._target)
-        self._target.touch()  # a run without tool calls can be replayed too
+        self._output_file = folder / CALLS_FILE
+        self._images = ImageStore.beside(self._output_file)
+        self._output_file.touch()  # a run without tool calls can be replayed too
 
     def record(
         self, position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
-        if self._target is not None:
+        if self._output_file is not None:
             self._uncommitted[position] = _line(position, call, result, self._images)
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
@@ -92,7 +92,7 @@ class Recorder:
             raise self._new_mismatch(position, call, "but no such call was recorded")
         self._file.seek(offset)
         row = json.loads(self._file.readline())
-        if row["tool"] != call.name or _canonical(row["arguments"]) != _canonical(call.arguments):
+        if row["tool"] != call.name or _canonical_json(row["arguments"]) != _canonical_json(call.arguments):
             recorded_call = _call_text(ToolCall(row["tool"], row["arguments"]))
             raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
@@ -122,7 +122,7 @@ class Recorder:
             for result in (recorded, rerun)
         ]
         if fields[0] != fields[1]:
-            recorded_text, rerun_text = (_cut(repr(content)) for _, _, content, _ in fields)
+            recorded_text, rerun_text = (_shorten(repr(content)) for _, _, content, _ in fields)
             problem = (
                 f"a method of the environment that now returns {rerun_text}; "
                 f"the recorded result is {recorded_text}"
@@ -141,8 +141,8 @@ class Recorder:
         # Copied first, because other episodes may record meanwhile.
         positions = [position for position in list(self._uncommitted) if selects(_key(position))]
         lines = [self._uncommitted.pop(position) for position in sorted(positions, key=_sort_key)]
-        if self._target is not None and lines:
-            with self._target.open("a", encoding="utf-8", newline="\n") as file:
+        if self._output_file is not None and lines:
+            with self._output_file.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(lines)
 
     def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
@@ -246,13 +246,13 @@ def _sort_key(position: CallPosition) -> tuple[Any, ...]:
     return (str(step), task, member, isinstance(position.batch, str), position.batch, position.index)
 
 
-def _canonical(arguments: Any) -> str:
+def _canonical_json(arguments: Any) -> str:
     return json.dumps(arguments, sort_keys=True, default=str)
 
 
 def _call_text(call: ToolCall) -> str:
-    return _cut(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
+    return _shorten(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."

@@ -11,11 +11,11 @@ from TrainingFactory.types import Message, ToolCall, ToolResult
 def tool_messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
     """Return one message per call. Images beyond the limit of a turn are replaced by a text with the reason."""
     messages: list[Message] = []
-    room = LIMITS.max_per_turn
+    max_images = LIMITS.max_per_turn
     for call, result in zip(calls, results, strict=True):
         content, images = (
-            limited(result.images, result.content, room) if result.images else (result.content, [])
+            limited(result.images, result.content, max_images) if result.images else (result.content, [])
         )
-        room -= len(images)
+        max_images -= len(images)
         messages.append(Message("tool", content, tool_call_id=call.id, name=call.name, images=images))
     return messages

@@ -82,7 +82,7 @@ class ToolRuntime:
             if not outcome.is_lost or too_late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause)
-            self.metrics.retried(call.name, call.episode)
+            self.metrics.count_retry(call.name, call.episode)
             latest = await self._attempt(call, deadline)
             if not latest.was_called:  # the outcome of the previous attempt says more
                 break
@@ -110,7 +110,7 @@ class ToolRuntime:
         # precedes the limits: otherwise calls that have a session would wait for slots held by calls that have none.
         until_ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
         if limits is None and until_ready is None:
-            return await self._admit(call, deadline, breaker)
+            return await self._run_guarded(call, deadline, breaker)
         async with AsyncExitStack() as stack:
             start_time = time.monotonic()
             try:
@@ -122,10 +122,12 @@ class ToolRuntime:
             except TimeoutError:
                 return _unavailable(call, BUSY)
             finally:
-                self.metrics.waited(call.name, time.monotonic() - start_time, call.episode)
-            return await self._admit(call, deadline, breaker)
+                self.metrics.count_wait(call.name, time.monotonic() - start_time, call.episode)
+            return await self._run_guarded(call, deadline, breaker)
 
-    async def _admit(self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None) -> CallOutcome:
+    async def _run_guarded(
+        self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None
+    ) -> CallOutcome:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             return _unavailable(call, BUSY)

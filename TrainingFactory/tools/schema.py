@@ -89,7 +89,7 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
     if not isinstance(schema, dict):
         return schema
     without_title = {}
-    for key, value in sorted(schema.items(), key=_usual_order) if is_schema else schema.items():
+    for key, value in sorted(schema.items(), key=_sort_keys) if is_schema else schema.items():
         if is_schema and key == "title":
             continue
         is_data = is_schema and key in _DATA_KEYS
@@ -97,10 +97,10 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
     return without_title
 
 
-def _usual_order(item: tuple[str, Any]) -> int:
+def _sort_keys(item: tuple[str, Any]) -> int:
     """Sort keys in the order that models know from other schemas; pydantic's order is alphabetical."""
-    usual = ("type", "description", "properties", "items", "enum", "default")
-    return usual.index(item[0]) if item[0] in usual else len(usual)
+    key_order = ("type", "description", "properties", "items", "enum", "default")
+    return key_order.index(item[0]) if item[0] in key_order else len(key_order)
 
 
 def check_schema(spec: ToolSpec, location: str = "") -> None:

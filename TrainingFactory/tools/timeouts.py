@@ -54,8 +54,8 @@ class PausableClock:
 
     async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
         """Wait until the task is done, at most `seconds` of this clock."""
-        end = self.now() + seconds
-        while not task.done() and (remaining := end - self.now()) > 0:
+        deadline = self.now() + seconds
+        while not task.done() and (remaining := deadline - self.now()) > 0:
             if self._resumed is None:
                 await asyncio.wait({task}, timeout=remaining)
             else:

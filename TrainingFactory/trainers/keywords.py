@@ -19,7 +19,7 @@ TRL_NAMES = (
 )  # fmt: skip
 
 
-def into_sections(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
+def group_by_section(options: Mapping[str, Any], algorithm: str) -> dict[str, Any]:
     """Move plain keys into their sections: into the algorithm's, else into the one common section that has the key.
     Unknown keys stay where they are, for the config to reject."""
     config = {key: dict(value) if isinstance(value, Mapping) else value for key, value in options.items()}

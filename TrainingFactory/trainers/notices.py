@@ -18,7 +18,7 @@ AHEAD = ("async_rollout", "max_staleness", "async_order")
 def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
     """Return one line for each option that is not implemented, or not for this reward. `rewarded`: the caller's reward
     replaces the config's."""
-    return [*unimplemented_notices(config), *_about_processes(config, rewarded)]
+    return [*unimplemented_notices(config), *_process_notices(config, rewarded)]
 
 
 def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:
@@ -42,8 +42,8 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         )
         if not (has_episodes and training.eval_every is not None):
             expert = kind.demonstrations and config.data.dataset is None
-            read = {"sampling.max_reply_tokens"} if expert else set()
-            sampling_keys = [key for key in changed_keys(config, "sampling") if key not in read]
+            used_keys = {"sampling.max_reply_tokens"} if expert else set()
+            sampling_keys = [key for key in changed_keys(config, "sampling") if key not in used_keys]
             if not expert:
                 sampling_keys += [
                     key for key in changed_keys(config, "environment") if key == "environment.num_workers"
@@ -61,8 +61,8 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         reason = "the learner itself samples, so no correction is applied without optimization.importance_cap"
         lines.append((correction, reason if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
-        local = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
-        of_ray = [key for key in changed_keys(config, "compute") if key not in local]
+        is_local = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
+        of_ray = [key for key in changed_keys(config, "compute") if key not in is_local]
         lines.append((of_ray, "only used with compute.backend=ray"))
         remote = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
         lines.append((remote, "without compute.backend=ray tools run in the run's process"))
@@ -80,11 +80,11 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         lines.append((shape, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
         lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
-    lines += _about_branching(config)
+    lines += _branching_notices(config)
     return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
 
 
-def _about_branching(config: TrainingConfig) -> list[tuple[list[str], str]]:
+def _branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
     """Return the options of training.branching that belong to another value of `at`."""
     branching = config.training.branching
     if branching is None:
@@ -96,7 +96,7 @@ def _about_branching(config: TrainingConfig) -> list[tuple[list[str], str]]:
     ]
 
 
-def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
+def _process_notices(config: TrainingConfig, rewarded: bool) -> list[str]:
     """Return a line about rewards that cannot run in worker processes although `distributed_reward` is set."""
     optimization, section = config.optimization, config.reward
     if not optimization.distributed_reward:
@@ -104,7 +104,7 @@ def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
         return [unused_key] if optimization.reward_workers is not None else []
     parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
     types = [(part.get("type", ""), part.get("options") or {}) for part in parts]
-    in_process = [kind for kind, options in types if not _can_leave(kind, options)]
+    in_process = [kind for kind, options in types if not _can_run_elsewhere(kind, options)]
     if rewarded or not in_process:
         return []
     kinds = ", ".join(dict.fromkeys(in_process))
@@ -114,7 +114,7 @@ def _about_processes(config: TrainingConfig, rewarded: bool) -> list[str]:
     ]
 
 
-def _can_leave(kind: str, options: Any) -> bool:
+def _can_run_elsewhere(kind: str, options: Any) -> bool:
     if kind not in ("rule_based", "tool_verified"):
         return kind in ("function", "process_reward")
     try:

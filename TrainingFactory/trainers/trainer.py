@@ -32,7 +32,7 @@ from TrainingFactory.trainers.inputs import (
     TasksLike,
     ToolsLike,
 )
-from TrainingFactory.trainers.keywords import into_sections, merge_into_section, with_options
+from TrainingFactory.trainers.keywords import group_by_section, merge_into_section, with_options
 from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.trainers.trl_keywords import TRLTranslation
@@ -86,7 +86,7 @@ class Trainer:
         self._notes = from_trl.notes
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
-        keys = self._in_sections(options)
+        keys = self._group_by_section(options)
         merge_into_section(keys, "training", {"algorithm": self.algorithm})
         if model is not None:
             merge_into_section(keys, "model", _model_section(model))
@@ -157,7 +157,7 @@ class Trainer:
 
     def _override(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
-            self._use_config(with_options(self.config, self._in_sections(config)))
+            self._use_config(with_options(self.config, self._group_by_section(config)))
 
     def _training(self) -> Training:
         """Return the run for `train()`: a new one, or with `resume` the existing run of that name."""
@@ -180,12 +180,12 @@ class Trainer:
         watcher.say(f"run {training.run.name} in {training.run.path}: {pluralize(training.total, 'step')}")
         return training
 
-    def _in_sections(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
+    def _group_by_section(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
         """Return the options in sections, without the algorithm; raise if it is another than the trainer's."""
         if isinstance(config, TrainingConfig):
             keys = expand(config.model_dump(exclude_unset=True))
         else:
-            keys = expand(into_sections(config, self.algorithm))
+            keys = expand(group_by_section(config, self.algorithm))
         training = keys.get("training")
         name = training.pop("algorithm", self.algorithm) if isinstance(training, dict) else self.algorithm
         if name != self.algorithm:

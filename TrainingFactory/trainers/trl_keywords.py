@@ -109,8 +109,10 @@ class TRLTranslation:
         self.parameters: dict[str, Any] = {}  # of the trainer
         self.keys: dict[str, Any] = {}  # of the config, by full name
         self.notes: list[str] = []
-        keywords = {name: options.pop(name) for name in [*options] if self._is_trls(name, options[name])}
-        args = _changed(keywords.pop("args", None))
+        keywords = {
+            name: options.pop(name) for name in [*options] if self._is_trl_argument(name, options[name])
+        }
+        args = _changed_fields(keywords.pop("args", None))
         if duplicate_keys := args.keys() & (keywords.keys() | options.keys()):
             names = ", ".join(sorted(duplicate_keys))
             raise ValueError(f"{names} is given twice, by itself and in args; leave one of them out")
@@ -141,7 +143,7 @@ class TRLTranslation:
             )
         return [self.parameters.get(name, value) for name, value in user_objects.items()]
 
-    def _is_trls(self, name: str, value: Any) -> bool:
+    def _is_trl_argument(self, name: str, value: Any) -> bool:
         """Return whether a keyword is to be read as TRL's."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
@@ -210,8 +212,8 @@ class TRLTranslation:
         if self.algorithm == "grpo" and "beta" in remaining:
             self.keys["grpo.kl"] = remaining.pop("beta")
         if self.algorithm == "grpo" and "epsilon" in remaining:
-            low = remaining.pop("epsilon")
-            self.keys |= {"grpo.clip_low": low, "grpo.clip_high": remaining.pop("epsilon_high", low)}
+            epsilon = remaining.pop("epsilon")
+            self.keys |= {"grpo.clip_low": epsilon, "grpo.clip_high": remaining.pop("epsilon_high", epsilon)}
 
     def _translate(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
         """Translate one name; return the problem if it has no counterpart."""
@@ -246,7 +248,7 @@ def _key(name: str, value: Any) -> tuple[str | None, Any]:
     return SAME_MEANING.get(name), value
 
 
-def _changed(args: Any) -> dict[str, Any]:
+def _changed_fields(args: Any) -> dict[str, Any]:
     """Return the attributes of a `GRPOConfig` or the like that differ from its defaults, or are in `ALWAYS_READ`."""
     if args is None or isinstance(args, Mapping):
         return {name: value for name, value in (args or {}).items() if value is not None}
@@ -283,7 +285,7 @@ def _per_update(sizes: Mapping[str, Any]) -> int:
 
 def _adapter(config: Any) -> dict[str, Any]:
     """Translate a `peft.LoraConfig` into the section `lora`; raise for fields without a counterpart."""
-    remaining = _changed(config)
+    remaining = _changed_fields(config)
     modules = remaining.pop("target_modules", None)
     keys: dict[str, Any] = {
         f"lora.{LORA[name]}": remaining.pop(name) for name in [*remaining] if name in LORA

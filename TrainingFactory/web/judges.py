@@ -84,10 +84,10 @@ def gold_row(request: Label, view: EpisodeView) -> Json:
     """Return a row of a gold file: the conversation up to the model's last message, the label and its source."""
     messages = [*view.prompt, *(message for turn in view.turns for message in (turn.message, *turn.replies))]
     roles = [message["role"] for message in messages]
-    last = max((place for place, role in enumerate(roles) if role == "assistant"), default=-1)
-    if last < 0:
+    last_index = max((index for index, role in enumerate(roles) if role == "assistant"), default=-1)
+    if last_index < 0:
         raise ValueError(f"episode {request.number} has no assistant message to judge")
-    row: Json = {"id": f"{request.run}/{request.number}", "conversation": messages[: last + 1]}
+    row: Json = {"id": f"{request.run}/{request.number}", "conversation": messages[: last_index + 1]}
     row |= {"reference": view.task.get("answer"), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     row |= request.model_dump(exclude_none=True) | view.row.model_dump(include={"step", "task", "reward"})
     return row

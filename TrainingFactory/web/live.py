@@ -41,7 +41,7 @@ class RunEvents:
     async def events(self, run: RunFolder | None) -> Events:
         """Yield changes from now on: rows of all runs, and the metrics, log and findings of `run`."""
         rows_before = await self._look()
-        news = None if run is None else await asyncio.to_thread(_News, run)
+        changes = None if run is None else await asyncio.to_thread(_News, run)
         yield event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
         while not self.stopping():
             await asyncio.sleep(TICK)
@@ -51,8 +51,8 @@ class RunEvents:
             if changed or gone:
                 yield event("runs", RunChanges(runs=changed, gone=gone))
             rows_before = rows
-            if news is not None and news.run.name in rows:
-                for change in await asyncio.to_thread(news.look):
+            if changes is not None and changes.run.name in rows:
+                for change in await asyncio.to_thread(changes.look):
                     yield change
 
 

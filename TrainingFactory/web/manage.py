@@ -106,8 +106,8 @@ class _Job:
     def _output(self) -> bytes:
         try:
             with open_regular(self.log) as file:
-                end = file.seek(0, 2)
-                file.seek(max(self.start, end - MAX_OUTPUT))
+                size = file.seek(0, 2)
+                file.seek(max(self.start, size - MAX_OUTPUT))
                 return file.read()
         except (OSError, ValueError):  # deleted meanwhile
             return b""
@@ -175,10 +175,10 @@ class ManageRoutes:
         if not re.fullmatch(r"\w[\w.+-]*", request.folder):
             text = f"invalid folder name {request.folder!r}: use letters, digits and . _ + - only"
             raise ApiError(text, "folder")
-        out = (self._runs / EXPORTS / request.folder).resolve()
-        if out.exists():
-            raise ApiError(f"{out} already exists; choose another name", "folder", status=409)
-        options = ["--out", str(out), *(["--merge"] if request.merge else [])]
+        folder = (self._runs / EXPORTS / request.folder).resolve()
+        if folder.exists():
+            raise ApiError(f"{folder} already exists; choose another name", "folder", status=409)
+        options = ["--out", str(folder), *(["--merge"] if request.merge else [])]
         options += ["--dtype", request.dtype] if request.dtype else []
         return self._start(name, "export", request.checkpoint, options)
 

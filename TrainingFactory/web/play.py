@@ -98,15 +98,15 @@ class PlayRoutes:
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
-            of = f"run:{row.name}" if row.environment else None
-            environments += [{"name": of, "what": f"as in run {row.name}"}] if of else []
+            environment = f"run:{row.name}" if row.environment else None
+            environments += [{"name": environment, "what": f"as in run {row.name}"}] if environment else []
             steps = [path.name for path in RunFolder(self._runs.folder / row.name).checkpoints()]
-            which = ["", *(f"@{name}" for name in (["best", *reversed(steps)] if len(steps) > 1 else []))]
-            about = {"what": f"run, {row.algorithm}", "environment": of}
-            models += [about | {"name": row.name + suffix} for suffix in (which if steps else [])]
+            suffixes = ["", *(f"@{name}" for name in (["best", *reversed(steps)] if len(steps) > 1 else []))]
+            fields = {"what": f"run, {row.algorithm}", "environment": environment}
+            models += [fields | {"name": row.name + suffix} for suffix in (suffixes if steps else [])]
         for version in Catalogue(registry_path(self._runs.folder)).versions():
-            what = ", ".join(["registered", *version.aliases])
-            models.append({"name": str(version), "what": what, "environment": None})
+            label = ", ".join(["registered", *version.aliases])
+            models.append({"name": str(version), "what": label, "environment": None})
         local = {model["name"] for model in models}
         models += [_endpoint_row(name) for name in self._endpoint_names() if name not in local]
         return PlayChoices(models=models, environments=environments)

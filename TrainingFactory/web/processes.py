@@ -66,14 +66,14 @@ async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool])
     """Start a command and wait until it has begun; raise ApiError with the end of its output if it exits before."""
     # Keep the file open: it may be deleted together with a run that fails to start.
     with open_regular(log, "a+b") as output:
-        before = output.tell()
+        log_size = output.tell()
         process = launch(arguments, output)
         for _ in range(int(START_TIMEOUT / 0.1)):
             if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)
         if process.returncode and not has_begun():
-            output.seek(before)
+            output.seek(log_size)
             last_lines = end_of_output(output.read())
             error = last_lines.partition("error: ")[2]
             raise ApiError(error or last_lines or "the process exited at once", code="not_started")

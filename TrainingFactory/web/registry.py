@@ -63,18 +63,18 @@ class RegistryRoutes:
 
     def alias(self, name: str, request: AliasRequest) -> AliasChange:
         """Set an alias to a version."""
-        version, was = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
+        version, previous = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
         command = f"tfactory registry alias {version} {request.alias}{views.runs_option(self._runs)}"
-        return AliasChange(version=str(version), was=was, command=command)
+        return AliasChange(version=str(version), was=previous, command=command)
 
     def rollback(self, name: str, request: AliasRequest) -> AliasChange:
         """Roll an alias back to its previous version."""
-        if request.number and (now := self._catalogue.alias(name, request.alias)) != request.number:
-            text = f"{name}@{request.alias} has moved from version {request.number} to {now}; reload the page"
+        if request.number and (current := self._catalogue.alias(name, request.alias)) != request.number:
+            text = f"{name}@{request.alias} has moved from version {request.number} to {current}; reload the page"
             raise ApiError(text, "number", status=409)
-        version, was = self._catalogue.rollback(name, request.alias)
+        version, previous = self._catalogue.rollback(name, request.alias)
         command = f"tfactory registry rollback {name} --alias {request.alias}{views.runs_option(self._runs)}"
-        return AliasChange(version=str(version), was=was, command=command)
+        return AliasChange(version=str(version), was=previous, command=command)
 
     async def promote(self, name: str, request: PromotionRequest) -> Events:
         """Promote a version if it passes the suite's gate; events `told`, then `done` with `promoted` and why."""

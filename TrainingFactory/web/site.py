@@ -62,7 +62,10 @@ class Page:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.live = RunEvents(self.runs)
-        self._asked, self._asking = set(), threading.Lock()  # processes of runs that were signalled to stop
+        self._stopped, self._stop_lock = (
+            set(),
+            threading.Lock(),
+        )  # processes of runs that were signalled to stop
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
         get("/api/events", self.events)
@@ -104,7 +107,7 @@ class Page:
 
     def stop_runs(self) -> int:
         """Stop the runs that this server started, each with a checkpoint; return how many were running."""
-        return processes.stop_runs({process.pid for process in self._asked})
+        return processes.stop_runs({process.pid for process in self._stopped})
 
     def find(self, name: str) -> RunFolder:
         """Return the run of that name; respond 404 if there is none. The name is never used as a path."""
@@ -192,8 +195,8 @@ class Page:
         """Stop a run with a checkpoint, as by Ctrl-C. Repeated requests have no effect."""
         run = self.find(name)
         try:
-            with self._asking:
-                stop(run, self._asked)
+            with self._stop_lock:
+                stop(run, self._stopped)
         except ValueError as error:
             raise ApiError(str(error), "name", status=409) from error
         return RunAction(name=name, state="stopping", command=f"tfactory runs stop {run.display_path}")
@@ -222,13 +225,13 @@ class Page:
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", self._given(draft))
+        return self.pool.events("check", "doctor", self._draft_arguments(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", self._given(draft))
+        return self.pool.events("check", "sample", self._draft_arguments(draft))
 
-    def _given(self, draft: form.Draft) -> shapes.Json:
+    def _draft_arguments(self, draft: form.Draft) -> shapes.Json:
         return {"yaml": form.minimal_yaml(form.with_runs_folder(_read(draft), self.runs.folder))}
 
 

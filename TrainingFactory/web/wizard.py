@@ -73,7 +73,7 @@ class WizardRoutes:
         if unconfirmed := [server.name for server in servers if server.launch not in pasted.confirmed]:
             text = f"{', '.join(unconfirmed)} changed since it was confirmed; check its command and confirm it again"
             raise ApiError(text, "confirmed", status=409, code="not_confirmed")
-        path = str(self._kept(pasted.text, "mcp.json"))
+        path = str(self._save(pasted.text, "mcp.json"))
         return ServerTools(config=path, tools=await self._pool.ask("check", "tools", {"path": path}))
 
     def tasks(self, pasted: PastedText) -> TaskPreview:
@@ -83,18 +83,18 @@ class WizardRoutes:
             cells = [map(str.strip, line.split("\t", 1)) for line in text.splitlines() if line.strip()]
             rows = [dict(zip(("prompt", "answer"), task, strict=False)) for task in cells]
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
-        path = self._kept(text, "tasks" + {"JSON": ".json", "CSV": ".csv"}.get(kind, ".jsonl"))
+        path = self._save(text, "tasks" + {"JSON": ".json", "CSV": ".csv"}.get(kind, ".jsonl"))
         try:
             tasks = load_tasks(path)
         except ValueError as error:
             path.unlink()
             problem = str(error).replace(f"{path}, ", "").replace(str(path), "the text")
             return TaskPreview(kind=kind, problem=problem)
-        first = [
+        first_tasks = [
             {"id": task.id, "prompt": task.prompt, "answer": task.answer} for task in tasks[:PREVIEW_TASKS]
         ]
         answered = sum(task.answer is not None for task in tasks)
-        return TaskPreview(path=str(path), kind=kind, count=len(tasks), answered=answered, first=first)
+        return TaskPreview(path=str(path), kind=kind, count=len(tasks), answered=answered, first=first_tasks)
 
     def _servers(self, text: str) -> tuple[list[ServerConfig], list[str]]:
         """Return the servers, and the problems that prevent their start; raise ValueError if the text is invalid."""
@@ -104,14 +104,14 @@ class WizardRoutes:
             raise ValueError(f'invalid JSON: {error}; paste {{"mcpServers": {{...}}}}') from None
         # Parsed as if read from its future path, so that the digests equal those of a run.
         servers = parse_config(data, "the pasted text", self._place(text))
-        why = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
-        return servers, [f"{dotted(key)} {why}" for key, _ in secrets_in(data)]
+        text = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
+        return servers, [f"{dotted(key)} {text}" for key, _ in secrets_in(data)]
 
     def _place(self, text: str) -> Path:
         """Return the folder for a text, named by its digest: it is saved once, and no path comes from the browser."""
         return self._folder / hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
-    def _kept(self, text: str, name: str) -> Path:
+    def _save(self, text: str, name: str) -> Path:
         folder = self._place(text)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(folder / name, text)
@@ -129,13 +129,13 @@ def _shown(server: ServerConfig) -> Json:
 
     command = [plain(part) for part in (server.command, *server.args) if part]
     variables = [f"{name}={plain(value)}" for name, value in sorted((server.env | server.headers).items())]
-    about = {"url": plain(server.url), "cwd": plain(server.cwd or "") or None, "variables": variables}
-    return {"name": server.name, "command": command, "digest": server.launch} | about
+    fields = {"url": plain(server.url), "cwd": plain(server.cwd or "") or None, "variables": variables}
+    return {"name": server.name, "command": command, "digest": server.launch} | fields
 
 
 def _kind(text: str) -> str:
     stripped = text.lstrip("\ufeff \t\r\n")
-    head = next(csv.reader(stripped.splitlines()[:1]), [])
+    header = next(csv.reader(stripped.splitlines()[:1]), [])
     if stripped.startswith(("[", "{")):
         return "JSON"  # or JSONL, which is read the same way
-    return "CSV" if {cell.strip() for cell in head} & {"prompt", *PROMPT_COLUMNS} else "lines"
+    return "CSV" if {cell.strip() for cell in header} & {"prompt", *PROMPT_COLUMNS} else "lines"

@@ -24,10 +24,10 @@ JOBS = dict.fromkeys(("credit", "doctor", "promote", "sample", "tools"), "Traini
 JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
-def answer(request: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
+def answer(request: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     """Run a job; return a user's mistake as its error text."""
     try:
-        return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], tell)}
+        return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], report)}
     except (ValueError, OSError) as error:
         return {"wrong": str(error)}
 
@@ -35,11 +35,11 @@ def answer(request: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
 class ProgressWatcher(PlainLines):
     """Watcher that forwards progress messages to the page."""
 
-    def __init__(self, tell: ProgressCallback) -> None:
-        self._tell = tell
+    def __init__(self, report: ProgressCallback) -> None:
+        self._report = report
 
     def say(self, text: str) -> None:
-        self._tell({"text": text})
+        self._report({"text": text})
 
     def episode(self, trajectory: Trajectory) -> None:
         self.say(f"episode of task {trajectory.task.id} finished: {trajectory.status}")
@@ -50,7 +50,7 @@ def index_of(run: Path) -> EpisodeIndex:
     return EpisodeIndex(RunFolder(run))
 
 
-def credit(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
+def credit(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     from TrainingFactory.apps.views.credit import group_credit
 
     index = index_of(Path(arguments["run"]))
@@ -59,16 +59,16 @@ def credit(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     return view.model_dump(mode="json")
 
 
-def doctor(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
+def doctor(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     """Examine a config as `tfactory doctor` does."""
     config = read_draft(Draft(yaml=arguments["yaml"]))
     from TrainingFactory.apps.doctor.examination import examine
 
-    diagnosis = examine(config, ProgressWatcher(tell)).as_json
+    diagnosis = examine(config, ProgressWatcher(report)).as_json
     return {"findings": diagnosis["findings"], "rows": list(diagnosis["facts"].items())}
 
 
-def sample(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
+def sample(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     """Play two episodes of a config without saving them."""
     from TrainingFactory.apps.views.episodes import episode_view
     from TrainingFactory.evaluation.rollouts import Rollouts
@@ -77,12 +77,12 @@ def sample(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
     config = config.model_copy(update={"data": config.data.model_copy(update={"count": 2})})
     with tempfile.TemporaryDirectory(prefix="tfactory-sample-") as folder:
         rollouts = Rollouts(config, Path(folder) / "episodes.jsonl", notify=notes.append)
-        episodes = rollouts.run(ProgressWatcher(tell).episode).trajectories
+        episodes = rollouts.run(ProgressWatcher(report).episode).trajectories
     views = [episode_view(episode, number) for number, episode in enumerate(episodes, 1)]
     return {"episodes": [episode.model_dump(mode="json") for episode in views], "notes": notes}
 
 
-def tools(arguments: dict[str, Any], tell: ProgressCallback) -> list[dict[str, Any]]:
+def tools(arguments: dict[str, Any], report: ProgressCallback) -> list[dict[str, Any]]:
     """Start or connect to the confirmed servers of a file, list their tools, and stop them."""
     from TrainingFactory.tools.mcp_tools import MCPTools
 
@@ -93,19 +93,19 @@ def tools(arguments: dict[str, Any], tell: ProgressCallback) -> list[dict[str, A
     return asyncio.run(ask())
 
 
-def promote(arguments: dict[str, Any], tell: ProgressCallback) -> dict[str, Any]:
+def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 
     def play(name: str, evaluation: Any) -> None:
         text, number = f"{name} plays {evaluation.request.entry}", count(1)
-        evaluation.run(lambda _: tell({"text": text, "done": next(number), "of": evaluation.total}))
+        evaluation.run(lambda _: report({"text": text, "done": next(number), "of": evaluation.total}))
 
     names = [arguments[key] for key in ("version", "alias", "suite", "first")]
     registry = ModelRegistry(None, arguments["runs"])
-    promotion = Promotion(registry, *names, runs=arguments["runs"], notify=ProgressWatcher(tell).say)
+    promotion = Promotion(registry, *names, runs=arguments["runs"], notify=ProgressWatcher(report).say)
     for line in promotion.criteria:
-        tell({"text": f"the gate: {line}"})
+        report({"text": f"the gate: {line}"})
     decision = promotion.run(play)
     checks = [{"name": check.name, "holds": check.holds, "found": check.found} for check in decision.checks]
     return {"promoted": decision.promoted, "text": decision.text, "checks": checks}

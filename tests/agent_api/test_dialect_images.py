@@ -16,7 +16,7 @@ import pytest
 
 from tests.kits.pictures import GREEN, RED, picture
 from tests.kits.serve import live
-from TrainingFactory.agent_api.conversations import _begins
+from TrainingFactory.agent_api.conversations import _starts_with
 from TrainingFactory.agent_api.dialects.base import Dialect
 from TrainingFactory.agent_api.dialects.routes import CHAT, GEMINI, MESSAGES, RESPONSES
 from TrainingFactory.agent_api.turns.requests import check_size
@@ -53,7 +53,7 @@ def shown(message: Message) -> list[str | Image]:
 
 
 def parsed(name: str, body: Any, sees: bool = True) -> list[Message]:
-    return DIALECTS[name].parse(json.dumps(body).encode(), SamplingParams(), sees=sees).messages
+    return DIALECTS[name].parse(json.dumps(body).encode(), SamplingParams(), sees_images=sees).messages
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -121,7 +121,7 @@ def test_numbers_of_images_are_limited() -> None:
             "chat", {"messages": [{"role": "system", "content": [part]}, {"role": "user", "content": "x"}]}
         )
     body = b"x" * 1_000_000
-    check_size(body, 100, sees=True)
+    check_size(body, 100, sees_images=True)
     with pytest.raises(ApiError, match="too many for the model's context"):
         check_size(body, 100)
 
@@ -129,8 +129,8 @@ def test_numbers_of_images_are_limited() -> None:
 def test_a_request_with_another_image_continues_another_conversation() -> None:
     prompt, answer = Message("user", "x", images=[PlacedImage(1, A)]), Message("assistant", "y")
     other = Message("user", "x", images=[PlacedImage(1, B)])
-    assert _begins([prompt, answer, prompt], [parsed_again(prompt), answer])
-    assert not _begins([other, answer, prompt], [prompt, answer])
+    assert _starts_with([prompt, answer, prompt], [parsed_again(prompt), answer])
+    assert not _starts_with([other, answer, prompt], [prompt, answer])
 
 
 def parsed_again(message: Message) -> Message:

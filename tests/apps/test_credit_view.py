@@ -19,7 +19,7 @@ from TrainingFactory.algorithms.base import BaseAlgorithm
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.rft import RFT
-from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, coloured, pieces_of
+from TrainingFactory.apps.reports.credit_view import Credit, EpisodeCredit, coloured, decode_pieces
 from TrainingFactory.cli import credit as printing
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
@@ -189,12 +189,12 @@ def test_differences_within_a_turn_are_shown() -> None:
 
 def test_characters_of_several_tokens_stay_whole() -> None:
     text = "é 天気 🙂!<|im_end|>"
-    parts = list(pieces_of(ids(text), TOKENIZER.decode))
+    parts = list(decode_pieces(ids(text), TOKENIZER.decode))
     assert [part for *_, part in parts] == ["é", " ", "天", "気", " ", "🙂", "!", "<|im_end|>"]
     assert [end - start for start, end, _ in parts] == [2, 1, 3, 3, 1, 4, 1, 1]
     assert parts[0][0] == 0 and all(one[1] == other[0] for one, other in pairwise(parts))
     half = ids("a🙂")[:-2]  # cut by a length limit
-    assert [part for *_, part in pieces_of(half, TOKENIZER.decode)] == ["a", "\ufffd"]
+    assert [part for *_, part in decode_pieces(half, TOKENIZER.decode)] == ["a", "\ufffd"]
     group = [episode(0, ["🙂"], 1.0), episode(1, ["x"], 0.0)]
     [piece] = members(coloured(group, GRPO(), TOKENIZER))[0].turns[0].pieces
     assert piece.text == "🙂" and piece.values == [0.5] * 4 and len(piece.logprobs) == 4
@@ -204,7 +204,7 @@ def test_blanks_of_tokenizers_that_strip_the_first() -> None:
     words = Tokenizer(models.WordLevel({"▁the": 0, "▁cat": 1, "s": 2}, unk_token="s"))
     words.decoder = decoders.Metaspace()
     assert words.decode([1]) == "cat"
-    assert [part for *_, part in pieces_of([0, 1, 2, 1], words.decode)] == ["the", " cat", "s", " cat"]
+    assert [part for *_, part in decode_pieces([0, 1, 2, 1], words.decode)] == ["the", " cat", "s", " cat"]
 
 
 # pages and terminals

@@ -115,7 +115,7 @@ def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_tur
         ([more, two, ASKED], Message("assistant", "The end.")),
     ):  # fmt: skip
         answered(kept, asked, answer)
-    order = kept.ordered()
+    order = kept.number_rows()
     assert [each.turn.signals["proxy/row"] for each in order] == [1, 1, 2, 3, 3]
     assert order[-1].turn.message.content == "The end."
     assert order[0].turn.replies == order[1].replies == [more]
@@ -139,7 +139,7 @@ def test_an_episode_of_three_rows_counts_once_in_the_baseline() -> None:
         kept = Conversations(tiny_chat())
         for number in range(rows):
             answered(kept, [Message("user", f"{number}?")], Message("assistant", "One."))
-        turns = [each.turn for each in kept.ordered()]
+        turns = [each.turn for each in kept.number_rows()]
         return Trajectory(Task("t", "?"), "g", turns=turns, reward=Reward(reward))
 
     rows = GRPO(advantage="group").samples([episode(3, 1.0), episode(1, 0.0)])

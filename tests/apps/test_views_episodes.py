@@ -169,7 +169,7 @@ def test_a_large_file_is_read_over_several_requests(run: RunFolder, monkeypatch:
     assert all_of(index, Query(text="item 33.")) == [34]
     assert EpisodeIndex(run).episode(40).row.task == "t1"
     assert [each.row.number for each in EpisodeIndex(run).group(2, "t1").members] == [13, 14, 15, 16]
-    assert EpisodeIndex(run).page(Query(step=5), whole=True).matched == 8
+    assert EpisodeIndex(run).page(Query(step=5), read_all=True).matched == 8
 
 
 def test_a_run_that_is_rewound_is_read_anew(run: RunFolder) -> None:

@@ -45,7 +45,7 @@ from TrainingFactory.tools.recording import SPECS_FILE
 
 def lines(path: Path, place: FilePosition, most: int = 1 << 20) -> tuple[list[bytes], FilePosition, bool]:
     part = read_new_lines(path, place, most)
-    return part.lines, part.place, part.again
+    return part.lines, part.position, part.was_truncated
 
 
 def test_a_growing_file_is_read_once_and_cutting_it_back_is_noticed(tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_a_part_is_whole_lines_however_long_they_are(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"x" * 100 + b"\n" + b"y" * 3 + b"\nz\n")
     found, place, _ = lines(path, FilePosition(), 10)
-    assert found == [b"x" * 100] and read_new_lines(path, FilePosition(), 10).more
-    assert lines(path, place, 5)[0] == [b"yyy"] and not read_new_lines(path, place, 50).more
+    assert found == [b"x" * 100] and read_new_lines(path, FilePosition(), 10).has_more
+    assert lines(path, place, 5)[0] == [b"yyy"] and not read_new_lines(path, place, 50).has_more
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,9 @@ def test_rows_are_read_again_only_where_something_changed(
     read: list[int] = []
     monkeypatch.setattr(
         "TrainingFactory.apps.views.runs.read_new_lines",
-        lambda *given: (part := files.read_new_lines(*given), read.append(part.place.offset - part.start))[0],
+        lambda *given: (part := files.read_new_lines(*given), read.append(part.position.offset - part.start))[
+            0
+        ],
     )
     assert all(a is b for a, b in zip(runs.rows(), first, strict=True)) and not read
     row = {"step": 3, "reward": 0.25, "loss": math.nan, "tokens_per_second": 7.0}
@@ -223,7 +225,7 @@ def test_a_run_in_full(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a", training={"learning_rate": 0.5})
     view = run_view(run, Runs(tmp_path))
     assert view.checkpoints[1] == {"name": "step-000002", "step": 2, "best": True}
-    assert view.tools == ["search"] and view.about["digest"] == "d" and not view.notes
+    assert view.tools == ["search"] and view.info["digest"] == "d" and not view.notes
     assert view.commands["resume"] == f"tfactory runs resume {run.path}" and "model" not in view.about
     found = config_view(run)
     assert found.options["training.learning_rate"] == 0.5 and "training.learning_rate" in found.changed
@@ -353,7 +355,7 @@ def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path)
     run = made_run(tmp_path, "a")
     (run.path / ENVIRONMENT).write_text(json.dumps(run.run_info | {"model": 3}))
     view = run_view(run, Runs(tmp_path))
-    assert view.checkpoints and view.about["digest"] == "d" and ENVIRONMENT in view.notes[0]
+    assert view.checkpoints and view.info["digest"] == "d" and ENVIRONMENT in view.notes[0]
 
 
 def test_findings_that_are_gone_before_they_came_are_left_out(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ async def test_calls_side_by_side(tmp_path: Path) -> None:
     said: list[str] = []
     places = LocalEngineLauncher(SPEC, FAKE, notify=said.append, folder=tmp_path)
     place = await places.make(3)
-    assert said[0].startswith("sampler 3, process ") and place.about["versions"]["vllm"] == "0"
+    assert said[0].startswith("sampler 3, process ") and place.info["versions"]["vllm"] == "0"
     params = SamplingParams(stop_ids=(1,))
     waiting = [asyncio.create_task(place.call("sample", [9], params)) for _ in range(3)]
     assert await place.call("sample", [1, 2], params) == Completion([2], [-0.1], "length")
@@ -74,7 +74,7 @@ async def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
         waiting = asyncio.create_task(place.call("sample", [9], SamplingParams()))
         await asyncio.sleep(0)
         if token < 0:
-            os.kill(place.about["pid"], signal.SIGKILL)
+            os.kill(place.info["pid"], signal.SIGKILL)
             token = 9
         with pytest.raises(EngineLost, match=words):
             await place.call("sample", [token], SamplingParams())

@@ -52,7 +52,7 @@ class Pair:
     def broadcast(self, method: str, *args: Any) -> None:
         self.calls.append(method)
 
-    def heard(self, rank: int) -> str:
+    def receive_from(self, rank: int) -> str:
         return self.answers.get(timeout=30)
 
 

@@ -102,10 +102,10 @@ def test_a_placement_that_is_taken_is_told_when_the_time_is_over(ray_head: str) 
         session = RaySession(ray_head)
         await session.open()
         cores = ray_session.status(ray_session.require_ray())["nodes"][0]["resources"]["CPU"]
-        group = await session.placed([{"CPU": cores}], "everything", 10)
+        group = await session.allocate_group([{"CPU": cores}], "everything", 10)
         with pytest.raises(ValueError, match=r"place more within 0.5 s: requested 1 CPU"):
-            await session.placed([{"CPU": 1}], "more", 0.5)
-        session.unplace(group)
+            await session.allocate_group([{"CPU": 1}], "more", 0.5)
+        session.remove_group(group)
         await session.close()
 
     asyncio.run(test())

@@ -114,7 +114,7 @@ def test_what_is_right_is_made():
 def test_what_is_wrong_is_told_all_at_once(target: Any, options: Any, told: list[str]):
     with pytest.raises(OptionError) as error:
         make_from(target, options, "a judge")
-    assert [str(wrong) for wrong in error.value.wrong] == told
+    assert [str(wrong) for wrong in error.value.invalid_options] == told
     assert str(error.value) == "; ".join(told)
 
 
@@ -148,5 +148,5 @@ def test_a_secret_is_never_repeated():
 def test_an_error_of_inner_options():
     error = OptionError(
         InvalidOption("rule", "must be a text", 3), InvalidOption("", "is wrong")
-    ).prefixed_with("only_if")
+    ).with_prefix("only_if")
     assert str(error) == "only_if.rule must be a text (got 3); only_if is wrong"

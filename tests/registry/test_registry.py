@@ -20,7 +20,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.registry import store
-from TrainingFactory.registry.lineage import chain, tree_lines
+from TrainingFactory.registry.lineage import ancestors, tree_lines
 from TrainingFactory.resolve import model_names
 from TrainingFactory.resolve.model_names import check_original_model, find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
@@ -47,7 +47,7 @@ def test_a_version_outlives_its_run(registry: ModelRegistry) -> None:
     shutil.rmtree(run.path)
     assert registry.verify() == {}
     found = find_model("agent", registry.runs)
-    assert (found.folder, found.maker and found.maker.name) == (files, "agent:1")
+    assert (found.folder, found.run and found.run.name) == (files, "agent:1")
 
 
 def test_equal_models_are_stored_once_and_freed_with_the_last(registry: ModelRegistry) -> None:
@@ -272,7 +272,7 @@ def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: 
     version = registry.register("agent", "rl@step-1")
     registry.delete("agent:1")  # its children remember it
     shutil.rmtree(tmp_path / "sft")
-    nodes = chain(version.lineage)
+    nodes = ancestors(version.lineage)
     assert [(node["run"], node["step"]) for node in nodes] == [("sft", 2), ("rl", 1)]
     assert nodes[0]["version"] == "agent:1"
     lines = tree_lines(version.lineage, str(version))

@@ -41,12 +41,12 @@ def test_a_name_means_the_same_wherever_it_is_written(runs: Path) -> None:
     ]:
         found = find_model(name, runs)
         assert (found.name, found.adapter, found.folder) == (str(folder), None, folder)
-        assert found.maker is not None and found.maker.name == "sft"
+        assert found.run is not None and found.run.name == "sft"
     adapter = find_model("lora@step-2", runs)
     assert (adapter.name, adapter.adapter) == ("builtin:tiny", str(runs / "lora/checkpoints/step-000002"))
     for name in ("Qwen3-4B", "builtin:tiny", "some/model", "package:some"):
         found = find_model(name, runs)
-        assert (found.name, found.adapter, found.maker) == (name, None, None)
+        assert (found.name, found.adapter, found.run) == (name, None, None)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_old_checkpoints_make_room(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     for step in range(1, 8):
         run.checkpoint_folder(step).mkdir(parents=True)
-    run.prune(last=2, keep_every=3)
+    run.prune(keep_last=2, keep_every=3)
     assert [path.name[-1] for path in run.checkpoints()] == ["3", "6", "7"]
 
 

@@ -296,7 +296,7 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
     had: set[str] = set()
 
     async def kill(name: str, place: Any) -> list[psutil.Process]:
-        family = psutil.Process(place.about["pid"])
+        family = psutil.Process(place.info["pid"])
         had.update(segment_inodes(family.pid))
         family = [family, *family.children(recursive=True)]
         victim = next(each for each in family if name in each.name() + str(each.cmdline()))

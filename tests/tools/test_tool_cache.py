@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.kits.tools import Lookup, ask, call
-from TrainingFactory.assembly.tools import cacheable
+from TrainingFactory.assembly.tools import mark_cacheable
 from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.adapt import as_tool
@@ -89,7 +89,7 @@ def test_a_tool_that_is_no_function_is_known_by_its_definition():
         def four() -> str:
             return "4"
 
-        return cacheable(tool(name="ask")({"3": three, "4": four}[answer]))
+        return mark_cacheable(tool(name="ask")({"3": three, "4": four}[answer]))
 
     def model(model: str = "m", url: str = "http://h/v1", **options: Any) -> Any:
         return ModelTool("ask", "", url, model, **options)
@@ -108,9 +108,9 @@ def test_a_tool_that_is_no_function_is_known_by_its_definition():
     def name(made: Any) -> str | None:
         return call_fingerprint(made, made.options, {"prompt": "x"})
 
-    names = [name(cacheable(make())) for make in makers]
+    names = [name(mark_cacheable(make())) for make in makers]
     assert None not in names and len(set(names)) == len(names)
-    assert [name(cacheable(make())) for make in makers] == names  # the same in the next run
+    assert [name(mark_cacheable(make())) for make in makers] == names  # the same in the next run
 
 
 def test_only_good_results_of_tools_that_say_so(cache: ToolCache):

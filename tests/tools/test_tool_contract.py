@@ -160,7 +160,7 @@ def test_an_attempt_that_is_not_made_hides_nothing(monkeypatch: pytest.MonkeyPat
         nonlocal ahead
         ahead = 1e6
 
-    monkeypatch.setattr(runtime.metrics, "retried", retried)
+    monkeypatch.setattr(runtime.metrics, "count_retry", retried)
     scripted = Scripted([ConnectionError("by peer"), "fine"], pure=True)
     [result] = asyncio.run(attached([scripted], runtime).batch_execute([ToolCall("scripted")]))
     assert scripted.calls == 1 and result.error == "exception" and "by peer" in result.content

@@ -56,12 +56,12 @@ def test_metrics_of_a_step_and_of_the_run():
 
 def test_a_call_that_spans_a_snapshot_is_counted_once():
     metrics = ToolMetrics()
-    started = metrics.began("act")
+    started = metrics.start_call("act")
     assert metrics.snapshot() == {}
-    metrics.finished("act", started, ToolResult("a"))
+    metrics.finish_call("act", started, ToolResult("a"))
     spanned = metrics.snapshot()
     assert spanned["tools/act/calls"] == 1 and spanned["tools/wall_share"] > 0
-    metrics.finished("act", metrics.began("act"), None)  # broken off: no call that ended
+    metrics.finish_call("act", metrics.start_call("act"), None)  # broken off: no call that ended
     assert metrics.snapshot() == {}
 
 
@@ -84,7 +84,7 @@ def test_memory_is_bounded():
     metrics = ToolMetrics()
     for took in (1000.0, 0.0):
         for _ in range(MAX_TIMES):
-            metrics.finished("act", metrics.began("act") - took, ToolResult("a"))
+            metrics.finish_call("act", metrics.start_call("act") - took, ToolResult("a"))
         assert (metrics.totals()["tools/act/p95"] >= 1000) == bool(took)
     assert metrics.totals()["tools/act/calls"] == 2 * MAX_TIMES
 
@@ -93,5 +93,5 @@ def test_episodes_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("TrainingFactory.tools.metrics.MAX_EPISODES", 3)
     metrics = ToolMetrics()
     for episode in range(5):
-        metrics.answered("act", ToolResult("a"), episode)
+        metrics.count_answer("act", ToolResult("a"), episode)
     assert metrics.snapshot(lambda episode: episode < 2) == {} and metrics.snapshot()["tools/calls"] == 3

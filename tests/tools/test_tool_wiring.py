@@ -16,7 +16,7 @@ from tests.kits.rollout import call_text, rollout
 from tests.kits.run import Quiet, small
 from tests.kits.tools import execute
 from TrainingFactory.assembly.run_tools import RunTools
-from TrainingFactory.assembly.tools import cacheable, choose_names
+from TrainingFactory.assembly.tools import choose_names, mark_cacheable
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.envs import SearchEnvironment, ToolEnvironment
@@ -343,5 +343,5 @@ def test_an_entry_marks_its_own_tools(folder: Path) -> None:
 def test_what_an_entry_says_of_its_tools() -> None:
     """Equal arguments do not mean equal answers where calls are taken in order."""
     for options, pure in (({}, True), ({"ordered": True}, False), ({"stateful": True}, False)):
-        marked = cacheable(tool(name="count", **options)(lambda: 1)).options  # type: ignore[call-overload]
+        marked = mark_cacheable(tool(name="count", **options)(lambda: 1)).options  # type: ignore[call-overload]
         assert (marked.pure, marked.stateful) == (pure, not pure)

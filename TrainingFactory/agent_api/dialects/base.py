@@ -80,19 +80,19 @@ class Dialect(ABC):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
-        sees: bool = False,
+        sees_images: bool = False,
     ) -> ParsedRequest:
         """Convert a body; raise ApiError that names an invalid field. `defaults` are the sampling parameters that a
-        client may omit. `model` and `stream` come from the address, if the dialect has them there. `sees`: the model
-        gets images; otherwise a body with images raises ApiError."""
+        client may omit. `model` and `stream` come from the address, if the dialect has them there. Without
+        `sees_images`, a body with images raises ApiError."""
 
     @abstractmethod
     def response(
-        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+        self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]: ...
 
     @abstractmethod
-    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter: ...
+    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter: ...
 
     @abstractmethod
     def error(self, error: ApiError) -> dict[str, Any]: ...
@@ -135,15 +135,15 @@ class LenientBody(BaseModel):
         if not isinstance(row, dict):
             return row
         fields, unused = cls.__pydantic_fields__, info.context
-        kept: dict[str, Any] = {}
+        known_fields: dict[str, Any] = {}
         for key, value in row.items():
             if value is not None:
                 name = cls._field_name(key)
-                kept[name] = value
+                known_fields[name] = value
                 is_unused = name not in fields or name == "cache_control"
                 if is_unused and isinstance(unused, set) and value not in ([], {}, ""):
                     unused.add(name)
-        return kept
+        return known_fields
 
     @classmethod
     def _field_name(cls, name: str) -> str:
@@ -173,12 +173,12 @@ def unsupported(param: str, value: Any, hint: str) -> ApiError:
 class ImageParts:
     """Reads the images of one request."""
 
-    def __init__(self, sees: bool) -> None:
-        self._sees, self._count = sees, 0
+    def __init__(self, sees_images: bool) -> None:
+        self._sees_images, self._count = sees_images, 0
 
     def read(self, part: Mapping[str, Any], param: str, kind: str, hint: str) -> Image:
         """Return the image of a part; raise ApiError if it is invalid, or if the model sees no images."""
-        if not self._sees:
+        if not self._sees_images:
             raise unsupported(param, kind, f"{hint}; the model of this server sees no images")
         self._count += 1
         if self._count > MAX_IMAGES:
@@ -201,7 +201,7 @@ def message_of_pieces(
     return Message(role, content, images=images, **fields)
 
 
-def joined_texts(texts: Iterable[str]) -> str:
+def join_texts(texts: Iterable[str]) -> str:
     """Join the text parts of a system, user or tool message."""
     return "\n\n".join(text for text in texts if text)
 
@@ -221,7 +221,7 @@ def merge_messages(messages: Iterable[Message]) -> Iterator[Message]:
             text = previous.content + message.content
             previous = Message("assistant", text, calls, reasoning=reasoning or None)
         elif only_system:
-            previous = Message("system", joined_texts((previous.content, message.content)))
+            previous = Message("system", join_texts((previous.content, message.content)))
         else:
             yield previous
             previous = message

@@ -164,7 +164,7 @@ class ChatDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
-        sees: bool = False,
+        sees_images: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(ChatBody, load_body(body, "messages", context), ignored)
@@ -175,7 +175,7 @@ class ChatDialect(Dialect):
         settings = request.model_dump(include={*SAMPLING_FIELDS, "seed", "stream"}, exclude_unset=True)
         limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         parsed = ParsedRequest(
-            _messages(request.messages, ImageParts(sees)), tools, sampling_params(defaults, settings), request,
+            _messages(request.messages, ImageParts(sees_images)), tools, sampling_params(defaults, settings), request,
             request.model, request.n, stop=request.stop, logprobs=request.logprobs, stream=request.stream,
             settings=settings, limits=limits, ignored=ignored,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class ChatDialect(Dialect):
         return parsed
 
     def response(
-        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+        self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         rows = [
             {
@@ -197,20 +197,20 @@ class ChatDialect(Dialect):
         ]
         return _head_fields(head, "chat.completion") | {"choices": rows, "usage": _usage(head, choices)}
 
-    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
-        return _ChatEvents(self, ask, head)
+    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _ChatEvents(self, request, head)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return error.body
 
 
 class _ChatEvents(EventWriter):
-    def __init__(self, dialect: ChatDialect, ask: ParsedRequest, head: ResponseHead) -> None:
+    def __init__(self, dialect: ChatDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._head = dialect, head
-        self._with_usage = ask.body.stream_options.include_usage
+        self._with_usage = request.body.stream_options.include_usage
         self._fields = _head_fields(head, "chat.completion.chunk")
         self._fields |= {"usage": None} if self._with_usage else {}
-        self._sent = [SentText() for _ in range(ask.n)]
+        self._sent = [SentText() for _ in range(request.n)]
 
     def begin(self) -> Iterable[StreamEvent]:
         return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent))]
@@ -272,12 +272,12 @@ def _messages(rows: list[_Message], images: ImageParts) -> list[Message]:
 
 
 def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.image_url is None:
             yield part.text
         else:
             fields = {"image_url": part.image_url}
-            yield images.read(fields, f"{param}[{place}].type", part.type, "Send text only")
+            yield images.read(fields, f"{param}[{index}].type", part.type, "Send text only")
 
 
 def _message_row(message: Message) -> dict[str, Any]:
@@ -290,6 +290,6 @@ def _message_row(message: Message) -> dict[str, Any]:
 
 
 def _usage(head: ResponseHead, choices: Sequence[SampledChoice]) -> dict[str, int]:
-    sampled = sum(choice.tokens for choice in choices)
-    total = head.prompt_tokens + sampled
-    return {"prompt_tokens": head.prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+    num_sampled = sum(choice.tokens for choice in choices)
+    total = head.prompt_tokens + num_sampled
+    return {"prompt_tokens": head.prompt_tokens, "completion_tokens": num_sampled, "total_tokens": total}

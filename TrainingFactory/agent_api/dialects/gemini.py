@@ -193,7 +193,7 @@ class GeminiDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
-        sees: bool = False,
+        sees_images: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         data = load_body(body, "contents", context)
@@ -210,7 +210,7 @@ class GeminiDialect(Dialect):
         settings = generation.model_dump(include=names, exclude_unset=True) | (
             {"stream": True} if stream else {}
         )
-        messages = list(merge_messages(_messages(request, ImageParts(sees))))
+        messages = list(merge_messages(_messages(request, ImageParts(sees_images))))
         num_calls = sum(len(message.tool_calls) for message in messages)
         limit = generation.max_output_tokens
         parsed = ParsedRequest(
@@ -225,16 +225,16 @@ class GeminiDialect(Dialect):
         return parsed
 
     def response(
-        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+        self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         candidates = [
-            _candidate(index, _message_parts(ask, choice.message), choice)
+            _candidate(index, _message_parts(request, choice.message), choice)
             for index, choice in enumerate(choices)
         ]
         return _chunk(head, candidates, sum(choice.tokens for choice in choices))
 
-    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
-        return _GeminiEvents(self, ask, head)
+    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _GeminiEvents(self, request, head)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         status = ERROR_STATUS.get(error.status, "INVALID_ARGUMENT")
@@ -248,9 +248,9 @@ class GeminiDialect(Dialect):
 
 
 class _GeminiEvents(EventWriter):
-    def __init__(self, dialect: GeminiDialect, ask: ParsedRequest, head: ResponseHead) -> None:
-        self._dialect, self._ask, self._head = dialect, ask, head
-        self._sent = [SentText() for _ in range(ask.n)]
+    def __init__(self, dialect: GeminiDialect, request: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._request, self._head = dialect, request, head
+        self._sent = [SentText() for _ in range(request.n)]
         self._tokens = 0  # of finished choices
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
@@ -269,16 +269,16 @@ class _GeminiEvents(EventWriter):
         return [self._dialect.error_event(error)]
 
     def _new_parts(self, index: int, message: Message) -> list[dict[str, Any]]:
-        new = self._sent[index].new_text(message)
-        return [part for kind, text in new for part in _text_parts(self._ask, kind, text)]
+        new_texts = self._sent[index].new_text(message)
+        return [part for kind, text in new_texts for part in _text_parts(self._request, kind, text)]
 
     def _event(self, candidate: dict[str, Any]) -> StreamEvent:
         return json.dumps(_chunk(self._head, [candidate], self._tokens))
 
 
-def _chunk(head: ResponseHead, candidates: list[dict[str, Any]], sampled: int) -> dict[str, Any]:
-    usage = {"promptTokenCount": head.prompt_tokens, "candidatesTokenCount": sampled}
-    usage["totalTokenCount"] = head.prompt_tokens + sampled
+def _chunk(head: ResponseHead, candidates: list[dict[str, Any]], num_sampled: int) -> dict[str, Any]:
+    usage = {"promptTokenCount": head.prompt_tokens, "candidatesTokenCount": num_sampled}
+    usage["totalTokenCount"] = head.prompt_tokens + num_sampled
     names = {"modelVersion": head.version or head.model, "responseId": head.id}
     return {"candidates": candidates, "usageMetadata": usage} | names | head.own_fields
 
@@ -292,22 +292,22 @@ def _candidate(index: int, parts: list[dict[str, Any]], choice: SampledChoice | 
         return candidate
     candidate["finishReason"] = FINISH_REASONS[choice.finish]
     if choice.logprobs is not None and (rows := choice.logprobs["content"]):
-        chosen = [{"token": row["token"], "logProbability": row["logprob"]} for row in rows]
+        chosen_tokens = [{"token": row["token"], "logProbability": row["logprob"]} for row in rows]
         candidate["avgLogprobs"] = sum(row["logprob"] for row in rows) / len(rows)
-        candidate["logprobsResult"] = {"chosenCandidates": chosen, "topCandidates": []}
+        candidate["logprobsResult"] = {"chosenCandidates": chosen_tokens, "topCandidates": []}
     return candidate
 
 
-def _text_parts(ask: ParsedRequest, kind: str, text: str) -> list[dict[str, Any]]:
+def _text_parts(request: ParsedRequest, kind: str, text: str) -> list[dict[str, Any]]:
     if kind == "content":
         return [{"text": text}]
-    shown = ask.body.generation_config.thinking_config.include_thoughts
-    return [{"text": text, "thought": True}] if shown else []
+    include_thoughts = request.body.generation_config.thinking_config.include_thoughts
+    return [{"text": text, "thought": True}] if include_thoughts else []
 
 
-def _message_parts(ask: ParsedRequest, message: Message) -> list[dict[str, Any]]:
-    thoughts = _text_parts(ask, "reasoning", message.reasoning) if message.reasoning else []
-    text = _text_parts(ask, "content", message.content) if message.content else []
+def _message_parts(request: ParsedRequest, message: Message) -> list[dict[str, Any]]:
+    thoughts = _text_parts(request, "reasoning", message.reasoning) if message.reasoning else []
+    text = _text_parts(request, "content", message.content) if message.content else []
     return thoughts + text + _call_parts(message)
 
 
@@ -332,10 +332,10 @@ def _messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]:
             yield message
             continue
         results = 0
-        for place, part in enumerate(content.parts):
+        for index, part in enumerate(content.parts):
             if part.function_response is not None:
                 results += 1
-                yield _tool_message(part.function_response, open_calls, f"{param}.parts[{place}]", images)
+                yield _tool_message(part.function_response, open_calls, f"{param}.parts[{index}]", images)
         pieces = list(_pieces(content, param, images))
         if pieces or not results:
             yield message_of_pieces("system" if content.role == "system" else "user", pieces, param)
@@ -343,7 +343,7 @@ def _messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]:
 
 def _model_message(content: _Content, param: str, num_calls: int) -> Message:
     message, thoughts = Message("assistant"), list[str]()
-    for place, part in enumerate(content.parts):
+    for index, part in enumerate(content.parts):
         if part.function_call is not None:
             call = part.function_call
             call_id = call.id or f"call_{num_calls + len(message.tool_calls)}"
@@ -353,7 +353,7 @@ def _model_message(content: _Content, param: str, num_calls: int) -> Message:
         elif part.text is not None:
             message.content += part.text
         else:
-            _check_supported(part, f"{param}.parts[{place}]")
+            _check_supported(part, f"{param}.parts[{index}]")
     message.reasoning = "".join(thoughts) or None
     return message
 
@@ -362,8 +362,8 @@ def _tool_message(
     response: _FunctionResponse, open_calls: list[ToolCall], param: str, images: ImageParts
 ) -> Message:
     """Return the result of the first open call with the response's id, or with its name if it has no id."""
-    where = f"{param}.function_response.parts"
-    shown = [images.read(part, where, str(part), "Send text only") for part in response.parts]
+    image_param = f"{param}.function_response.parts"
+    images_in_order = [images.read(part, image_param, str(part), "Send text only") for part in response.parts]
     for call in open_calls:
         if response.id == call.id or (response.id is None and response.name == call.name):
             open_calls.remove(call)
@@ -374,18 +374,20 @@ def _tool_message(
     [(name, value)] = response.response.items() if len(response.response) == 1 else [("", None)]
     is_text = name in RESULT_FIELDS and isinstance(value, str)
     text = str(value) if is_text else json.dumps(response.response, ensure_ascii=False)
-    return message_of_pieces("tool", [text, *shown], where, tool_call_id=call.id, name=call.name)
+    return message_of_pieces(
+        "tool", [text, *images_in_order], image_param, tool_call_id=call.id, name=call.name
+    )
 
 
 def _pieces(content: _Content, param: str, images: ImageParts) -> Iterator[str | Image]:
-    for place, part in enumerate(content.parts):
+    for index, part in enumerate(content.parts):
         if part.text is not None:
             yield part.text
         elif isinstance(part.inline_data, dict) and _is_image(part.inline_data):
             fields = {"inline_data": part.inline_data}
-            yield images.read(fields, f"{param}.parts[{place}]", "inline_data", PARTS)
+            yield images.read(fields, f"{param}.parts[{index}]", "inline_data", PARTS)
         elif part.function_response is None:
-            _check_supported(part, f"{param}.parts[{place}]")
+            _check_supported(part, f"{param}.parts[{index}]")
 
 
 def _is_image(inline_data: dict[str, Any]) -> bool:

@@ -128,7 +128,7 @@ class MessagesDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
-        sees: bool = False,
+        sees_images: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(MessagesBody, load_body(body, "messages", context), ignored)
@@ -139,7 +139,7 @@ class MessagesDialect(Dialect):
                 "output_config.format", request.output_config.format, "Ask for the format in a message"
             )
         settings = request.model_dump(include={"temperature", "top_p", "top_k", "stream"}, exclude_unset=True)
-        images = ImageParts(sees)
+        images = ImageParts(sees_images)
         system = message_of_pieces("system", _pieces(request.system, "system", images), "system").content
         messages = list(merge_messages(_messages(system, request.messages, images)))
         if messages[-1].role == "assistant":
@@ -155,19 +155,19 @@ class MessagesDialect(Dialect):
         )  # fmt: skip
 
     def response(
-        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+        self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         [choice] = choices
         message, blocks = choice.message, list[dict[str, Any]]()
-        if message.reasoning and ask.body.shows_thinking:
+        if message.reasoning and request.body.shows_thinking:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": SIGNATURE})
         if message.content:
             blocks.append({"type": "text", "text": message.content, "citations": None})
         blocks += [_tool_use(call, call.arguments) for call in message.tool_calls]
-        return _head_fields(head) | {"content": blocks} | _end_fields(ask, head, choice)
+        return _head_fields(head) | {"content": blocks} | _end_fields(request, head, choice)
 
-    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
-        return _MessagesEvents(self, ask, head)
+    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _MessagesEvents(self, request, head)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         # Clients shorten their history if the error begins with these words.
@@ -184,14 +184,14 @@ class MessagesDialect(Dialect):
 
 
 class _MessagesEvents(EventWriter):
-    def __init__(self, dialect: MessagesDialect, ask: ParsedRequest, head: ResponseHead) -> None:
-        self._dialect, self._ask, self._head = dialect, ask, head
+    def __init__(self, dialect: MessagesDialect, request: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._request, self._head = dialect, request, head
         self._sent = SentText()
         self._open: str | None = None  # kind of the open block
         self._index = -1  # of the last block
 
     def begin(self) -> Iterable[StreamEvent]:
-        usage = _usage(self._head, 0)
+        usage = _make_usage(self._head, 0)
         message = _head_fields(self._head) | {"content": [], "stop_reason": None, "stop_sequence": None}
         return [_event({"type": "message_start", "message": message | {"usage": usage}})]
 
@@ -199,7 +199,7 @@ class _MessagesEvents(EventWriter):
         for kind, text in self._sent.new_text(message):
             if kind == "content":
                 yield from self._text("text", text)
-            elif self._ask.body.shows_thinking:
+            elif self._request.body.shows_thinking:
                 yield from self._text("thinking", text)
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
@@ -212,7 +212,7 @@ class _MessagesEvents(EventWriter):
             yield self._stop()
 
     def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
-        fields = _end_fields(self._ask, self._head, choices[0])
+        fields = _end_fields(self._request, self._head, choices[0])
         usage = fields.pop("usage")
         return [
             _event({"type": "message_delta", "delta": fields, "usage": usage}),
@@ -258,34 +258,34 @@ def _messages(system: str, rows: Sequence[_Message], images: ImageParts) -> Iter
     for number, row in enumerate(rows):
         param = f"messages[{number}]"
         if row.role == "assistant":
-            message = _assistant(row.content, f"{param}.content")
+            message = _assistant_message(row.content, f"{param}.content")
             names |= {call.id: call.name for call in message.tool_calls}
             yield message
             continue
         results = [block for block in row.content if block.type == "tool_result"]
         if results and row.role != "user":
             raise ApiError(f"{param} has tool results, but its role is not user", f"{param}.role")
-        for place, block in enumerate(row.content):
+        for index, block in enumerate(row.content):
             if block.type == "tool_result":
-                yield _tool_result(block, names, f"{param}.content[{place}]", images)
+                yield _tool_result(block, names, f"{param}.content[{index}]", images)
         pieces = list(_pieces(row.content, f"{param}.content", images, skipped="tool_result"))
         if pieces or not results:
             yield message_of_pieces(row.role, pieces, f"{param}.content")
 
 
-def _assistant(blocks: Sequence[_Block], param: str) -> Message:
+def _assistant_message(blocks: Sequence[_Block], param: str) -> Message:
     message, thoughts = Message("assistant"), list[str]()
-    for place, block in enumerate(blocks):
-        where = f"{param}[{place}]"
+    for index, block in enumerate(blocks):
+        block_param = f"{param}[{index}]"
         if block.type == "text":
-            message.content += _field(block, "text", where)
+            message.content += _field(block, "text", block_param)
         elif block.type == "thinking":
-            thoughts.append(_field(block, "thinking", where))
+            thoughts.append(_field(block, "thinking", block_param))
         elif block.type == "tool_use":
-            name, call_id = _field(block, "name", where), _field(block, "id", where)
+            name, call_id = _field(block, "name", block_param), _field(block, "id", block_param)
             message.tool_calls.append(ToolCall(name, block.input or {}, call_id))
         elif block.type != "redacted_thinking":  # has no text
-            raise _unknown_block(block, where)
+            raise _unknown_block(block, block_param)
     message.reasoning = "".join(thoughts) or None
     return message
 
@@ -302,14 +302,14 @@ def _pieces(
     blocks: Iterable[_Block], param: str, images: ImageParts, skipped: str = ""
 ) -> Iterator[str | Image]:
     """Yield the texts and images of blocks; raise ApiError for any other block."""
-    for place, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
         if block.type == "text":
-            yield _field(block, "text", f"{param}[{place}]")
+            yield _field(block, "text", f"{param}[{index}]")
         elif block.type == "image":
             fields = {"type": "image", "source": block.source}
-            yield images.read(fields, f"{param}[{place}].type", "image", BLOCKS)
+            yield images.read(fields, f"{param}[{index}].type", "image", BLOCKS)
         elif block.type != skipped:
-            raise _unknown_block(block, f"{param}[{place}]")
+            raise _unknown_block(block, f"{param}[{index}]")
 
 
 def _field(block: _Block, name: str, param: str) -> str:
@@ -353,16 +353,16 @@ def _head_fields(head: ResponseHead) -> dict[str, Any]:
     return fields | head.own_fields
 
 
-def _end_fields(ask: ParsedRequest, head: ResponseHead, choice: SampledChoice) -> dict[str, Any]:
+def _end_fields(request: ParsedRequest, head: ResponseHead, choice: SampledChoice) -> dict[str, Any]:
     reason = STOP_REASONS[choice.finish]
     if choice.stop_string is not None and reason == "end_turn":
         reason = "stop_sequence"
-    if choice.finish == "length" and choice.tokens < ask.limits["max_tokens"]:
+    if choice.finish == "length" and choice.tokens < request.limits["max_tokens"]:
         reason = "model_context_window_exceeded"
-    usage = _usage(head, choice.tokens)
+    usage = _make_usage(head, choice.tokens)
     return {"stop_reason": reason, "stop_sequence": choice.stop_string, "usage": usage}
 
 
-def _usage(head: ResponseHead, sampled: int) -> dict[str, int]:
-    unused = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
-    return {"input_tokens": head.prompt_tokens, "output_tokens": sampled} | unused
+def _make_usage(head: ResponseHead, num_sampled: int) -> dict[str, int]:
+    cache_fields = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": head.prompt_tokens, "output_tokens": num_sampled} | cache_fields

@@ -136,7 +136,7 @@ class ResponsesDialect(Dialect):
         context: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
-        sees: bool = False,
+        sees_images: bool = False,
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(ResponsesBody, load_body(body, "input", context), ignored)
@@ -146,7 +146,9 @@ class ResponsesDialect(Dialect):
         if request.text.format.type != "text":
             raise unsupported("text.format.type", request.text.format.type, "Ask for the format in a message")
         settings = request.model_dump(include={"temperature", "top_p", "stream"}, exclude_unset=True)
-        messages = list(merge_messages(_messages(request.instructions, request.input, ImageParts(sees))))
+        messages = list(
+            merge_messages(_messages(request.instructions, request.input, ImageParts(sees_images)))
+        )
         limit = request.max_output_tokens
         return ParsedRequest(
             messages, _tools(request, ignored), sampling_params(defaults, settings), request, request.model,
@@ -155,14 +157,14 @@ class ResponsesDialect(Dialect):
         )  # fmt: skip
 
     def response(
-        self, ask: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
+        self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         [choice] = choices
         items = [item | {"status": "completed"} for item in _output(head, choice)]
-        return _response(ask, head, items, choice)
+        return _response(request, head, items, choice)
 
-    def events(self, ask: ParsedRequest, head: ResponseHead) -> EventWriter:
-        return _ResponsesEvents(self, ask, head)
+    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+        return _ResponsesEvents(self, request, head)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         return error.body
@@ -176,8 +178,8 @@ class ResponsesDialect(Dialect):
 
 
 class _ResponsesEvents(EventWriter):
-    def __init__(self, dialect: ResponsesDialect, ask: ParsedRequest, head: ResponseHead) -> None:
-        self._dialect, self._ask, self._head = dialect, ask, head
+    def __init__(self, dialect: ResponsesDialect, request: ParsedRequest, head: ResponseHead) -> None:
+        self._dialect, self._request, self._head = dialect, request, head
         self._sent = SentText()
         self._number = -1  # of the last event
         self._index = -1  # of the last output item
@@ -185,7 +187,7 @@ class _ResponsesEvents(EventWriter):
         self._text = ""  # of the open item
 
     def begin(self) -> Iterable[StreamEvent]:
-        response = _response(self._ask, self._head, [], None)
+        response = _response(self._request, self._head, [], None)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
@@ -207,20 +209,20 @@ class _ResponsesEvents(EventWriter):
             item = _call_item(call)
             arguments = item["arguments"]
             yield self._added(item | {"arguments": "", "status": "in_progress"})
-            place = {"item_id": item["id"], "output_index": self._index}
+            item_fields = {"item_id": item["id"], "output_index": self._index}
             name = "response.function_call_arguments"
-            yield self._event(f"{name}.delta", delta=arguments, **place)
-            yield self._event(f"{name}.done", arguments=arguments, name=call.name, **place)
+            yield self._event(f"{name}.delta", delta=arguments, **item_fields)
+            yield self._event(f"{name}.done", arguments=arguments, name=call.name, **item_fields)
             yield self._done(item | {"status": "completed"})
 
     def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
-        response = self._dialect.response(self._ask, self._head, choices)
+        response = self._dialect.response(self._request, self._head, choices)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def error(self, error: ApiError) -> Iterator[StreamEvent]:
         self._number += 1
         yield self._dialect.error_event(error, self._number)
-        response = _response(self._ask, self._head, [], None) | {"status": "failed"}
+        response = _response(self._request, self._head, [], None) | {"status": "failed"}
         response["error"] = {"code": error.code, "message": error.message}
         yield self._event("response.failed", response=response)
 
@@ -304,10 +306,10 @@ def _output(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any
 
 
 def _response(
-    ask: ParsedRequest, head: ResponseHead, items: list[dict[str, Any]], choice: SampledChoice | None
+    request: ParsedRequest, head: ResponseHead, items: list[dict[str, Any]], choice: SampledChoice | None
 ) -> dict[str, Any]:
     """Return the response object; without a choice, that of a response in progress."""
-    request: ResponsesBody = ask.body
+    body: ResponsesBody = request.body
     status = "in_progress" if choice is None else "incomplete" if choice.finish == "length" else "completed"
     usage = None if choice is None else _usage(head.prompt_tokens, choice.tokens)
     return {
@@ -319,28 +321,28 @@ def _response(
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "model": head.model,
         "output": items,
-        "instructions": request.instructions,
-        "max_output_tokens": request.max_output_tokens,
-        "metadata": request.metadata or {},
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
         "parallel_tool_calls": True,
         "previous_response_id": None,
-        "temperature": ask.params.temperature,
+        "temperature": request.params.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": request.tool_choice,
-        "tools": [tool.model_dump() for tool in request.tools if tool.type == "function"],
-        "top_p": ask.params.top_p,
+        "tool_choice": body.tool_choice,
+        "tools": [tool.model_dump() for tool in body.tools if tool.type == "function"],
+        "top_p": request.params.top_p,
         "truncation": "disabled",
         "usage": usage,
     } | head.own_fields
 
 
-def _usage(prompt: int, sampled: int) -> dict[str, Any]:
+def _usage(prompt: int, num_sampled: int) -> dict[str, Any]:
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": sampled,
+        "output_tokens": num_sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + sampled,
+        "total_tokens": prompt + num_sampled,
     }
 
 
@@ -382,16 +384,16 @@ def _message(item: _Item, param: str, images: ImageParts) -> Message:
 
 
 def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         if part.type == "input_image":
             fields = {"type": "input_image", "image_url": part.image_url}
-            yield images.read(fields, f"{param}[{place}].type", "input_image", "Send text only")
+            yield images.read(fields, f"{param}[{index}].type", "input_image", "Send text only")
             continue
         if part.type not in TEXT_PARTS:
-            raise unsupported(f"{param}[{place}].type", part.type, "Send text only")
+            raise unsupported(f"{param}[{index}].type", part.type, "Send text only")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            name = f"{param}[{place}].text"
+            name = f"{param}[{index}].text"
             raise ApiError(f"{name} is missing", name, code="missing_required_parameter")
         yield text
 

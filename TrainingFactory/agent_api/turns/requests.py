@@ -49,10 +49,10 @@ class ParsedRequest:
     folded: str | None = None  # how the conversation was shortened to fit `environment.context.limit`
 
 
-def check_size(body: bytes, context: int, sees: bool = False) -> None:
+def check_size(body: bytes, context: int, sees_images: bool = False) -> None:
     """Raise ApiError if the body is too large for a context of `context` tokens, before the body is parsed. Images take
-    few tokens, so the bodies for a model that `sees` them are limited by the server alone."""
-    if not sees and len(body) > max(SMALL_BODY, context * MAX_BYTES_PER_TOKEN):
+    few tokens, so with `sees_images` only the server limits the body."""
+    if not sees_images and len(body) > max(SMALL_BODY, context * MAX_BYTES_PER_TOKEN):
         raise _too_long(f"the body has {len(body)} bytes", context)
 
 

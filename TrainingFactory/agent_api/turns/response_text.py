@@ -33,13 +33,13 @@ class TurnReader:
 
     def __init__(self, chat: TemplateChatFormat, prompt: Sequence[int], tools: Sequence[ToolSpec]) -> None:
         self._chat, self._prompt, self._tools = chat, prompt, tools
-        self._opening, self._closing = chat.family.think
-        self._opened = chat.opens_thought(prompt)
+        self._think_start, self._think_end = chat.family.think
+        self._starts_in_thought = chat.opens_thought(prompt)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the decoded text without the stop token."""
-        stopped = bool(token_ids) and token_ids[-1] in self._chat.stop_ids
-        return self._chat.decode(token_ids[:-1] if stopped else token_ids)
+        has_stop_token = bool(token_ids) and token_ids[-1] in self._chat.stop_ids
+        return self._chat.decode(token_ids[:-1] if has_stop_token else token_ids)
 
     def message(self, token_ids: Sequence[int], text: str) -> Message:
         """Parse a finished turn with this text. Invalid tool calls stay in the content as the model wrote them."""
@@ -50,11 +50,11 @@ class TurnReader:
                 return Message("assistant", parsed.content, parsed.tool_calls, reasoning=reasoning)
         return Message("assistant", content.strip(), reasoning=reasoning)
 
-    def so_far(self, text: str, stops: Sequence[str]) -> Message:
+    def parse_partial(self, text: str, stops: Sequence[str]) -> Message:
         """Return the part of an unfinished turn that can be streamed. With tools, the content is held back until the
         turn ends, because it may be a call."""
-        text = _certain(text, [*stops, self._closing])
-        if self._opening.startswith(text.lstrip()):
+        text = _without_partial_marker(text, [*stops, self._think_end])
+        if self._think_start.startswith(text.lstrip()):
             return Message("assistant")
         reasoning, content = self._split(text)
         return Message("assistant", "" if self._tools else content.strip(), reasoning=reasoning)
@@ -65,9 +65,9 @@ class TurnReader:
             parsed = self._chat.family.read_turn(text, ())
             return parsed.reasoning, parsed.content
         stripped = text.lstrip()
-        if not (self._opened or stripped.startswith(self._opening)):
+        if not (self._starts_in_thought or stripped.startswith(self._think_start)):
             return None, text
-        thought, _, rest = stripped.removeprefix(self._opening).partition(self._closing)
+        thought, _, rest = stripped.removeprefix(self._think_start).partition(self._think_end)
         return thought.strip(), rest
 
     def find_stop(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> StopMatch | None:
@@ -76,21 +76,21 @@ class TurnReader:
         if not matches:
             return None
         end, start = min(matches)
-        return StopMatch(start, self._tokens_for(token_ids, end), text[start:end])
+        return StopMatch(start, self._count_tokens_for(token_ids, end), text[start:end])
 
-    def _tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
+    def _count_tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
         """Return the number of tokens after which the text has at least `characters` whole characters."""
 
-        def enough(size: int) -> bool:
+        def has_characters(size: int) -> bool:
             return len(self.text(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= characters
 
-        return 1 + bisect_left(range(1, len(token_ids)), True, key=enough)
+        return 1 + bisect_left(range(1, len(token_ids)), True, key=has_characters)
 
     def logprobs(self, completion: Completion, stop_match: StopMatch | None) -> list[dict[str, Any]]:
         """Return one entry per token of the text, without the stop token and stop string."""
         ids = completion.token_ids
         if stop_match is not None:
-            count = 0 if stop_match.start == 0 else self._tokens_for(ids, stop_match.start)
+            count = 0 if stop_match.start == 0 else self._count_tokens_for(ids, stop_match.start)
         else:
             count = len(ids) - (completion.finish == "stop")
         return [self._entry(ids[i], completion.logprobs[i]) for i in range(count)]
@@ -102,7 +102,7 @@ class TurnReader:
         return {"token": token, "logprob": logprob, "bytes": octets, "top_logprobs": []}
 
 
-def _certain(text: str, markers: Sequence[str]) -> str:
+def _without_partial_marker(text: str, markers: Sequence[str]) -> str:
     """Return the text without an end that may be the beginning of a marker or of a character."""
     text = text.rstrip(REPLACEMENT_CHARACTER)
     sizes = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]

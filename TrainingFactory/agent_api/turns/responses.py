@@ -62,35 +62,35 @@ class EventWriter(ABC):
 async def sample_choice(
     session: SamplingSession,
     chat: Any,
-    ask: ParsedRequest,
+    request: ParsedRequest,
     prompt: list[int],
     params: SamplingParams,
     on_partial: OnPartial | None,
 ) -> tuple[SampledChoice, Completion]:
     """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
-    reader = TurnReader(chat, prompt, ask.tools)
+    reader = TurnReader(chat, prompt, request.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
-    piece = CHUNK_TOKENS if on_partial is not None or ask.stop else ask.max_tokens
+    piece = CHUNK_TOKENS if on_partial is not None or request.stop else request.max_tokens
     while True:
-        size = min(piece, ask.max_tokens - len(ids))
+        size = min(piece, request.max_tokens - len(ids))
         chunk = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
         ids += chunk.token_ids
         logprobs += chunk.logprobs
         versions += chunk.token_versions
         text = reader.text(ids)
-        stop_match = reader.find_stop(ids, text, ask.stop)
-        if stop_match or chunk.finish == "stop" or len(ids) >= ask.max_tokens:
+        stop_match = reader.find_stop(ids, text, request.stop)
+        if stop_match or chunk.finish == "stop" or len(ids) >= request.max_tokens:
             break
         if on_partial is not None:
-            on_partial(reader.so_far(text, ask.stop))
+            on_partial(reader.parse_partial(text, request.stop))
     message = reader.message(ids, text if stop_match is None else text[: stop_match.start])
     for number, call in enumerate(message.tool_calls):
-        call.id = ask.call_id(number)
+        call.id = request.call_id(number)
     is_finished = stop_match is not None or chunk.finish == "stop"
     finish = "length" if not is_finished else "tool_calls" if message.tool_calls else "stop"
     completion = Completion(ids, logprobs, chunk.finish, versions[0])
     choice_logprobs = (
-        {"content": reader.logprobs(completion, stop_match), "refusal": None} if ask.logprobs else None
+        {"content": reader.logprobs(completion, stop_match), "refusal": None} if request.logprobs else None
     )
     if stop_match is not None:
         ids, logprobs, versions = (
@@ -116,23 +116,23 @@ async def stream(
 ) -> AsyncGenerator[bytes, None]:
     """Sample `n` choices concurrently and yield their events, inside the context `context`. Events that are known at
     the same time are sent together, because sending costs more than writing. Close the generator."""
-    items: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
     async def run_choice(number: int) -> None:
         try:
-            choice = await choose(number, lambda message: items.put_nowait((number, message)))
-            items.put_nowait((number, choice))
+            choice = await choose(number, lambda message: queue.put_nowait((number, message)))
+            queue.put_nowait((number, choice))
         except Exception as error:
-            items.put_nowait(error)
+            queue.put_nowait(error)
 
     with context:
         tasks = [asyncio.create_task(run_choice(number)) for number in range(n)]
         choices: dict[int, SampledChoice] = {}
         try:
-            if opening := encode_events(writer.begin()):
-                yield opening
+            if first_chunk := encode_events(writer.begin()):
+                yield first_chunk
             while len(choices) < n:
-                item = await items.get()
+                item = await queue.get()
                 if isinstance(item, Exception):
                     events = writer.error(as_api_error(item))
                 elif isinstance(item[1], SampledChoice):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from TrainingFactory.data.disk import read_whole, remove_folder, sync
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import chain
+from TrainingFactory.registry.lineage import ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
 
 LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
@@ -29,19 +29,19 @@ def find_references(run: RunFolder, runs: Path) -> RunReferences:
     """Return what refers to `run` among the runs and registered models of the folder `runs`."""
     references = RunReferences(size=_folder_size(run.path))
     folder = run.path.resolve()
-    for other in list_runs(runs):
-        if other.path.resolve() == folder:
+    for other_run in list_runs(runs):
+        if other_run.path.resolve() == folder:
             continue
-        used = sorted(
-            {str(path.relative_to(folder)) for path in _used_paths(other) if path.is_relative_to(folder)}
+        used_paths = sorted(
+            {str(path.relative_to(folder)) for path in _used_paths(other_run) if path.is_relative_to(folder)}
         )
-        if not used:
+        if not used_paths:
             continue
-        names = ["its recorded tool calls" if name == "." else name for name in used]
-        text = f"run {other.name} uses {', '.join(names)}"
-        (references.copies if _is_complete(other) else references.needed_by).append(text)
+        names = ["its recorded tool calls" if name == "." else name for name in used_paths]
+        text = f"run {other_run.name} uses {', '.join(names)}"
+        (references.copies if _is_complete(other_run) else references.needed_by).append(text)
     for version in Catalogue(registry_path(runs)).versions():
-        if any(node.get("path") == str(folder) for node in chain(version.lineage)):
+        if any(node.get("path") == str(folder) for node in ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
     return references
 
@@ -94,8 +94,8 @@ def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
             remedy = (
                 delete if action == "deleted" else "Set a tag or a note instead: tfactory runs tag --help"
             )
-            needed = "; ".join(references.needed_by)
-            raise ValueError(f"run {run.name} cannot be {action}: {needed}. {remedy}")
+            needed_by = "; ".join(references.needed_by)
+            raise ValueError(f"run {run.name} cannot be {action}: {needed_by}. {remedy}")
     except BaseException:
         run.unlock()
         raise
@@ -113,10 +113,10 @@ def _is_complete(run: RunFolder) -> bool:
 def _used_paths(run: RunFolder) -> Iterator[Path]:
     """Yield the paths in environment.json, which a resumed run loads; not those of its lineage, which is history."""
     try:
-        about = json.loads(read_whole(run.path / ENVIRONMENT))
+        run_info = json.loads(read_whole(run.path / ENVIRONMENT))
     except (OSError, ValueError):
         return
-    values = [about]
+    values = [run_info]
     while values:
         value = values.pop()
         if isinstance(value, dict):

@@ -47,7 +47,7 @@ class RemoteEpisode(SelfScoredEpisode):
     """Episode played by the holder of its key, until a reward is posted."""
 
     async def play(self, calls: EpisodeRequests) -> None:
-        await calls.rewarded.wait()
+        await calls.reward_reported.wait()
         self.reported_reward = calls.reported_reward
         if self.reported_reward is None:
             raise ProgramFailed("the proxy stopped before a reward was posted")
@@ -64,8 +64,8 @@ class Proxy:
             raise ValueError("this reward compares the episodes of a group; the proxy needs another reward")
         self.endpoint = AgentEndpoint(trained_model)
         self._rules, self._seed = rollouts.rules, rollouts.seed
-        self._sampler, self._out = sampler, out
-        self._playing: set[asyncio.Task[None]] = set()
+        self._sampler, self._output_file = sampler, out
+        self._episode_tasks: set[asyncio.Task[None]] = set()
         self.num_started = self.num_ended = self.num_scored = 0
 
     def app(self, token: str | None = None, local: bool = True) -> Any:
@@ -92,18 +92,18 @@ class Proxy:
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
         run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
-        playing = asyncio.create_task(self._play(run))
-        self._playing.add(playing)
-        playing.add_done_callback(self._playing.discard)
-        while request.key not in open_calls and not playing.done():
+        episode_task = asyncio.create_task(self._play(run))
+        self._episode_tasks.add(episode_task)
+        episode_task.add_done_callback(self._episode_tasks.discard)
+        while request.key not in open_calls and not episode_task.done():
             await asyncio.sleep(0)
         return {"key": request.key, "task": task.id}
 
     async def close(self) -> None:
         """End the open episodes and save them as failed."""
         for calls in self.endpoint.open_calls.values():
-            calls.rewarded.set()
-        await asyncio.gather(*self._playing, return_exceptions=True)
+            calls.reward_reported.set()
+        await asyncio.gather(*self._episode_tasks, return_exceptions=True)
 
     async def _play(self, run: ProgramRun) -> None:
         try:
@@ -114,7 +114,7 @@ class Proxy:
             run.leave()
         self.num_ended += 1
         self.num_scored += run.trajectory.reward is not None
-        save_trajectories(self._out, [run.trajectory], append=True)
+        save_trajectories(self._output_file, [run.trajectory], append=True)
 
 
 async def serve_proxy(

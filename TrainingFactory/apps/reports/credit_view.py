@@ -171,20 +171,20 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     for trajectory in trajectories:
         groups[trajectory.group].append(trajectory)
     rows = {name: samples_by_role(algorithm, group) for name, group in groups.items()}
-    _prepare([row for episode_rows in rows.values() for row in episode_rows], algorithm)
+    _write_advantages([row for episode_rows in rows.values() for row in episode_rows], algorithm)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     credits = []
     for name, group in groups.items():
         reasons = [
-            _reason_against(
-                trajectory, [other for other in group if other.role == trajectory.role], algorithm
+            _why_untrained(
+                trajectory, [member for member in group if member.role == trajectory.role], algorithm
             )
             for trajectory in group
         ]
-        episode_rows = _rows_of_episodes(group, rows[name], reasons)
+        episode_rows = _group_rows(group, rows[name], reasons)
         episodes = []
         for index, trajectory in enumerate(algorithm.adjusted(group)):
-            turns = list(_turns(trajectory, episode_rows.get(index), measure, decode))
+            turns = list(_turn_credits(trajectory, episode_rows.get(index), measure, decode))
             is_trained = any(turn.values for turn in turns)
             episodes.append(
                 EpisodeCredit(trajectory, turns, None if is_trained else reasons[index] or NO_SIGNAL)
@@ -194,22 +194,22 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     return Credit(measure, credits, [NOTES[measure]], credits[0].largest if credits else 0.0)
 
 
-def pieces_of(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
+def decode_pieces(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
     """Yield (start, end, text) of the smallest runs of tokens that decode to whole characters. Each run is decoded
     together with the previous one, because some tokenizers drop a leading space."""
     previous_start = start = 0  # start of the previous piece, and of the current one
     for end in range(1, len(token_ids) + 1):
-        text, previous = (
+        text, prefix = (
             decode(token_ids[previous_start:end]),
             decode(token_ids[previous_start:start]) if start else "",
         )
         if text.endswith(INCOMPLETE_CHARACTER) and end - start < LONGEST_CHARACTER and end < len(token_ids):
             continue
-        yield start, end, text[len(previous) :] if text.startswith(previous) else decode(token_ids[start:end])
+        yield (start, end, text[len(prefix) :] if text.startswith(prefix) else decode(token_ids[start:end]))
         previous_start, start = start, end
 
 
-def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
+def _write_advantages(rows: Sequence[Sample], algorithm: Algorithm) -> None:
     """Write the advantages that the algorithm computes over all rows into the rows, if that needs no model."""
     if not isinstance(algorithm, GRPO | RFT):
         return
@@ -223,22 +223,22 @@ def _prepare(rows: Sequence[Sample], algorithm: Algorithm) -> None:
             ]
 
 
-def _rows_of_episodes(
+def _group_rows(
     group: Sequence[Trajectory], rows: Sequence[Sample], reasons: Sequence[str | None]
 ) -> dict[int, list[Sample]]:
     """Return the rows of each episode, by its index in the group. Rows are in the order of the episodes, which
     distinguishes episodes with the same tokens."""
-    by_position, next_row = {}, 0
+    rows_by_episode, next_row = {}, 0
     for index, trajectory in enumerate(group):
         tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[index] is None else []
         candidates = list(rows[next_row : next_row + len(tokens)])
         if tokens and tokens == [row.token_ids for row in candidates]:
-            by_position[index] = candidates
+            rows_by_episode[index] = candidates
             next_row += len(tokens)
-    return by_position
+    return rows_by_episode
 
 
-def _turns(
+def _turn_credits(
     trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode
 ) -> Iterator[TurnCredit]:
     steps = trajectory.reward.steps if trajectory.reward is not None else []
@@ -249,17 +249,17 @@ def _turns(
             row, token_slice = rows[span.row], slice(span.begin, span.end)
             numbers = (row.rewards if measure == "reward" else row.advantages)[token_slice]
             values = [
-                v if is_trained else None
-                for v, is_trained in zip(numbers, row.loss_mask[token_slice], strict=True)
+                value if is_trained else None
+                for value, is_trained in zip(numbers, row.loss_mask[token_slice], strict=True)
             ]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
-            for start, end, text in pieces_of(ids, decode)
+            for start, end, text in decode_pieces(ids, decode)
         ]
         yield TurnCredit(turn, steps[number] if steps else None, pieces)
 
 
-def _reason_against(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
+def _why_untrained(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
     """Return why an episode is excluded from training regardless of its group's rewards; None if it is not."""
     if trajectory.reward is None:
         return f"not scored: {trajectory.error or 'no reason given'}"

@@ -28,8 +28,8 @@ def run_credit(
     model = with_original_model(run).model
     model_name = str([model.name, *run.checkpoints()][-1])  # a checkpoint includes the tokenizer
     tokenizer = load_tokenizer(model_name, model.revision, model.trust_remote_code)
-    credited = [without_dropped_reward(episode) for episode in episodes or run.episodes(step)]
-    return step, coloured(credited, make_algorithm(run.config), tokenizer)
+    scored_episodes = [without_dropped_reward(episode) for episode in episodes or run.episodes(step)]
+    return step, coloured(scored_episodes, make_algorithm(run.config), tokenizer)
 
 
 def select_episodes(
@@ -48,16 +48,18 @@ def select_episodes(
         credit.notes.append(
             f"only scored episodes are ranked; {num_unscored} episodes without a reward are not shown"
         )
-    return [_chosen(group, best or 0, worst or 0) if group.totals else group for group in groups]
+    return [
+        _select_best_and_worst(group, best or 0, worst or 0) if group.totals else group for group in groups
+    ]
 
 
-def _chosen(group: GroupCredit, best: int, worst: int) -> GroupCredit:
+def _select_best_and_worst(group: GroupCredit, best: int, worst: int) -> GroupCredit:
     totals = {
         index: episode.total for index, episode in enumerate(group.episodes) if episode.total is not None
     }
     ranked = sorted(totals, key=lambda index: -totals[index])
-    places = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
-    return replace(group, episodes=[group.episodes[index] for index in sorted(places)])
+    indices = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
+    return replace(group, episodes=[group.episodes[index] for index in sorted(indices)])
 
 
 def credit_title(run: RunFolder, step: int) -> str:

@@ -54,9 +54,9 @@ class Content(BaseModel):
         calls = [part.functionCall for part in self.parts if part.functionCall is not None]
         text = "".join(part.text for part in self.parts if not part.thought)
         role = "assistant" if is_response or self.role == "model" else "user"
-        called = [ToolCall(call.name, call.args, f"call_{number}") for number, call in enumerate(calls)]
-        spoken = [Message(role, text, called)] if text or called or not results else []
-        return [*(Message("tool", str(result.response), name=result.name) for result in results), *spoken]
+        tool_calls = [ToolCall(call.name, call.args, f"call_{number}") for number, call in enumerate(calls)]
+        replies = [Message(role, text, tool_calls)] if text or tool_calls or not results else []
+        return [*(Message("tool", str(result.response), name=result.name) for result in results), *replies]
 
 
 class TuningExample(BaseModel):
@@ -93,8 +93,8 @@ class RewardService:
         check_group_size(section, 1)
         self.name = scored_by(config, section)
         self._notify = notify
-        named = config.environment.environment_id is not None
-        self._environment: EnvironmentFactory | None = make_environment(config) if named else None
+        has_environment = config.environment.environment_id is not None
+        self._environment: EnvironmentFactory | None = make_environment(config) if has_environment else None
         if section is None and self._environment is None:
             raise ValueError("the config names no reward; set reward.type, or environment.environment_id")
         self.scored, self.failed = 0, 0
@@ -134,8 +134,10 @@ class RewardService:
         else:
             environment = self._environment(trajectory.task)
             try:
-                own = isinstance(environment, ToolEnvironment)
-                executor = environment.executor if own else AsyncToolExecutor(environment.tools)
+                is_tool_environment = isinstance(environment, ToolEnvironment)
+                executor = (
+                    environment.executor if is_tool_environment else AsyncToolExecutor(environment.tools)
+                )
                 reward = await score(OpenEpisode(trajectory, environment, executor), self._reward)
             finally:
                 await environment.close()

@@ -42,7 +42,7 @@ def follow_alias(
     notify: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    reference = VERSION_NAME.fullmatch(resolved.written)
+    reference = VERSION_NAME.fullmatch(resolved.requested)
     if resolved.version is None or reference is None or reference["alias"] is None:
         yield
         return
@@ -53,7 +53,7 @@ def follow_alias(
 
     if samples_elsewhere(config_of(str(resolved.version))):
         raise ValueError(
-            f"{resolved.written}: only engines in this process can follow an alias; name a version, such as AGENT:3"
+            f"{resolved.requested}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
     follower = Follower(server, catalogue, resolved.version.model, reference["alias"], config_of, notify)
     follower.report_problem(None)
@@ -76,12 +76,12 @@ class Follower:
     catalogue: Catalogue
     model: str
     alias: str
-    config_of: Callable[[str], TrainingConfig]
+    make_config: Callable[[str], TrainingConfig]
     notify: Callable[[str], None]
-    _tried: str = ""  # the version that failed to load
-    _again: float = 0.0  # time of its next retry
-    _loaded: int = 0  # models in memory besides the current one
-    _freed: bool = (
+    _failed_version: str = ""  # the version that failed to load
+    _retry_at: float = 0.0  # time of its next retry
+    _num_loaded: int = 0  # models in memory besides the current one
+    _was_freed: bool = (
         False  # memory was just released; release again, as the last response may still have held it
     )
 
@@ -89,32 +89,32 @@ class Follower:
         """Poll every `POLL_SECONDS` seconds until `stop_event` is set."""
         while not stop_event.wait(POLL_SECONDS):
             try:
-                self.look()
+                self.check_alias()
             except Exception as error:  # whatever the error, the current version keeps serving
-                failure = f"{self._tried} cannot be loaded: " if self._tried else ""
+                failure = f"{self._failed_version} cannot be loaded: " if self._failed_version else ""
                 self.report_problem(f"{failure}{error}; {self.server.model.version} keeps serving")
-            count, was_freed = len(self.server.finishing()), self._freed
-            if (has_freed := count < self._loaded) or was_freed:
+            count, was_freed = len(self.server.finishing()), self._was_freed
+            if (has_freed := count < self._num_loaded) or was_freed:
                 release_models()
-            self._loaded, self._freed = count, has_freed
+            self._num_loaded, self._was_freed = count, has_freed
 
-    def look(self) -> None:
+    def check_alias(self) -> None:
         """Switch to the alias's version if it has changed; raise if that version cannot be loaded."""
-        failed_version, self._tried = self._tried, ""
+        failed_version, self._failed_version = self._failed_version, ""
         number = self.catalogue.alias(self.model, self.alias)
         if number is None:  # means the newest version; otherwise `get` raises and lists what exists
             number = self.catalogue.get(f"{self.model}@{self.alias}").number
         version = f"{self.model}:{number}"
         if version != self.server.model.version:
-            self._tried = version
-            if version == failed_version and time.monotonic() < self._again:
+            self._failed_version = version
+            if version == failed_version and time.monotonic() < self._retry_at:
                 return
-            self._again = time.monotonic() + RETRY_SECONDS
-            config = self.config_of(version)
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            config = self.make_config(version)
             check_free_memory(config, self.server.model)
-            self._loaded += 1
+            self._num_loaded += 1
             self.server.switch(load_served_model(config, version))
-            self._tried = ""
+            self._failed_version = ""
             self.notify(f"{self.model}@{self.alias} is now {version}, which serves new requests")
         self.report_problem(None)
 

@@ -48,18 +48,21 @@ class ChatServer:
         self.folded = 0  # requests since the start whose conversation was folded
         self.ignored = 0  # requests since the start with fields that the server ignored
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
-        self._before: list[weakref.ref[ServedModel]] = []
+        self._finishing_models: list[weakref.ref[ServedModel]] = []
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
 
     def switch(self, model: ServedModel) -> None:
         """Serve new requests with another model; thread-safe."""
-        self._before = [*(ref for ref in self._before if ref() is not None), weakref.ref(self.model)]
+        self._finishing_models = [
+            *(ref for ref in self._finishing_models if ref() is not None),
+            weakref.ref(self.model),
+        ]
         self.model = model
 
     def finishing(self) -> list[str | None]:
         """Return the replaced versions that still serve requests."""
-        return [model.version for ref in self._before if (model := ref()) is not None]
+        return [model.version for ref in self._finishing_models if (model := ref()) is not None]
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
         api = Api(key, local)
@@ -74,19 +77,19 @@ class ChatServer:
         served, dialect = self.model, route.dialect
         try:
             with self.admitted():
-                ask, prompt = await self.read(served, route, body, model)
-                self.ignored += bool(ask.ignored)
+                request, prompt = await self.read(served, route, body, model)
+                self.ignored += bool(request.ignored)
                 if route.counts:
                     return dialect.token_count(len(prompt))
                 if served.folding is not None and len(prompt) > served.folding.limit:
-                    prompt = await self._fold(served, served.folding, ask, prompt)
-                self._limit(served, ask, len(prompt))
-            with self.admitted(ask.n):  # rejects a stream here, while it can still send a status code
-                choose = partial(self._choice, served, ask, prompt)
-                head = ResponseHead(self.name, len(prompt), served.version, ask.folded)
-                if ask.stream:
-                    return stream(ask.n, choose, dialect.events(ask, head), self.admitted(ask.n))
-                return dialect.response(ask, head, await complete(ask.n, choose))
+                    prompt = await self._fold(served, served.folding, request, prompt)
+                self._limit(served, request, len(prompt))
+            with self.admitted(request.n):  # rejects a stream here, while it can still send a status code
+                choose = partial(self._choice, served, request, prompt)
+                head = ResponseHead(self.name, len(prompt), served.version, request.folded)
+                if request.stream:
+                    return stream(request.n, choose, dialect.events(request, head), self.admitted(request.n))
+                return dialect.response(request, head, await complete(request.n, choose))
         except ApiError:
             self.refused += 1
             raise
@@ -117,39 +120,40 @@ class ChatServer:
         self, served: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
-        context, sees = served.sampler.max_length, served.chat.sees_images
-        ask = route.dialect.parse(body, served.defaults, context, model, route.stream, sees)
-        if ask.model not in (None, self.name):
-            text = f"this server has no model {ask.model:.60}; it serves {self.name}"
+        context, sees_images = served.sampler.max_length, served.chat.sees_images
+        request = route.dialect.parse(body, served.defaults, context, model, route.stream, sees_images)
+        if request.model not in (None, self.name):
+            text = f"this server has no model {request.model:.60}; it serves {self.name}"
             raise ApiError(text, "model", status=404, code="model_not_found")
         try:
-            return ask, served.chat.render(ask.messages, ask.tools)
+            return request, served.chat.render(request.messages, request.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template cannot render these messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
-    def _limit(self, served: ServedModel, ask: ParsedRequest, prompt_tokens: int) -> None:
+    def _limit(self, served: ServedModel, request: ParsedRequest, prompt_tokens: int) -> None:
         """Set the maximum number of sampled tokens; raise ApiError if they do not fit into the context."""
         context = served.sampler.max_length
         tokens_left = context - prompt_tokens
-        limits = {"messages": tokens_left} | ask.limits
+        limits = {"messages": tokens_left} | request.limits
         param = max(limits, key=lambda name: limits[name])
-        if tokens_left < 1 or (limits[param] > tokens_left and not ask.clamp):
+        if tokens_left < 1 or (limits[param] > tokens_left and not request.clamp):
             text = f"the messages take {prompt_tokens} of the {context} tokens of the model's context; shorten them"
             text += f", or set {param} to at most {tokens_left}" if tokens_left > 0 else ""
             raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
-        ask.max_tokens = min(limits.values())
+        request.max_tokens = min(limits.values())
 
     async def _fold(
-        self, model: ServedModel, folding: Folding, ask: ParsedRequest, prompt: list[int]
+        self, model: ServedModel, folding: Folding, request: ParsedRequest, prompt: list[int]
     ) -> list[int]:
-        """Return the prompt of the folded conversation and note it in `ask`; the same prompt if nothing can go."""
-        context = Context.of_messages(ask.messages)
+        """Return the prompt of the folded conversation and note it in the request. Return `prompt` if
+        no turn can be folded."""
+        context = Context.of_messages(request.messages)
         if not context.turns:
             return prompt
         try:
             if folding.fold == "summary":
-                folded_context = with_summary(context, await self._summary(model, folding, ask))
+                folded_context = with_summary(context, await self._summary(model, folding, request))
             else:
                 folded_context = await fold(context, folding)
         except FoldError as error:
@@ -161,26 +165,28 @@ class ChatServer:
             raise ApiError(text, "messages", status=500) from error
         if folded_context is context:
             return prompt
-        ask.folded = folding.fold
+        request.folded = folding.fold
         self.folded += 1
-        return await self._render(model, folded_context.messages, ask)
+        return await self._render(model, folded_context.messages, request)
 
-    async def _summary(self, model: ServedModel, folding: Folding, ask: ParsedRequest) -> str:
-        ids = await self._render(model, with_user_text(ask.messages, folding.template), ask)
-        if (room := model.sampler.max_length - len(ids)) < 1:
+    async def _summary(self, model: ServedModel, folding: Folding, request: ParsedRequest) -> str:
+        ids = await self._render(model, with_user_text(request.messages, folding.template), request)
+        if (max_tokens := model.sampler.max_length - len(ids)) < 1:
             text = f"the messages and the request for a summary take {len(ids)} tokens; shorten them"
             raise ApiError(text, "messages", code="context_length_exceeded")
-        seed = turn_seed(ask.seed, 0, "summary", 0, 0)
-        params = dataclasses.replace(ask.params, seed=seed, max_tokens=min(folding.summary_tokens, room))
+        seed = turn_seed(request.seed, 0, "summary", 0, 0)
+        params = dataclasses.replace(
+            request.params, seed=seed, max_tokens=min(folding.summary_tokens, max_tokens)
+        )
         async with model.gate:
             with contextlib.closing(model.sampler.session()) as session:
                 completion = await session.sample(ids, params)
-        return model.chat.parse(completion.token_ids, ids, ask.tools).content
+        return model.chat.parse(completion.token_ids, ids, request.tools).content
 
-    async def _render(self, model: ServedModel, messages: list[Message], ask: ParsedRequest) -> list[int]:
+    async def _render(self, model: ServedModel, messages: list[Message], request: ParsedRequest) -> list[int]:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self._writer, model.chat.render, messages, ask.tools)
+            return await loop.run_in_executor(self._writer, model.chat.render, messages, request.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template cannot render the folded conversation: {error}"
             raise ApiError(text, "messages") from error
@@ -206,16 +212,16 @@ class ChatServer:
     async def _choice(
         self,
         model: ServedModel,
-        ask: ParsedRequest,
+        request: ParsedRequest,
         prompt: list[int],
         number: int,
         on_partial: OnPartial | None,
     ) -> SampledChoice:
-        seed = ask.seed if number == 0 else turn_seed(ask.seed, 0, "choice", number, 0)
-        params = dataclasses.replace(ask.params, seed=seed)
+        seed = request.seed if number == 0 else turn_seed(request.seed, 0, "choice", number, 0)
+        params = dataclasses.replace(request.params, seed=seed)
         async with model.gate:
             with contextlib.closing(model.sampler.session()) as session:
-                return (await sample_choice(session, model.chat, ask, prompt, params, on_partial))[0]
+                return (await sample_choice(session, model.chat, request, prompt, params, on_partial))[0]
 
 
 def make_server(

@@ -56,8 +56,8 @@ class Selection:
     def convert(self, episodes: Path) -> ConversionResult:
         if self.form == "dpo":
             return convert(read_rows(episodes), "dpo", Filters())
-        low = math.nextafter(0.0, 1.0) if self.min_reward is None else self.min_reward
-        filters = Filters(min_reward=low, dedupe=self.form == "rft")
+        min_reward = math.nextafter(0.0, 1.0) if self.min_reward is None else self.min_reward
+        filters = Filters(min_reward=min_reward, dedupe=self.form == "rft")
         return convert(self._best_rows(episodes), "sft", filters)
 
     def _best_rows(self, episodes: Path) -> Iterator[DatasetRow]:
@@ -70,8 +70,8 @@ class Selection:
             trajectory = recorded_episode(row)
             if trajectory.reward is not None:
                 by_task[trajectory.task.id].append((-total(trajectory.reward), number))
-        best = {number for ranked in by_task.values() for _, number in sorted(ranked)[: self.best]}
-        yield from (row for number, row in enumerate(rows) if number in best)
+        best_numbers = {number for ranked in by_task.values() for _, number in sorted(ranked)[: self.best]}
+        yield from (row for number, row in enumerate(rows) if number in best_numbers)
 
 
 class Teaching(Rollouts):
@@ -87,31 +87,34 @@ class Teaching(Rollouts):
         super().__init__(config, folder / EPISODES, episodes, notify=notify)
         save_trajectories(self._partial_file, earlier.values())  # which it has emptied
         self.scored_by = scored_by(self.config, check_reward(self.config))
-        self._check_request()
+        self._check_same_request()
         requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
         self._ended = [episode for key, episode in earlier.items() if key in requested]
         # Episodes of other tasks, or of more episodes per task, stay in the file.
-        self._others = [episode for key, episode in earlier.items() if key not in requested]
+        self._other_episodes = [episode for key, episode in earlier.items() if key not in requested]
         if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
             self._ended = [e for e in self._ended if self._members(e.task.id) == episodes]
         self.num_finished = len(self._ended)
         self.rounds = [[task for task in self.tasks if self._members(task.id) < episodes]]
-        save_trajectories(self._partial_file, [*self._others, *self._ended])
+        save_trajectories(self._partial_file, [*self._other_episodes, *self._ended])
 
     def _members(self, task: str) -> int:
         return sum(episode.task.id == task for episode in self._ended)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
-        return TextFormat(), EndpointSampler(self.settings, self.spent(), self._spending.add)
+        return TextFormat(), EndpointSampler(self.settings, self.total_usage(), self._spending.add)
 
-    def spent(self) -> Usage:
+    def total_usage(self) -> Usage:
         """Return what all runs in this folder have paid, at the present prices."""
         return self._spending.usage(self.settings.budget)
 
-    def _check_request(self) -> None:
+    def _check_same_request(self) -> None:
         """Store teacher and conditions; raise ValueError if the folder has episodes of others."""
-        played = conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
-        request = {"teacher": self.settings.model, "endpoint": self.settings.endpoint().identity} | played
+        play_conditions = conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
+        request = {
+            "teacher": self.settings.model,
+            "endpoint": self.settings.endpoint().identity,
+        } | play_conditions
         request = json.loads(json.dumps(request))
         path = self.folder / REQUEST
         if not path.is_file():
@@ -119,8 +122,8 @@ class Teaching(Rollouts):
                 path, json.dumps(request | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=2)
             )
             return
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if changed := [key for key, value in request.items() if stored.get(key) != value]:
+        stored_request = json.loads(path.read_text(encoding="utf-8"))
+        if changed := [key for key, value in request.items() if stored_request.get(key) != value]:
             names = [key if key != "rest" else "environment, tools or reward" for key in changed]
             raise ValueError(
                 f"{self.folder} holds episodes of another request: {', '.join(names)} "
@@ -129,8 +132,8 @@ class Teaching(Rollouts):
 
     def _finish(self) -> None:
         super()._finish()
-        if self._others:
-            save_trajectories(self.path, self._others, append=True)
+        if self._other_episodes:
+            save_trajectories(self.path, self._other_episodes, append=True)
 
     def write_rows(self, selection: Selection) -> ConversionResult:
         """Write the training rows of all finished episodes."""
@@ -144,7 +147,7 @@ class Teaching(Rollouts):
         return result
 
     def write_report(self, rows: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:
-        usage, budget = self.spent(), self.settings.budget
+        usage, budget = self.total_usage(), self.settings.budget
         report: dict[str, Any] = {
             "teacher": self.settings.model,
             "episodes": len(self._ended),

@@ -25,11 +25,11 @@ def group_credit(
     lines = (index or EpisodeIndex(run)).lines("step = ?", step)
     episodes = [trajectory_from_dict(json.loads(line), run.images) for line, _ in lines]
     credit = run_credit(run, step, task, episodes)[1]
-    credited = [episode for group in credit.groups for episode in group.episodes]
-    credits = {(each.trajectory.group, each.trajectory.member): each for each in credited}
+    episode_credits = [episode for group in credit.groups for episode in group.episodes]
+    credits = {(entry.trajectory.group, entry.trajectory.member): entry for entry in episode_credits}
     result = GroupView(step=step, task=task, members=[], notes=credit.notes)
     members = [(*line, episode) for line, episode in zip(lines, episodes, strict=True)]
-    members = [each for each in members if each[-1].task.id == task and group in (None, each[-1].group)]
+    members = [entry for entry in members if entry[-1].task.id == task and group in (None, entry[-1].group)]
     logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
     if learner:
         from TrainingFactory.apps.views.learned import learner_logprobs  # slow: imports the model code
@@ -42,15 +42,15 @@ def group_credit(
         view, own = episode_view(line, number, run.name), credits[episode.group, episode.member]
         view.credit = CreditView(
             measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=own.left_out,
-            turns=[{"pieces": list(_pieces(turn.pieces, p))} for turn, p in zip(own.turns, by_turn, strict=True)],
+            turns=[{"pieces": list(_piece_rows(turn.pieces, p))} for turn, p in zip(own.turns, by_turn, strict=True)]
         )  # fmt: skip
         result.members.append(view)
     return result
 
 
-def _pieces(pieces: Sequence[Piece], learned: Sequence[float]) -> Iterator[Json]:
-    at = 0
+def _piece_rows(pieces: Sequence[Piece], logprobs: Sequence[float]) -> Iterator[Json]:
+    end = 0
     for piece in pieces:
         row = {"text": piece.text, "ids": piece.token_ids, "logprobs": piece.logprobs, "values": piece.values}
-        start, at = at, at + len(piece.token_ids)
-        yield row | {"trained": bool(piece.values), "learned": learned[start:at]}
+        start, end = end, end + len(piece.token_ids)
+        yield row | {"trained": bool(piece.values), "learned": logprobs[start:end]}

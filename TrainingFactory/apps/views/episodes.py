@@ -62,9 +62,9 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
     """Yield (tool name, result) for each result of a turn."""
     calls = turn["message"].get("tool_calls") or []
     names = [(call.get("id"), str(call.get("function", call).get("name"))) for call in calls]
-    for place, result in enumerate(turn.get("tool_results") or ()):
-        beside = names[place][1] if place < len(names) else ""
-        yield dict(names).get(result.get("id") or None) or beside, result
+    for index, result in enumerate(turn.get("tool_results") or ()):
+        name_at_index = names[index][1] if index < len(names) else ""
+        yield dict(names).get(result.get("id") or None) or name_at_index, result
 
 
 def episode_view(source: bytes | Trajectory, number: int, run: str | None = None) -> EpisodeView:

@@ -25,17 +25,17 @@ class FilePosition(NamedTuple):
 
 
 class FileChunk(NamedTuple):
-    """Whole lines of a file from byte `start`. `again`: the file was truncated, so it was read from the beginning."""
+    """Whole lines of a file from byte `start`. `was_truncated`: it was read from the beginning."""
 
     start: int
     lines: list[bytes]
-    place: FilePosition
-    again: bool
+    position: FilePosition
+    was_truncated: bool
     size: int  # of the file
 
     @property
-    def more(self) -> bool:
-        return bool(self.lines) and self.place.offset < self.size
+    def has_more(self) -> bool:
+        return bool(self.lines) and self.position.offset < self.size
 
 
 class Problems:
@@ -45,13 +45,13 @@ class Problems:
         self.texts: list[str] = []
 
     @contextmanager
-    def reading(self, what: str) -> Iterator[None]:
-        """Record an error raised in the block; `what` names the file or the part of it that is read."""
+    def reading(self, subject: str) -> Iterator[None]:
+        """Record an error raised in the block; `subject` names the file or the part of it that is read."""
         try:
             yield
         except Exception as error:  # users may have edited the files in any way
             reason = error_reason(error)
-            self.texts.append(reason if what in reason else f"{what}: {reason}")
+            self.texts.append(reason if subject in reason else f"{subject}: {reason}")
 
 
 def error_reason(error: Exception) -> str:
@@ -59,33 +59,35 @@ def error_reason(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
 
 
-def read_new_lines(path: Path, place: FilePosition, most: int) -> FileChunk:
-    """Read the lines after `place`: about `most` bytes, but at least one line. A missing file counts as empty. Raise
+def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileChunk:
+    """Read about `max_bytes` after `position`, but at least one line. A missing file counts as empty. Raise
     ValueError if the file is not a regular one (see `open_regular`) or a line exceeds `MAX_LINE` bytes."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
-        return FileChunk(0, [], FilePosition(), place.offset > 0, 0)
+        return FileChunk(0, [], FilePosition(), position.offset > 0, 0)
     with file:
-        size, start = os.fstat(file.fileno()).st_size, place.offset
-        file.seek(max(0, start - len(place.tail)))
-        if again := size < start or file.read(len(place.tail)) != place.tail:
-            start, place = file.seek(0), FilePosition()
-        data = file.read(most)
+        size, start = os.fstat(file.fileno()).st_size, position.offset
+        file.seek(max(0, start - len(position.tail)))
+        if was_truncated := size < start or file.read(len(position.tail)) != position.tail:
+            start, position = file.seek(0), FilePosition()
+        data = file.read(max_bytes)
         data += b"" if b"\n" in data else file.readline(MAX_LINE)
     if len(data) > MAX_LINE and b"\n" not in data:
         raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes at byte {start}.")
     data = data[: data.rfind(b"\n") + 1]
-    place = FilePosition(start + len(data), (place.tail + data[-TAIL:])[-TAIL:])
-    return FileChunk(start, data.split(b"\n")[:-1], place, again, size)
+    position = FilePosition(start + len(data), (position.tail + data[-TAIL:])[-TAIL:])
+    return FileChunk(start, data.split(b"\n")[:-1], position, was_truncated, size)
 
 
-def read_last_lines(path: Path, most: int) -> tuple[list[bytes], int]:
-    """Return the whole lines in the last `most` bytes of a file (none if missing), and the number of bytes before."""
-    start = max(0, read_new_lines(path, FilePosition(), 1).size - most)
+def read_last_lines(path: Path, max_bytes: int) -> tuple[list[bytes], int]:
+    """Return the whole lines in the last `max_bytes` of a file (none if missing), and the number of bytes before."""
+    start = max(0, read_new_lines(path, FilePosition(), 1).size - max_bytes)
     if start:
-        start = read_new_lines(path, FilePosition(start - 1), 1).place.offset  # start of the next whole line
-    return read_new_lines(path, FilePosition(start), most).lines, start
+        start = read_new_lines(
+            path, FilePosition(start - 1), 1
+        ).position.offset  # start of the next whole line
+    return read_new_lines(path, FilePosition(start), max_bytes).lines, start
 
 
 def read_json(line: bytes) -> Any:

@@ -20,21 +20,21 @@ from TrainingFactory.types import Trajectory
 def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
     """Return the learner's log-probs of all sampled tokens, by episode and turn, before it trained on them; raise
     ValueError if the weights that sampled them are no longer stored."""
-    config = _sampled_with(run, episodes)
+    config = _sampling_params_of(run, episodes)
     loaded_model = load(config)
     temperature = config.sampling.temperature
     learner = Learner(
         loaded_model.model, OptimizerOptions(), temperature=temperature, vision=loaded_model.vision
     )
     rows = [to_samples(episode) for episode in episodes]
-    every = [row for samples in rows for row in samples]
-    batch = make_batch(every, config.training.token_budget, learner.sharing)
+    all_rows = [row for samples in rows for row in samples]
+    batch = make_batch(all_rows, config.training.token_budget, learner.sharing)
     learner.annotate(batch, frozenset({"old"}))
-    logprobs = [np.zeros(len(row.token_ids)) for row in every]
+    logprobs = [np.zeros(len(row.token_ids)) for row in all_rows]
     for pack in batch.packs:
         assert pack.old is not None
         for number in pack.rows.tolist():
-            logprobs[number][np.array(every[number].loss_mask)] = pack.old[pack.row == number]
+            logprobs[number][np.array(all_rows[number].loss_mask)] = pack.old[pack.row == number]
     numbers = iter(logprobs)
     by_episode = [[next(numbers) for _ in samples] for samples in rows]
     return [
@@ -43,7 +43,7 @@ def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[lis
     ]
 
 
-def _sampled_with(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
+def _sampling_params_of(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
     """Return the run's config with the weights that sampled these episodes."""
     turns = [turn.completion for episode in episodes for turn in episode.turns]
     versions = sorted({version for sampled in turns for version in sampled.token_versions})

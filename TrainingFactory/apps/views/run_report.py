@@ -39,7 +39,8 @@ def run_page(run: RunFolder) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in run.run_info["versions"].items())
     rows = [*state_rows(run), ("versions", versions)]
     episodes = [
-        (name, conversation_with_images(episode), ending_text(episode)) for name, episode in samples(run)
+        (name, conversation_with_images(episode), ending_text(episode))
+        for name, episode in sample_episodes(run)
     ]
     return render(
         "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
@@ -48,26 +49,26 @@ def run_page(run: RunFolder) -> str:
 
 
 def charts(metrics: Rows) -> list[Chart]:
-    candidates = [_spread(metrics), _heldout(metrics)]
+    candidates = [_reward_chart(metrics), _heldout_chart(metrics)]
     for title, names in CURVES.items():
-        ends = (
+        limits = (
             (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
         )
         lines = [Curve(label, points(metrics, key)) for key, label in names.items()]
-        candidates.append(Chart(title, lines, *ends))
+        candidates.append(Chart(title, lines, *limits))
     return [chart for chart in candidates if chart.lines]
 
 
-def _spread(metrics: Rows) -> Chart:
+def _reward_chart(metrics: Rows) -> Chart:
     rows = [row for row in metrics if "reward" in row]
     low, high = (
-        [(r["step"], r["reward"] + sign * r.get("reward_std", 0.0)) for r in rows] for sign in (-1, 1)
+        [(row["step"], row["reward"] + sign * row.get("reward_std", 0.0)) for row in rows] for sign in (-1, 1)
     )
     return Chart("Reward, with its standard deviation", [Curve("reward", points(rows, "reward"), low, high)])
 
 
-def _heldout(metrics: Rows) -> Chart:
-    value, low, high = (points(metrics, f"eval/success{end}") for end in ("", "_low", "_high"))
+def _heldout_chart(metrics: Rows) -> Chart:
+    value, low, high = (points(metrics, f"eval/success{suffix}") for suffix in ("", "_low", "_high"))
     return Chart("Held-out success, with its 95 % interval", [Curve("success", value, low, high)], 0.0, 1.0)
 
 
@@ -75,12 +76,12 @@ def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
     return [(row["step"], row[name]) for row in metrics if name in row]
 
 
-def samples(run: RunFolder) -> list[tuple[str, Trajectory]]:
+def sample_episodes(run: RunFolder) -> list[tuple[str, Trajectory]]:
     """Return the best and the worst recorded episode of the first and of the last step."""
     if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed()):
         return []
     episodes: list[tuple[str, Trajectory]] = []
     for step in dict.fromkeys((min(steps), max(steps))):
-        for which, episode in best_and_worst(run.episodes(step)).items():
-            episodes.append((f"Step {step}, {which}: task {episode.task.id}", episode))
+        for rank, episode in best_and_worst(run.episodes(step)).items():
+            episodes.append((f"Step {step}, {rank}: task {episode.task.id}", episode))
     return episodes

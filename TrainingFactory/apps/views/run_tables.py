@@ -34,26 +34,26 @@ Rows = Sequence[dict[str, Any]]
 
 def state_rows(run: RunFolder) -> list[tuple[str, str]]:
     """Return (name, value) rows that describe a run and its progress."""
-    status, about = run.status, run.run_info
-    commit = f", commit {about['commit']}" if about["commit"] else ""
+    status, run_info = run.status, run.run_info
+    commit = f", commit {run_info['commit']}" if run_info["commit"] else ""
     return [
         ("state", run.state + (f": {status.reason}" if status.reason else "")),
         ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
         ("model", run.config.model.name),
-        ("training", training_summary(run.config, about)),
-        ("started", f"{about['started']}, torch {about['versions']['torch']}{commit}"),
-        *(("resolved", text) for text in about.get(RESOLVED, ())),
+        ("training", training_summary(run.config, run_info)),
+        ("started", f"{run_info['started']}, torch {run_info['versions']['torch']}{commit}"),
+        *(("resolved", text) for text in run_info.get(RESOLVED, ())),
     ]
 
 
-def training_summary(config: TrainingConfig, about: dict[str, Any]) -> str:
+def training_summary(config: TrainingConfig, run_info: dict[str, Any]) -> str:
     """Return a run's algorithm and its environment or dataset, such as `grpo in search`."""
-    algorithm, place = config.training.algorithm, config.environment.environment_id
-    if place is not None:
-        return f"{algorithm} in {place}"
+    algorithm, environment = config.training.algorithm, config.environment.environment_id
+    if environment is not None:
+        return f"{algorithm} in {environment}"
     if config.data.dataset is not None:
         return f"{algorithm} on {config.data.dataset}"
-    objects = about.get("objects")
+    objects = run_info.get("objects")
     if objects:
         return f"{algorithm} with {' and '.join(objects)} from Python"
     return f"{algorithm} in conversations"
@@ -97,7 +97,7 @@ def usage_rows(metrics: Rows) -> Iterator[tuple[str, str]]:
     """Yield a (name, text) row for judges and one for pools, without zero values."""
     total = usage_totals(metrics)
     for prefix in USAGE_PREFIXES:
-        spent = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
-        texts = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in spent.items() if value]
+        usage = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
+        texts = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in usage.items() if value]
         if texts:
             yield prefix.removesuffix("/"), f"total: {', '.join(texts)}"

@@ -67,8 +67,8 @@ class FindingRow(BaseModel):
     @property
     def when(self) -> str:
         first, last = self.first_step, self.last_step
-        again = f", {self.times} times in total" if self.times > 1 else ""
-        return (f"since step {first}" if last is None else f"steps {first} to {last}, resolved") + again
+        count_note = f", {self.times} times in total" if self.times > 1 else ""
+        return (f"since step {first}" if last is None else f"steps {first} to {last}, resolved") + count_note
 
 
 class EvaluationRow(BaseModel):

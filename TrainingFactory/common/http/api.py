@@ -87,7 +87,7 @@ class Api:
     def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
         async def handler(request: Request) -> Response:
             self._check_host(request)
-            if keyed and not self._opens(request):
+            if keyed and not self._is_valid_key(request):
                 raise _wrong_key()
             return json_response(answer())
 
@@ -95,7 +95,7 @@ class Api:
 
     def post(self, path: str, answer: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
         """Add a handler of JSON bodies. It is cancelled when the client disconnects."""
-        self._post(path, lambda request: answer if self._opens(request) else None, errors)
+        self._post(path, lambda request: answer if self._is_valid_key(request) else None, errors)
 
     def post_by_key(
         self, path: str, find_handler: Callable[[str], Handler | None], errors: ErrorFormat = OPENAI_ERRORS
@@ -103,7 +103,7 @@ class Api:
         """Add a route whose handler `find_handler` selects by the request's key; None for an unknown key."""
 
         def find(request: Request) -> Handler | None:
-            return find_handler(request.headers.get("x-tfactory-episode") or _key_in(request))
+            return find_handler(request.headers.get("x-tfactory-episode") or _key_of_request(request))
 
         self._post(path, find, errors)
 
@@ -134,7 +134,7 @@ class Api:
             try:
                 return await handler(request)
             except asyncio.CancelledError:  # only when `SHUTDOWN_SECONDS` have passed after Ctrl-C
-                error: BaseException = _stopping()
+                error: BaseException = _stopping_error()
             except Exception as caught:
                 error = caught
             response = as_api_error(error)
@@ -150,8 +150,8 @@ class Api:
             text = "this server accepts only local requests; use the host name 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
 
-    def _opens(self, request: Request) -> bool:
-        key = _key_in(request).encode("latin-1")  # the bytes as sent
+    def _is_valid_key(self, request: Request) -> bool:
+        key = _key_of_request(request).encode("latin-1")  # the bytes as sent
         return self._key is None or hmac.compare_digest(key, self._key.encode())
 
 
@@ -167,13 +167,13 @@ class EventStreamResponse(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last = encode_events([self._errors.error_event(_stopping())])
-            await send({"type": "http.response.body", "body": last, "more_body": False})
+            last_event = encode_events([self._errors.error_event(_stopping_error())])
+            await send({"type": "http.response.body", "body": last_event, "more_body": False})
         finally:
             await self._events.aclose()
 
 
-def _key_in(request: Request) -> str:
+def _key_of_request(request: Request) -> str:
     """Return the key in the first of `KEY_PLACES` that has one, else ""."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
@@ -187,7 +187,7 @@ def _wrong_key() -> ApiError:
     return ApiError(text, "authorization", status=401, code="invalid_api_key")
 
 
-def _stopping() -> ApiError:
+def _stopping_error() -> ApiError:
     return ApiError("the server is stopping", status=503, code="server_stopping")
 
 

@@ -50,7 +50,7 @@ def address_of(bound: socket.socket) -> str:
 class _Connection(H11Protocol):
     """Connection that times out if the headers do not arrive; uvicorn would wait forever."""
 
-    _late: asyncio.TimerHandle | None = None
+    _is_late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,11 +61,11 @@ class _Connection(H11Protocol):
         self._wait_for_head()
 
     def _wait_for_head(self) -> None:
-        if self._late is None and self.conn.their_state is h11.IDLE:
-            self._late = self.loop.call_later(HEADER_TIMEOUT, self.timeout_keep_alive_handler)
-        elif self._late is not None and self.conn.their_state is not h11.IDLE:
-            self._late.cancel()
-            self._late = None
+        if self._is_late is None and self.conn.their_state is h11.IDLE:
+            self._is_late = self.loop.call_later(HEADER_TIMEOUT, self.timeout_keep_alive_handler)
+        elif self._is_late is not None and self.conn.their_state is not h11.IDLE:
+            self._is_late.cancel()
+            self._is_late = None
 
 
 def make_server(app: Any) -> uvicorn.Server:

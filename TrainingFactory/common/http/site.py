@@ -104,7 +104,7 @@ class Site:
         self._static = static
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
         self._api.add_exception_handler(HTTPException, not_found_response)
-        self._api.add_exception_handler(RequestValidationError, _wrong_request)
+        self._api.add_exception_handler(RequestValidationError, _validation_error)
         self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
@@ -192,11 +192,11 @@ def _api_error(error: BaseException) -> ApiError:
     return ApiError(str(error)) if is_user_error else as_api_error(error)
 
 
-async def _wrong_request(request: Request, error: Exception) -> Response:
+async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    field = ".".join(str(part) for part in first["loc"][1:]) or str(first["loc"][0])
-    response = ApiError(f"{field}: {first['msg']}", field, status=422)
+    detail = error.errors()[0]
+    field = ".".join(str(part) for part in detail["loc"][1:]) or str(detail["loc"][0])
+    response = ApiError(f"{field}: {detail['msg']}", field, status=422)
     return json_response(response.body, response.status)
 
 
@@ -217,7 +217,7 @@ class _Guard:
         request = Request(scope, receive)
         try:
             self._check_names(request)
-            answer = self._enter(request)
+            answer = self._sign_in(request)
             if answer is None and request.method not in SAFE:
                 receive = await self._checked_body(request)
         except ApiError as error:
@@ -244,7 +244,7 @@ class _Guard:
         address = match[1] or re.fullmatch(r"[\d.]+", name)
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
-    def _enter(self, request: Request) -> Response | None:
+    def _sign_in(self, request: Request) -> Response | None:
         """Check the token in the cookie or header. Return None if it is valid. For the address with ?token=, return a
         page that sets the cookie; for a browser without a token, an explanation. Raise ApiError for the API."""
         authorization = request.headers.get("authorization", "")

@@ -68,7 +68,7 @@ def parse_result_rows(content: str) -> ResultRows | None:
     is_truncated = is_truncated or any(
         isinstance(value, str) and TRUNCATED_VALUE.search(value) for row in rows for value in row
     )
-    comparable = [tuple(_comparable(value) for value in row) for row in rows]
+    comparable = [tuple(_make_comparable(value) for value in row) for row in rows]
     return ResultRows(comparable, is_truncated, len(columns) if isinstance(columns, list) else 0)
 
 
@@ -89,12 +89,12 @@ _PIECES = re.compile(
 )
 
 
-def _comparable(value: Any) -> Any:
+def _make_comparable(value: Any) -> Any:
     """Return a value that compares equal up to rounding: sums in another order differ in their last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
-            rounded = round(value)
-            if math.isclose(value, rounded, rel_tol=1e-12, abs_tol=1e-15):
-                return rounded
+            round_numbers = round(value)
+            if math.isclose(value, round_numbers, rel_tol=1e-12, abs_tol=1e-15):
+                return round_numbers
         return ("float", f"{value:.12g}")
     return value if value is None or type(value) is int else (type(value).__name__, json.dumps(value))

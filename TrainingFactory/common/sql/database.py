@@ -22,7 +22,7 @@ MAX_CELL_CHARS = 500
 MAX_VALUE_BYTES = 10_000_000  # limit of any value that SQLite computes
 MAX_SQL_CHARS = 50_000
 GROWTH_PAGES = 25_000  # maximum growth of a writable copy: 100 MB at the usual page size
-TRUNCATED_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_truncated` writes it
+TRUNCATED_VALUE = re.compile(r"\A<\d+ bytes>\Z|\[\.\.\. \d+ characters cut\]\Z")  # as `_truncate` writes it
 STEPS_PER_TIME_CHECK = 1000  # SQLite virtual machine instructions between two checks of the time limit
 
 READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
@@ -65,13 +65,13 @@ class SqlDatabase:
                 deadline = time.monotonic() + self.timeout
                 connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_PER_TIME_CHECK)
                 cursor = connection.execute(query)
-                shorten = _digested if self.format == "exact" else _truncated
+                shorten = _digest_long if self.format == "exact" else _truncate
                 rows = [[shorten(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
                 names = [column[0] for column in cursor.description or ()]
                 num_changed = cursor.rowcount
                 cursor.close()
             except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-                return self._failed(error, time.monotonic() > deadline)
+                return self._failure_result(error, time.monotonic() > deadline)
         if not names:
             text = (
                 f"done, {num_changed} row{'' if num_changed == 1 else 's'} changed"
@@ -113,8 +113,8 @@ class SqlDatabase:
         if folder is not None:
             folder.cleanup()
 
-    def _failed(self, error: BaseException, late: bool) -> ToolResult:
-        if late and "interrupted" in str(error):
+    def _failure_result(self, error: BaseException, is_timeout: bool) -> ToolResult:
+        if is_timeout and "interrupted" in str(error):
             text = f"stopped after {self.timeout:g} s; ask for less, for instance with LIMIT"
             # Not error="timeout": the database works, and a retry of the same statement would time out again.
             return ToolResult(text, ok=False, error="exception")
@@ -156,30 +156,30 @@ def _copy_to(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
     return copy
 
 
-def _may_read(action: int, first: str | None, second: str | None, *_: Any) -> int:
+def _may_read(action: int, name: str | None, detail: str | None, *_: Any) -> int:
     if action == sqlite3.SQLITE_PRAGMA or action in READ_ACTIONS:
-        return _may_write(action, first, second)
+        return _may_write(action, name, detail)
     return sqlite3.SQLITE_DENY
 
 
-def _may_write(action: int, first: str | None, second: str | None, *_: Any) -> int:
+def _may_write(action: int, name: str | None, detail: str | None, *_: Any) -> int:
     denied = action in DENIED_ACTIONS or (
-        action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in DENIED_FUNCTIONS
+        action == sqlite3.SQLITE_FUNCTION and (detail or "").lower() in DENIED_FUNCTIONS
     )
     if action == sqlite3.SQLITE_PRAGMA:
-        denied = (first or "").lower() not in PRAGMAS
+        denied = (name or "").lower() not in PRAGMAS
     return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
 
 
 def as_table(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
     lines = [" | ".join(map(_cell, row)) for row in [names, *rows]]
     count = len(rows)
-    end = (
+    note = (
         f"(the first {count} rows; there are more)"
         if is_truncated
         else f"({count} row{'' if count == 1 else 's'})"
     )
-    return "\n".join([*lines, end])
+    return "\n".join([*lines, note])
 
 
 def as_json(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
@@ -188,7 +188,7 @@ def as_json(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
     )
 
 
-def _truncated(value: Any) -> Any:
+def _truncate(value: Any) -> Any:
     """Truncate a value to its displayed size, so that large values are not kept in memory."""
     if isinstance(value, bytes):
         return f"<{len(value)} bytes>"
@@ -197,7 +197,7 @@ def _truncated(value: Any) -> Any:
     return f"{value[:MAX_CELL_CHARS]}[... {len(value) - MAX_CELL_CHARS} characters cut]"
 
 
-def _digested(value: Any) -> Any:
+def _digest_long(value: Any) -> Any:
     """Replace a large value by a list with its type and digest, which no other value equals."""
     if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not TRUNCATED_VALUE.search(value):
         return value

@@ -15,14 +15,14 @@ PRIVATE = 40  # lowest file descriptor for the pipes: user code does not use suc
 
 def main() -> None:
     lines, answers = take_pipes()
-    ticket, first, _ = json.loads(lines.readline())
-    kill_at_hangup(first["life"], os.getpgrp())
-    sys.path[:0] = first["path"]
+    ticket, setup, _ = json.loads(lines.readline())
+    kill_at_hangup(setup["life"], os.getpgrp())
+    sys.path[:0] = setup["path"]
     try:
-        module, _, name = first["target"].partition(":")
+        module, _, name = setup["target"].partition(":")
         function = getattr(import_module(module), name)
-        if first["settings"] is not None:
-            function = function(first["settings"])
+        if setup["settings"] is not None:
+            function = function(setup["settings"])
     except Exception as error:
         return send(answers, ticket, None, explain(error))
     send(answers, ticket, None, None)

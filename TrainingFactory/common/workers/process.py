@@ -55,7 +55,7 @@ class Worker:
         self.target, self.settings, self.start_seconds = target, settings, start_seconds
         self._path, self._flags, self._launch, self._max_answer = path, flags, launch, max_answer
         self._child: _Child | None = None
-        self._end: Callable[[], Any] = lambda: None
+        self._exit_text: Callable[[], Any] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._turn = asyncio.Lock()
         self._closed = False
@@ -81,11 +81,11 @@ class Worker:
                 self._child = _Child(
                     [sys.executable, "-P", *self._flags, str(CHILD)], self._launch, self._max_answer
                 )
-                self._end = weakref.finalize(self, self._child.end)
+                self._exit_text = weakref.finalize(self, self._child.end)
                 path = [p or os.getcwd() for p in sys.path] if self._path is None else list(self._path)
-                first = {"target": self.target, "settings": self.settings, "path": path}
+                setup = {"target": self.target, "settings": self.settings, "path": path}
                 try:
-                    await self._answer(first | {"life": self._child.life}, self.start_seconds)
+                    await self._answer(setup | {"life": self._child.life}, self.start_seconds)
                 except WorkerTooSlow:
                     raise WorkerDied(f"did not start within {self.start_seconds:g} s") from None
                 except WorkerError:
@@ -110,7 +110,7 @@ class Worker:
 
     def _drop(self) -> None:
         self._child = None
-        self._end()
+        self._exit_text()
 
     def kill(self) -> None:
         """Kill the process and its subprocesses immediately. A running call raises WorkerDied."""
@@ -155,7 +155,7 @@ class _Child:
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
         self._max_answer = max_answer
-        self._rest = b""  # bytes after the last answer
+        self._unparsed = b""  # bytes after the last answer
 
     async def exchange(self, message: Any, on_event: EventCallback | None) -> tuple[Any, str | None]:
         """Send a message; return the answer and the problem. A random ticket ties an answer to its message: untrusted
@@ -173,7 +173,7 @@ class _Child:
                     case _:
                         break
         except BrokenPipeError:
-            raise WorkerDied(await self._epitaph()) from None
+            raise WorkerDied(await self._exit_text()) from None
         except (ValueError, RecursionError):  # not JSON
             pass
         raise WorkerDied("was stopped, because its code wrote to the pipe for answers")
@@ -187,7 +187,7 @@ class _Child:
                 await self._ready(self.commands, writing=True)
 
     async def _read_line(self) -> bytes:
-        parts, size = [self._rest], len(self._rest)
+        parts, size = [self._unparsed], len(self._unparsed)
         while b"\n" not in parts[-1]:
             await self._ready(self.answers)  # yields to other tasks, however fast the process writes
             parts.append(os.read(self.answers, 65536))
@@ -196,8 +196,8 @@ class _Child:
                 raise BrokenPipeError
             if size > self._max_answer:
                 raise WorkerDied(f"was stopped, because it answered with more than {self._max_answer} bytes")
-        end, _, self._rest = parts.pop().partition(b"\n")
-        return b"".join([*parts, end])
+        line_end, _, self._unparsed = parts.pop().partition(b"\n")
+        return b"".join([*parts, line_end])
 
     async def _ready(self, pipe: int, writing: bool = False) -> None:
         loop = asyncio.get_running_loop()
@@ -208,7 +208,7 @@ class _Child:
         finally:
             (loop.remove_writer if writing else loop.remove_reader)(pipe)
 
-    async def _epitaph(self) -> str:
+    async def _exit_text(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
         self.signal()

@@ -69,12 +69,14 @@ class AgentEpisode:
             if problem := self.problem(result):
                 raise RuntimeError(problem)
             return {"done": True, **self.ending(result)}
-        known = len(self._history)
-        new = request["messages"]
-        if new[:known] != self._history or [row["role"] for row in new[known : known + 1]] != ["assistant"]:
+        num_known = len(self._history)
+        messages = request["messages"]
+        if messages[:num_known] != self._history or [
+            row["role"] for row in messages[num_known : num_known + 1]
+        ] != ["assistant"]:
             raise RuntimeError("the agent changed earlier messages; run it as a program: environment.command")
-        self._history = new
-        return {"messages": [plain_message(row) for row in new[known + 1 :]]}
+        self._history = messages
+        return {"messages": [plain_message(row) for row in messages[num_known + 1 :]]}
 
     async def finish(self) -> Any:
         """Refuse further requests, and return the result of the run."""

@@ -41,12 +41,12 @@ class Adapter:
             self.mode = {"render_mode": "ansi"}
             environment = self.make()
         base = name.rpartition("/")[2]
-        self.action = ActionFormat(environment.action_space, _named(ACTION_NAMES, base, []))
+        self.action = ActionFormat(environment.action_space, _name_actions(ACTION_NAMES, base, []))
         size = math.prod(getattr(environment.observation_space, "shape", None) or ())
         if size > MAX_VALUES and not self.mode:
             raise ValueError(f"{name}: an observation has {size} values; images are not supported")
         reply = "Call act with" if self.actions == "tools" else "Answer with"
-        instructions = _named(INSTRUCTIONS, base, f"You act in the environment {name}.")
+        instructions = _name_actions(INSTRUCTIONS, base, f"You act in the environment {name}.")
         self.system_prompt = f"{instructions} {reply} {self.action.description}."
         environment.close()
 
@@ -66,9 +66,9 @@ class Adapter:
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks with a seed each; those of different splits differ."""
-        first = (2 * seed + (split == "heldout")) * 2**20
+        first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
-            value = (first + number) % MAX_TASKS
+            value = (first_seed + number) % MAX_TASKS
             yield {"id": f"{self.name}-{value}", "prompt": self.system_prompt, "metadata": {"seed": value}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
@@ -92,15 +92,15 @@ class Episode:
             return self._reply("user", f"Call act with {self._adapter.action.description}.", 0.0, invalid=1)
         if not calls:
             return self._act(message["content"], "user", {})
-        rewards, replies, last = 0.0, [], {}
+        rewards, replies, last_info = 0.0, [], {}
         for call in calls:
             keys = {"tool_call_id": call["id"], "name": call["name"]}
-            last = self._act(call["arguments"]["action"], "tool", keys)
-            rewards += last["reward"]
-            replies += last["messages"]
-            if last["done"]:
+            last_info = self._act(call["arguments"]["action"], "tool", keys)
+            rewards += last_info["reward"]
+            replies += last_info["messages"]
+            if last_info["done"]:
                 break
-        return {**last, "messages": replies, "reward": rewards}
+        return {**last_info, "messages": replies, "reward": rewards}
 
     def _act(self, text: Any, role: str, keys: dict[str, str]) -> dict[str, Any]:
         try:
@@ -172,9 +172,9 @@ class ActionFormat:
         if self._kind == "Discrete":
             words = re.findall(r"-?\w+", str(text).lower())
             numbers = {name.lower(): number for number, name in enumerate(self._names)}
-            chosen = [numbers[word] for word in words if word in numbers]
-            if chosen:
-                return self._start + chosen[-1]
+            actions = [numbers[word] for word in words if word in numbers]
+            if actions:
+                return self._start + actions[-1]
         elif self._kind == "Text":
             if self._space.contains(text.strip()):
                 return text.strip()
@@ -195,7 +195,7 @@ def _list_in(text: Any) -> Any:
         return None
 
 
-def _named(table: dict[str, Any], name: str, default: Any) -> Any:
+def _name_actions(table: dict[str, Any], name: str, default: Any) -> Any:
     return next((value for prefix, value in table.items() if name.startswith(prefix)), default)
 
 

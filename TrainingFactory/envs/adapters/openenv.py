@@ -33,18 +33,18 @@ class Adapter:
         fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
         self.schema = {**schema, "properties": fields}
         texts = [key for key, value in fields.items() if value.get("type") == "string"]
-        needed = schema.get("required") or list(fields)
-        self.action_field = needed[0] if len(needed) == 1 and needed[0] in texts else None
-        first = self.open_session()
+        required = schema.get("required") or list(fields)
+        self.action_field = required[0] if len(required) == 1 and required[0] in texts else None
+        session = self.open_session()
         try:
-            self.tools = [] if fields and not fields.keys() >= MCP_FIELDS else first.list_tools()
+            self.tools = [] if fields and not fields.keys() >= MCP_FIELDS else session.list_tools()
             self.actions = actions or ("tools" if self.tools else "text" if self.action_field else "json")
             if not is_single:
                 self._check_sessions()
         finally:
-            first.close()
+            session.close()
         if self.actions == "text" and not self.action_field:
-            raise ValueError(f"{self.url}: an action needs the fields {needed}; use args.actions=json")
+            raise ValueError(f"{self.url}: an action needs the fields {required}; use args.actions=json")
 
     def _get(self, path: str) -> Any:
         try:
@@ -84,9 +84,9 @@ class Adapter:
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks with a seed each; those of different splits differ."""
-        first = (2 * seed + (split == "heldout")) * 2**20
+        first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
-            value = (first + number) % MAX_TASKS
+            value = (first_seed + number) % MAX_TASKS
             yield {"id": f"openenv-{value}", "metadata": {"seed": value}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":

@@ -37,7 +37,7 @@ class Adapter:
         self.opponent = list(self.arguments.pop("opponent", []))
         players = self.arguments.pop("players", None)
         counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
-        self.num_players = next((count for count in counts if self._starts(count, last=counts[-1])), 0)
+        self.num_players = next((count for count in counts if self._is_first(count, last=counts[-1])), 0)
         if not self.player < self.num_players:
             raise ValueError(
                 f"environment.options.args.player is {self.player} of {self.num_players} players"
@@ -58,7 +58,7 @@ class Adapter:
         except (TypeError, ImportError) as error:
             raise ValueError(f"textarena:{self.name}: {error}") from error
 
-    def _starts(self, num_players: int, last: int) -> bool:
+    def _is_first(self, num_players: int, last: int) -> bool:
         environment = self.make()
         try:
             environment.reset(num_players=num_players, seed=0)
@@ -73,9 +73,9 @@ class Adapter:
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks with a seed each; those of different splits differ."""
-        first = (2 * seed + (split == "heldout")) * 2**20
+        first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
-            value = (first + number) % MAX_TASKS
+            value = (first_seed + number) % MAX_TASKS
             yield {"id": f"{self.name}-{value}", "metadata": {"seed": value}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
@@ -88,14 +88,14 @@ class Episode:
         self._choices = random.Random(f"opponent {seed}")
         self._random: Any = random.Random(seed).getstate()
         self._done = False
-        with self._own_randomness():
+        with self._use_own_randomness():
             self._environment = adapter.make()
             self._environment.reset(num_players=adapter.num_players, seed=seed)
             text = self._text_before_turn()
         self.messages = [{"role": "user", "content": text}]
 
     @contextlib.contextmanager
-    def _own_randomness(self) -> Iterator[None]:
+    def _use_own_randomness(self) -> Iterator[None]:
         """Let the game draw from a state of its own, so that other episodes do not change it."""
         with RANDOMNESS:
             random.setstate(self._random)
@@ -105,7 +105,7 @@ class Episode:
                 self._random = random.getstate()
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
-        with self._own_randomness():
+        with self._use_own_randomness():
             self._done, _ = self._environment.step(message["content"])
             text = self._text_before_turn()
         if not self._done:

@@ -20,7 +20,7 @@ class Adapter:
         path, colon, factory = name.rpartition(":")
         if not colon:
             raise ValueError(f"trl:{name} names no factory. Write trl:FILE.py:FACTORY")
-        module = _module_from(path)
+        module = _load_module(path)
         if not callable(getattr(module, factory, None)):
             raise ValueError(f"{path} defines no {factory}")
         self.name, self.args = factory, args
@@ -43,9 +43,9 @@ class Adapter:
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield rows with a `seed` each; those of different splits differ. A dataset is named in `data.tasks`."""
-        first = (2 * seed + (split == "heldout")) * 2**20
+        first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
-            value = (first + number) % MAX_TASKS
+            value = (first_seed + number) % MAX_TASKS
             yield {"id": f"{self.name}-{value}", "metadata": {"seed": value}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
@@ -59,12 +59,12 @@ class Episode:
         prompt = task.get("prompt") or ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         row = {"seed": seed, "prompt": messages, "answer": task.get("answer"), **task.get("metadata", {})}
-        observation = _finish(self._environment.reset(**_accepted(self._environment.reset, row)))
+        observation = _finish(self._environment.reset(**_accepted_arguments(self._environment.reset, row)))
         if observation is not None:  # as in TRL, the end of the last message
             if not isinstance(observation, str):
                 raise ValueError("reset returned an observation that is no text; images are not supported")
-            last = messages[-1]
-            messages[-1] = {**last, "content": last["content"] + observation}
+            last_message = messages[-1]
+            messages[-1] = {**last_message, "content": last_message["content"] + observation}
         self.messages = messages
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _finish(value: Any) -> Any:
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-def _accepted(function: Any, row: dict[str, Any]) -> dict[str, Any]:
+def _accepted_arguments(function: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the columns that a function has parameters for."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -99,7 +99,7 @@ def _accepted(function: Any, row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name in parameters}
 
 
-def _module_from(path: str) -> Any:
+def _load_module(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("trl_environment", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -63,11 +63,11 @@ class Adapter:
         """Yield tasks of the split in an order that depends on the seed; the splits have none in common."""
         tasks = self.load_tasks()
         random.Random(SHUFFLE).shuffle(tasks)
-        chosen = [
+        indices = [
             task for number, task in enumerate(tasks) if (number % HELDOUT == 0) == (split == "heldout")
         ]
-        random.Random(seed).shuffle(chosen)
-        for task in chosen[:count]:
+        random.Random(seed).shuffle(indices)
+        for task in indices[:count]:
             data = task.data.model_dump(mode="json", exclude_unset=True)
             index = task.data.idx
             yield {

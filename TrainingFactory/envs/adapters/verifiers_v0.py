@@ -134,8 +134,8 @@ class Episode(turns.AgentEpisode):
     def ending(self, result: Any) -> dict[str, Any]:
         """Return the stop condition, and the messages that the environment added after the last turn."""
         completion = [_wire(message) for message in result["completion"] or []]
-        last = max((i for i, row in enumerate(completion) if row["role"] == "assistant"), default=-1)
-        messages = [turns.plain_message(row) for row in completion[last + 1 :]]
+        last_turn = max((i for i, row in enumerate(completion) if row["role"] == "assistant"), default=-1)
+        messages = [turns.plain_message(row) for row in completion[last_turn + 1 :]]
         return {"messages": messages, "stop_reason": result["stop_condition"]}
 
     async def score(self) -> dict[str, Any]:

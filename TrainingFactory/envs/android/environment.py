@@ -89,7 +89,7 @@ class AndroidEnvironment(ToolEnvironment):
         # A tool makes several calls of adb, each with its own limit.
         super().__init__(task, tools, timeout=8 * self.options.call_timeout)
         self._state = TaskState(task.id, task.metadata)
-        self._leased: Device | None = None
+        self._device_or_none: Device | None = None
         self.screen: Screen | None = None
         self._answer: str | None = None
 
@@ -109,15 +109,15 @@ class AndroidEnvironment(ToolEnvironment):
         return cls.farm.metrics()
 
     async def reset(self) -> list[Message]:
-        self._leased = await self.farm.lease()
-        await self._state.prepare(self._leased)
+        self._device_or_none = await self.farm.lease()
+        await self._state.prepare(self._device_or_none)
         try:
             screen = await self._observe()
         except ScreenError as error:
-            raise DeviceUnavailable(f"{self._leased.serial}: {error}") from error
-        *earlier, last = await super().reset()
-        content = "\n\n".join(filter(None, (last.content, screen.content)))
-        return [*earlier, dataclasses.replace(last, content=content, images=screen.images)]
+            raise DeviceUnavailable(f"{self._device_or_none.serial}: {error}") from error
+        *earlier, last_message = await super().reset()
+        content = "\n\n".join(filter(None, (last_message.content, screen.content)))
+        return [*earlier, dataclasses.replace(last_message, content=content, images=screen.images)]
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
@@ -129,7 +129,7 @@ class AndroidEnvironment(ToolEnvironment):
         return Reward(float(all(outcomes.values())), parts=outcomes)
 
     async def close(self) -> None:
-        device, self._leased = self._leased, None
+        device, self._device_or_none = self._device_or_none, None
         if device is not None:
             self.farm.release(device)
 
@@ -153,7 +153,7 @@ class AndroidEnvironment(ToolEnvironment):
         """Swipe over the screen or an element. up shows what is further down."""
         target = None if element is None else self._find(element)
         if element is not None and target is None:
-            return self._no_element(element)
+            return self._unknown_element(element)
         left, top, right, bottom = target.bounds if target is not None else self._bounds
         return await self._swipe(
             direction, ((left + right) // 2, (top + bottom) // 2), right - left, bottom - top
@@ -164,7 +164,7 @@ class AndroidEnvironment(ToolEnvironment):
         """Type text into an element, or where the cursor is."""
         target = None if element is None else self._find(element)
         if element is not None and target is None:
-            return self._no_element(element)
+            return self._unknown_element(element)
         return await self._type(text, None if target is None else target.center)
 
     @tool
@@ -181,10 +181,10 @@ class AndroidEnvironment(ToolEnvironment):
                 f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package."
             )
         launcher = ("-c", "android.intent.category.LAUNCHER", "1")
-        started = await self._device.shell("monkey", "-p", package, *launcher)
-        if started.status != 0 or "No activities found" in started.output:
+        result = await self._device.shell("monkey", "-p", package, *launcher)
+        if result.status != 0 or "No activities found" in result.output:
             return _failed(f"{package} is not installed.")
-        return await self._show_later()
+        return await self._show_when_settled()
 
     @tool
     async def wait(self, seconds: Annotated[float, Field(ge=0, le=10)] = 1.0) -> ToolResult:
@@ -200,9 +200,9 @@ class AndroidEnvironment(ToolEnvironment):
 
     @property
     def _device(self) -> Device:
-        if self._leased is None:
+        if self._device_or_none is None:
             raise DeviceUnavailable("the episode has no device: it was not reset, or it is closed")
-        return self._leased
+        return self._device_or_none
 
     @property
     def _bounds(self) -> tuple[int, int, int, int]:
@@ -212,13 +212,13 @@ class AndroidEnvironment(ToolEnvironment):
     def _find(self, number: int) -> Element | None:
         return None if self.screen is None else self.screen.element(number)
 
-    def _no_element(self, number: int) -> ToolResult:
-        last = 0 if self.screen is None else len(self.screen.elements)
-        return _failed(f"There is no element {number}. The elements are 1 to {last}.")
+    def _unknown_element(self, number: int) -> ToolResult:
+        count = 0 if self.screen is None else len(self.screen.elements)
+        return _failed(f"There is no element {number}. The elements are 1 to {count}.")
 
     async def _press(self, number: int, gesture: Gesture) -> ToolResult:
         if (target := self._find(number)) is None:
-            return self._no_element(number)
+            return self._unknown_element(number)
         return await self._touch(target.center, gesture)
 
     async def _touch(self, point: Point, gesture: Gesture) -> ToolResult:
@@ -244,15 +244,17 @@ class AndroidEnvironment(ToolEnvironment):
         # Android reads %s as a space, so a literal %s is typed in two parts.
         for part in re.split(r"(?<=%)(?=s)", text):
             await self._device.shell("input", "text", part.replace(" ", "%s"))
-        return await self._show_later()
+        return await self._show_when_settled()
 
     async def _input(self, *words: str) -> ToolResult:
-        done = await self._device.shell("input", *words)
-        if done.status != 0:
-            return _failed(f"The device rejected the action: {(done.errors or done.output).strip()[:200]}")
-        return await self._show_later()
+        result = await self._device.shell("input", *words)
+        if result.status != 0:
+            return _failed(
+                f"The device rejected the action: {(result.errors or result.output).strip()[:200]}"
+            )
+        return await self._show_when_settled()
 
-    async def _show_later(self) -> ToolResult:
+    async def _show_when_settled(self) -> ToolResult:
         await asyncio.sleep(self.options.settle)
         return await self._show()
 

@@ -76,7 +76,7 @@ class DeviceFarm:
     async def lease(self) -> Device:
         """Return a healthy device in its initial state. Raise DeviceUnavailable if there is none."""
         while True:
-            device = Device(self.adb, await self._free_serial())
+            device = Device(self.adb, await self._wait_for_device())
             try:
                 await self._check_health(device)
                 await self._reset(device)
@@ -114,15 +114,15 @@ class DeviceFarm:
             "android/quarantined": len(self.quarantined),
         }
 
-    async def _free_serial(self) -> str:
+    async def _wait_for_device(self) -> str:
         """Wait for a free device and mark it as leased."""
-        ticket, started = object(), time.monotonic()
+        ticket, start = object(), time.monotonic()
         self._waiting.append(ticket)
         try:
             while True:
-                if self._waiting[0] is ticket and (serial := self._take()) is not None:
+                if self._waiting[0] is ticket and (serial := self._lease_free_device()) is not None:
                     return serial
-                if time.monotonic() - started > self.options.lease_timeout:
+                if time.monotonic() - start > self.options.lease_timeout:
                     raise DeviceUnavailable(
                         f"no Android device was free for {self.options.lease_timeout:g} s "
                         "(environment.options.lease_timeout). Name more devices, or set environment.num_workers to "
@@ -132,7 +132,7 @@ class DeviceFarm:
         finally:
             self._waiting.remove(ticket)
 
-    def _take(self) -> str | None:
+    def _lease_free_device(self) -> str | None:
         """Mark a usable device as leased and return it; None if all usable ones are leased."""
         now = time.monotonic()
         usable = [

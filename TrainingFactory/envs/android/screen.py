@@ -36,7 +36,7 @@ class _Node:
 
     @property
     def text(self) -> str:
-        texts = (_clean(self.attributes.get(name, "")) for name in ("text", "content-desc"))
+        texts = (_clean_text(self.attributes.get(name, "")) for name in ("text", "content-desc"))
         return next(filter(None, texts), "")
 
     @property
@@ -96,7 +96,7 @@ def parse_screen(output: str) -> Screen:
     """Parse the output of `uiautomator dump`. Raise ScreenError if it contains no valid hierarchy."""
     start, end = output.find("<hierarchy"), output.rfind("</hierarchy>")
     if start < 0 or end < start:
-        raise ScreenError(f"uiautomator returned no screen: {_clean(output)[:200] or 'nothing'}")
+        raise ScreenError(f"uiautomator returned no screen: {_clean_text(output)[:200] or 'nothing'}")
     if "<!" in output[:start] or len(output) > MAX_XML:
         raise ScreenError("the screen's XML is too large" if len(output) > MAX_XML else "it has a DOCTYPE")
     root = _parse(_valid_xml(output[start : end + len("</hierarchy>")]))
@@ -159,11 +159,11 @@ def _elements(node: _Node) -> Iterator[Element]:
         labels: set[int] = set()
         if bounds is not None and child.is_actionable:
             if not text:
-                text = _clean(" ".join(_labels(child, labels)))
+                text = _clean_text(" ".join(_labels(child, labels)))
             yield Element(child.kind, text, _states(child), bounds)
         elif bounds is not None and text:
             yield Element(child.kind, text, _states(child), bounds)
-        yield from _elements(_without(child, labels) if labels else child)
+        yield from _elements(_remove_texts(child, labels) if labels else child)
 
 
 def _labels(node: _Node, labels: set[int]) -> Iterator[str]:
@@ -175,9 +175,9 @@ def _labels(node: _Node, labels: set[int]) -> Iterator[str]:
             yield from _labels(child, labels)
 
 
-def _without(node: _Node, labels: set[int]) -> _Node:
+def _remove_texts(node: _Node, labels: set[int]) -> _Node:
     """Return the node with the texts of its labels removed."""
-    children = [_without(child, labels) for child in node.children]
+    children = [_remove_texts(child, labels) for child in node.children]
     dropped = {"text": "", "content-desc": ""} if id(node) in labels else {}
     return _Node(node.attributes | dropped, children)
 
@@ -192,7 +192,7 @@ def _states(node: _Node) -> tuple[str, ...]:
     return tuple(states)
 
 
-def _clean(text: str) -> str:
+def _clean_text(text: str) -> str:
     """Return a text as one line of at most MAX_TEXT printable characters."""
     words = "".join(c if c.isprintable() else " " for c in text[: 10 * MAX_TEXT]).split()
     line = " ".join(words)

@@ -41,8 +41,11 @@ def _open_contacts(rng: random.Random) -> tuple[str, dict[str, Any]]:
 def _add_contact(rng: random.Random) -> tuple[str, dict[str, Any]]:
     name = rng.choice(NAMES)
     number = f"555{rng.randint(100, 9999):04d}"
-    where = {"display_name": name, "data1": [number, f"{number[:3]}-{number[3:]}"]}  # apps insert the hyphen
-    check = {"type": "content", "uri": PHONES, "where": where}
+    columns = {
+        "display_name": name,
+        "data1": [number, f"{number[:3]}-{number[3:]}"],
+    }  # apps insert the hyphen
+    check = {"type": "content", "uri": PHONES, "where": columns}
     return f"Add the contact {name} with the phone number {number}.", {"checks": [check]}
 
 

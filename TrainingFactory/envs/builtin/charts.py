@@ -96,9 +96,9 @@ def _task(task_id: str, kind: ChartKind, rng: random.Random, options: ChartOptio
     else:
         answer, *others = rng.sample(list(COLORS), len(COLORS))
         row, column, number = rng.randrange(ROWS), rng.randrange(COLUMNS), rng.randint(1, MAX_VALUE)
-        wanted = rng.sample(range(COLUMNS * ROWS), number) if kind == "count" else [row * COLUMNS + column]
-        rest = others if kind == "count" else list(COLORS)
-        colors = [answer if n in wanted else rng.choice(rest) for n in range(COLUMNS * ROWS)]
+        target = rng.sample(range(COLUMNS * ROWS), number) if kind == "count" else [row * COLUMNS + column]
+        distractors = others if kind == "count" else list(COLORS)
+        colors = [answer if n in target else rng.choice(distractors) for n in range(COLUMNS * ROWS)]
         metadata = {"kind": kind, "colors": colors, "shapes": [rng.choice(list(SHAPES)) for _ in colors]}
         text = f"Which color is in row {row + 1}, column {column + 1}?"
         if kind == "count":
@@ -125,6 +125,6 @@ def _grid(metadata: Mapping[str, Any], scale: int) -> Image:
     canvas = Canvas(COLUMNS * CELL * scale, ROWS * CELL * scale)
     for number, (shape, color) in enumerate(zip(metadata["shapes"], metadata["colors"], strict=True)):
         row, column = divmod(number, COLUMNS)
-        place = (column * CELL + 2) * scale, (row * CELL + 2) * scale
-        canvas.shape(shape, place, SHAPE * scale, COLORS[color])
+        corner = (column * CELL + 2) * scale, (row * CELL + 2) * scale
+        canvas.shape(shape, corner, SHAPE * scale, COLORS[color])
     return canvas.image()

@@ -53,12 +53,12 @@ class Canvas:
         self.width = width
         self._picture = Pillow.new("RGB", (width, height), PAPER)
 
-    def box(self, place: Place, size: tuple[int, int], color: Color) -> None:
-        left, top = place
+    def box(self, corner: Place, size: tuple[int, int], color: Color) -> None:
+        left, top = corner
         self._picture.paste(color, (left, top, left + size[0], top + size[1]))
 
-    def shape(self, name: str, place: Place, size: int, color: Color) -> None:
-        self._picture.paste(color, place, _stencil(name, size))
+    def shape(self, name: str, corner: Place, size: int, color: Color) -> None:
+        self._picture.paste(color, corner, _stencil(name, size))
 
     def text(self, text: str, center: Place, scale: int = 1, color: Color = INK) -> None:
         x, y = center[0] - text_width(text, scale) // 2, center[1] - LETTER_HEIGHT * scale // 2

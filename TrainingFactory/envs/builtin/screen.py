@@ -108,8 +108,8 @@ class ScreenEnvironment(ToolEnvironment):
         return {"switches": 1 / math.comb(cells, 2), "reveal": 1 / len(NUMBERS)}.get(kind, 1 / cells)
 
     async def reset(self) -> list[Message]:
-        *earlier, last = await super().reset()
-        return [*earlier, dataclasses.replace(last, images=[PlacedImage(0, self.screenshot())])]
+        *earlier, last_message = await super().reset()
+        return [*earlier, dataclasses.replace(last_message, images=[PlacedImage(0, self.screenshot())])]
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
@@ -223,13 +223,13 @@ class _TaskMaker:
         kind = self._options.kinds[int(task_id.rpartition("-")[2]) % len(self._options.kinds)]
         num_targets = 2 if kind == "switches" else 1
         colors = rng.sample(list(COLORS), len(COLORS))
-        wanted, others = colors[:num_targets], colors[num_targets:]
+        target_colors, other_colors = colors[:num_targets], colors[num_targets:]
         shape, *shapes = rng.sample(list(SHAPES), len(SHAPES))
         label, *labels = rng.sample(LABELS, len(LABELS))
         cells = rng.sample(range(self._cells), self._options.widgets or self._cells)
         targets = cells[:num_targets]
         on = [rng.random() < 0.5 for _ in range(self._cells)]
-        many = wanted + others * self._cells  # different colors as far as there are enough
+        many = target_colors + other_colors * self._cells  # different colors as far as there are enough
         widgets = []
         for number, cell in enumerate(cells):
             target = cell in targets
@@ -244,7 +244,7 @@ class _TaskMaker:
             if kind == "shape":  # others have the color or the shape, and never both
                 widget["shape"] = shape if target else rng.choice([shape, *shapes])
                 if not target and widget["shape"] != shape:
-                    widget["color"] = rng.choice([*wanted, *others])
+                    widget["color"] = rng.choice([*target_colors, *other_colors])
             elif kind == "label":
                 widget["text"] = label if target else rng.choice(labels)
                 widget["color"] = "black"
@@ -252,15 +252,15 @@ class _TaskMaker:
                 widget["on"] = False if target else on[cell]
             widgets.append(widget)
         prompts = {
-            "shape": f"Tap the {wanted[0]} {shape}.",
+            "shape": f"Tap the {target_colors[0]} {shape}.",
             "label": f"Tap {label}.",
-            "switch": f"Turn {wanted[0]} on.",
-            "switches": f"Turn {' and '.join(wanted)} on.",
-            "reveal": f"Tap {wanted[0]}. Which number appears?",
+            "switch": f"Turn {target_colors[0]} on.",
+            "switches": f"Turn {' and '.join(target_colors)} on.",
+            "reveal": f"Tap {target_colors[0]}. Which number appears?",
         }
         widgets.sort(key=lambda widget: widget["cell"])  # an order that does not tell the target
         metadata: dict[str, Any] = {"kind": kind, "targets": sorted(targets), "widgets": widgets}
         if kind == "reveal":
             metadata["numbers"] = rng.sample(NUMBERS, self._cells)
         answer = metadata["numbers"][targets[0]] if kind == "reveal" else None
-        return Task(task_id, prompts.get(kind, f"Tap {wanted[0]}."), answer, metadata)
+        return Task(task_id, prompts.get(kind, f"Tap {target_colors[0]}."), answer, metadata)

@@ -38,8 +38,8 @@ class SearchEnvironment(ToolEnvironment):
         """Find facts."""
         words = set(re.findall(r"\w+", query.lower()))
         hits = [(len(words & set(keys.lower().split())), text) for keys, text in self.task.metadata["facts"]]
-        best = max(hit for hit, _ in hits)
-        return " ".join([text for hit, text in hits if hit == best][:MAX_FACTS]) if best else "Nothing found."
+        top = max(hit for hit, _ in hits)
+        return " ".join([text for hit, text in hits if hit == top][:MAX_FACTS]) if top else "Nothing found."
 
     async def fork(self) -> Self:
         """Return another environment of the task: searches change nothing."""
@@ -70,10 +70,10 @@ def _search(query: str) -> Message:
 def _task(task_id: str, rng: random.Random) -> Task:
     """Generate the sale in question, with distractors: the seller's other sale, another seller's sale of the same
     thing, and where all of them live."""
-    seller, other, *buyers = rng.sample(NAMES, 5)
+    seller, other_seller, *buyers = rng.sample(NAMES, 5)
     item, second = rng.sample(THINGS, 2)
-    sales = list(zip((seller, seller, other), (item, second, item), buyers, strict=True))
-    homes_by_name = dict(zip((seller, other, *buyers), rng.sample(PLACES, 5), strict=True))
+    sales = list(zip((seller, seller, other_seller), (item, second, item), buyers, strict=True))
+    homes_by_name = dict(zip((seller, other_seller, *buyers), rng.sample(PLACES, 5), strict=True))
     # Each fact has keywords, by which the search finds it.
     facts = [[f"{person} {item}", f"{person} sold {item} to {whom}."] for person, item, whom in sales]
     facts += [[person, f"{person} lives in {city}."] for person, city in homes_by_name.items()]

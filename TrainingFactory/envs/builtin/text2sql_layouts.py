@@ -166,8 +166,8 @@ class Layout:
             ),
         }
         restored = []
-        used = {table: data for table, data in logical.items() if re.search(rf"\b{table}\b", query)}
-        for table, (columns, names, has_lookup, lookup) in used.items():
+        used_tables = {table: data for table, data in logical.items() if re.search(rf"\b{table}\b", query)}
+        for table, (columns, names, has_lookup, lookup) in used_tables.items():
             source = f"main.{self._tables[table]} x"
             if has_lookup:
                 source += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"

@@ -151,7 +151,7 @@ class ContainerEnvironment(ToolEnvironment):
             return ToolResult(text, ok=False, error="exception")
         seconds = self.options.command_timeout
         try:
-            container = await self._started()
+            container = await self._start_container()
             result = await container.execute(
                 command, seconds=seconds, user=self.user, workdir=self._workdir, env={"HOME": "/tmp"}
             )
@@ -170,7 +170,7 @@ class ContainerEnvironment(ToolEnvironment):
     async def run_tests(self) -> ToolResult:
         task = self.container_task
         try:
-            container = await self._started()
+            container = await self._start_container()
             await container.kill_processes(self.user)
             await container.execute(
                 "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", seconds=60.0
@@ -191,9 +191,9 @@ class ContainerEnvironment(ToolEnvironment):
                 )
         except ContainerError as error:
             return ToolResult(str(error), ok=False, error="unavailable")
-        found = None if rewards is None or rewards.status else rewards.output[:MAX_REWARD_CHARS]
+        reward_text = None if rewards is None or rewards.status else rewards.output[:MAX_REWARD_CHARS]
         return ToolResult(
-            json.dumps({"status": result.status, "reward": found, "output": result.output[-2000:]})
+            json.dumps({"status": result.status, "reward": reward_text, "output": result.output[-2000:]})
         )
 
     async def reward(self, episode: Episode) -> Reward:
@@ -219,7 +219,7 @@ class ContainerEnvironment(ToolEnvironment):
         yield Message("assistant", tool_calls=[ToolCall("bash", {"command": command})])
         yield Message("assistant", "Done.")
 
-    async def _started(self) -> Container:
+    async def _start_container(self) -> Container:
         """Return the episode's container, started by the first call."""
         async with self._starting:
             if self._container is None:

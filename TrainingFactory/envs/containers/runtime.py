@@ -112,8 +112,8 @@ class ContainerRuntime:
         listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
         for container in listing.output.split() if listing.status == 0 else ():
             label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
-            found = await self.run("inspect", "--format", label, container)
-            if found.status == 0 and not _is_alive(found.output.strip()):
+            owner = await self.run("inspect", "--format", label, container)
+            if owner.status == 0 and not _is_alive(owner.output.strip()):
                 self.counts["swept"] += 1
                 await self.run("rm", "-f", container)
 
@@ -129,21 +129,21 @@ class ContainerRuntime:
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
         )
-        kept = _Output(max_output or self.max_output)
+        output = _Output(max_output or self.max_output)
         try:
             async with asyncio.timeout(seconds):
                 assert process.stdout is not None
                 while chunk := await process.stdout.read(CHUNK):
-                    kept.add(chunk)
+                    output.add(chunk)
                 await process.wait()
         except TimeoutError:
-            return CommandResult(None, kept.text())
+            return CommandResult(None, output.text())
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        return CommandResult(process.returncode, kept.text())
+        return CommandResult(process.returncode, output.text())
 
 
 @dataclass(slots=True)
@@ -163,9 +163,9 @@ class Container:
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
         """Run a shell command. One that takes longer than `seconds` ends, with all processes of its user."""
-        where = [] if workdir is None else ["--workdir", workdir]
+        workdir_args = [] if workdir is None else ["--workdir", workdir]
         variables = [part for key, value in (env or {}).items() for part in ("--env", f"{key}={value}")]
-        arguments = ("exec", "--user", user, *where, *variables, self.name, *SHELL, command)
+        arguments = ("exec", "--user", user, *workdir_args, *variables, self.name, *SHELL, command)
         result = await self.runtime.run(*arguments, seconds=seconds)
         if result.status is None:
             await self.kill_processes(user)
@@ -213,8 +213,8 @@ def start_arguments(
     memory = f"{limits.memory_mb}m"
     arguments += ["--memory", memory, "--memory-swap", memory, "--cpus", f"{limits.cpus:g}"]
     arguments += ["--pids-limit", f"{limits.pids}"]
-    for name_of_limit, most in ULIMITS.items():
-        arguments += _ulimit(name_of_limit, most)
+    for name_of_limit, limit in ULIMITS.items():
+        arguments += _ulimit(name_of_limit, limit)
     arguments += [] if workdir is None else ["--workdir", workdir]
     arguments += [part for key, value in env.items() for part in ("--env", f"{key}={value}")]
     return [
@@ -229,10 +229,10 @@ def start_arguments(
     ]
 
 
-def _ulimit(name: str, most: int) -> list[str]:
+def _ulimit(name: str, limit: int) -> list[str]:
     """Return a limit that is not above that of this process, because the runtime could not set it."""
-    hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-    value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
+    value = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
     return ["--ulimit", f"{name}={value}:{value}"]
 
 
@@ -258,12 +258,12 @@ def find_runtime(command: str | None) -> list[str]:
 
 def _problem_of(command: Sequence[str]) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, "info"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if done.returncode == 0 else _last_lines(done.stderr or done.stdout)
+    return None if process.returncode == 0 else _last_lines(process.stderr or process.stdout)
 
 
 def owner() -> str:
@@ -301,9 +301,9 @@ class _Output:
 
     def add(self, chunk: bytes) -> None:
         self._size += len(chunk)
-        room = self._half - len(self._head)
-        self._head += chunk[:room]
-        self._tail += chunk[room:] if room > 0 else chunk
+        free = self._half - len(self._head)
+        self._head += chunk[:free]
+        self._tail += chunk[free:] if free > 0 else chunk
         del self._tail[: -self._half]
 
     def text(self) -> str:

@@ -67,10 +67,12 @@ class RequestTool:
         try:
             if self._method == "reset":
                 await self._environment.reopen()
-            place = self._environment.place
-            answer = await place.request(self._method, **arguments)
+            episode = self._environment.pooled_episode
+            answer = await episode.request(self._method, **arguments)
             if self._method == "reset":  # recorded with the actions and tools that all episodes have
-                answer = {key: place.description[key] for key in SHARED if key in place.description} | answer
+                answer = {
+                    key: episode.description[key] for key in SHARED if key in episode.description
+                } | answer
             return ToolResult(json.dumps(answer))
         except (ProcessLost, EpisodeLost) as error:
             return ToolResult(str(error), ok=False, error="unavailable")
@@ -100,7 +102,7 @@ class ProcessEnvironment(ToolEnvironment):
         requests = [RequestTool(self, method, getattr(self.timeouts, method)) for method in methods]
         self.executor = AsyncToolExecutor(requests, max_output_chars=MAX_MESSAGE_BYTES)
         self.tools = []  # those that the model sees, known after `reset`
-        self._place: PooledEpisode | None = None
+        self._episode: PooledEpisode | None = None
         self._calls = AsyncToolExecutor([])  # checks the model's calls
         self._actions = "text"
         self._schema: Any = None
@@ -121,15 +123,15 @@ class ProcessEnvironment(ToolEnvironment):
         return cls.pool.metrics()
 
     @property
-    def place(self) -> PooledEpisode:
-        if self._place is None:
+    def pooled_episode(self) -> PooledEpisode:
+        if self._episode is None:
             raise ProcessLost("the episode is not open")
-        return self._place
+        return self._episode
 
     async def reopen(self) -> None:
         """Take a place in a process; leave the former one, which a failed `reset` has left."""
         await self.close()
-        self._place = self.pool.open_episode()
+        self._episode = self.pool.open_episode()
 
     async def reset(self) -> list[Message]:
         # All episodes of a task start in the same state.
@@ -184,9 +186,9 @@ class ProcessEnvironment(ToolEnvironment):
         return Reward(outcome, steps if any(steps) else [], self._metrics | _numbers(answer.get("parts")))
 
     async def close(self) -> None:
-        place, self._place = self._place, None
-        if place is not None:
-            await place.close()
+        pooled_episode, self._episode = self._episode, None
+        if pooled_episode is not None:
+            await pooled_episode.close()
 
     async def _request(self, method: str, **fields: Any) -> dict[str, Any]:
         [result] = await self.executor.batch_execute([ToolCall(REQUEST + method, fields)])
@@ -285,13 +287,13 @@ def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: li
             results[message.tool_call_id] = ToolResult(
                 message.content, not failed, error, id=message.tool_call_id, images=message.images
             )
-    answered = {call_id: result for call_id, result in results.items() if result is not None}
+    results_by_id = {call_id: result for call_id, result in results.items() if result is not None}
     replies = [
         Message("tool", result.content, tool_call_id=call_id, name=names[call_id], images=result.images)
-        for call_id, result in answered.items()
+        for call_id, result in results_by_id.items()
     ]
     others = [message for message in messages if message.tool_call_id not in names]
-    return Step([*replies, *others], tool_results=list(answered.values()))
+    return Step([*replies, *others], tool_results=list(results_by_id.values()))
 
 
 def _list_of(answer: dict[str, Any], key: str) -> list[Any]:

@@ -78,7 +78,7 @@ class EnvironmentProcess:
         self._lifeline = -1
         self._tasks: list[asyncio.Task[None]] = []
         self._ending: asyncio.Task[None] | None = None
-        self.started = asyncio.ensure_future(self._start())
+        self.start_task = asyncio.ensure_future(self._start())
 
     @property
     def pid(self) -> int | None:
@@ -91,7 +91,7 @@ class EnvironmentProcess:
 
     async def ready(self) -> None:
         """Wait until the process has answered `version`."""
-        await asyncio.shield(self.started)
+        await asyncio.shield(self.start_task)
 
     async def request(self, method: str, **fields: Any) -> dict[str, Any]:
         """Return the result of a request. Raise RequestFailed, EpisodeLost or ProcessLost."""
@@ -130,17 +130,19 @@ class EnvironmentProcess:
                 self.description = await self.request("version", **fields)
         except TimeoutError:
             text = f"it did not answer `version` within {self.program.start_seconds:g} s"
-            await self._fail(text)
+            await self._fail_requests(text)
             raise ProcessLost(self.error) from None
         except OSError as error:
-            await self._fail(f"it cannot be started: {error.strerror}")
+            await self._fail_requests(f"it cannot be started: {error.strerror}")
             raise ProcessLost(self.error) from error
         except RequestFailed as error:
-            await self._fail(str(error))
+            await self._fail_requests(str(error))
             raise
         if self.description.get("protocol") != PROTOCOL:
             spoken = self.description.get("protocol")
-            await self._fail(f"it speaks protocol {spoken!r}; TrainingFactory speaks protocol {PROTOCOL}")
+            await self._fail_requests(
+                f"it speaks protocol {spoken!r}; TrainingFactory speaks protocol {PROTOCOL}"
+            )
             raise RequestFailed(self.error)
 
     async def _launch(self) -> None:
@@ -178,9 +180,9 @@ class EnvironmentProcess:
             self._add(start)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_SECONDS):
-                await _exited(self._process)
+                await _exited_error(self._process)
                 await self._tasks[1]  # the end of stderr explains the exit
-        await self._fail(_exit_text(self._process.returncode))
+        await self._fail_requests(_exit_text(self._process.returncode))
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
@@ -222,7 +224,7 @@ class EnvironmentProcess:
         else:
             future.set_result(answer.get("result"))
 
-    async def _fail(self, reason: str) -> None:
+    async def _fail_requests(self, reason: str) -> None:
         """Record why the process is lost, fail its requests, and end it."""
         if self.error is None:
             noise = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
@@ -248,12 +250,12 @@ class EnvironmentProcess:
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_SECONDS):
-                    await _exited(process)
+                    await _exited_error(process)
             groups.signal_group(process.pid, signal.SIGKILL)
             for child in children:
                 with contextlib.suppress(groups.psutil.Error):
                     child.kill()
-            await _exited(process)
+            await _exited_error(process)
         self.abandon()
 
     def abandon(self) -> None:
@@ -278,7 +280,7 @@ def _warn_unrestricted(name: str, reason: str) -> None:
     log.warning("environment %s can read all of your files:%s", name, reason)
 
 
-async def _exited(process: asyncio.subprocess.Process) -> None:
+async def _exited_error(process: asyncio.subprocess.Process) -> None:
     while process.returncode is None:  # `wait` would also wait for every process that holds the pipes
         await asyncio.sleep(0.01)
 

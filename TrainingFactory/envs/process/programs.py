@@ -31,8 +31,8 @@ def adapter_names() -> list[str]:
 
 def environments_folder() -> Path:
     """Return the folder with one virtual environment per adapter."""
-    if named := os.environ.get(FOLDER):
-        return Path(named).expanduser()
+    if path := os.environ.get(FOLDER):
+        return Path(path).expanduser()
     data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local" / "share") / "tfactory" / "envs"
 
@@ -45,10 +45,10 @@ def find_program(
     for path in readable:
         if not Path(path).expanduser().exists():
             raise ValueError(f"environment.options.readable: there is no file or folder {path}")
-    more = [str(Path(path).expanduser().resolve()) for path in readable]
+    extra_paths = [str(Path(path).expanduser().resolve()) for path in readable]
     if kind == "process":
-        command, own = _own_command(name)
-        return Program(command, name, readable=[*own, *more], **options)
+        command, own_paths = _own_command(name)
+        return Program(command, name, readable=[*own_paths, *extra_paths], **options)
     if not name:
         raise ValueError(f"environment_id {environment_id!r} names no environment. Write {kind}:NAME")
     interpreter = Path(python).expanduser().absolute() if python else installed_python(kind)
@@ -63,7 +63,7 @@ def find_program(
             raise ValueError(f"environment_id {environment_id}: there is no file {file} in {Path.cwd()}")
         files = [str(Path(file).expanduser().resolve())]
         name = ":".join(filter(None, [*files, member]))
-    return Program(command, name, readable=[*map(str, folders), *files, *more], **options)
+    return Program(command, name, readable=[*map(str, folders), *files, *extra_paths], **options)
 
 
 def _own_command(command: str) -> tuple[list[str], list[str]]:
@@ -102,9 +102,9 @@ def installed_python(kind: str) -> Path:
 def requirements_of(kind: str) -> list[str]:
     """Return the `REQUIREMENTS` of an adapter without importing it."""
     if kind not in adapter_names():
-        known = ", ".join(adapter_names())
+        names = ", ".join(adapter_names())
         raise ValueError(
-            f"unknown environment {kind!r}{did_you_mean(nearest(kind, adapter_names()))} (known: {known})"
+            f"unknown environment {kind!r}{did_you_mean(nearest(kind, adapter_names()))} (known: {names})"
         )
     for node in ast.parse((ADAPTERS / f"{kind}.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "REQUIREMENTS":
@@ -120,16 +120,16 @@ def install(kind: str, report: Callable[[str], None] = lambda _: None) -> Path:
     lock = folder / LOCK
     python = folder / "bin" / "python"
     report(f"creating {folder}")
-    _run([sys.executable, "-m", "venv", str(folder)])
+    _run_command([sys.executable, "-m", "venv", str(folder)])
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     if lock.is_file():
         report(f"installing the {len(lock.read_text().splitlines())} packages of {lock}")
-        _run([*pip, "--require-hashes", "-r", str(lock)])
+        _run_command([*pip, "--require-hashes", "-r", str(lock)])
         return lock
     report(f"installing {', '.join(requirements) or 'no packages'}")
     if requirements:
         log = folder / "install.json"
-        _run([*pip, "--force-reinstall", "--report", str(log), *requirements])
+        _run_command([*pip, "--force-reinstall", "--report", str(log), *requirements])
         packages = json.loads(log.read_text(encoding="utf-8"))["install"]
         lines = sorted(map(_locked_line, packages))
         log.unlink()
@@ -147,8 +147,8 @@ def _locked_line(package: dict[str, Any]) -> str:
     return f"{pinned} --hash=sha256:{digest}\n" if digest else f"{pinned}\n"
 
 
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().split("\n")
+def _run_command(command: list[str]) -> None:
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        lines = (process.stderr or process.stdout).strip().split("\n")
         raise ValueError(f"`{' '.join(command)}` failed:\n  " + "\n  ".join(lines[-5:]))

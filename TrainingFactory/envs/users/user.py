@@ -75,15 +75,15 @@ def fill_template(template: str, columns: Mapping[str, Any], task: str, key: str
     """Replace {column} and {column.key} by the values of a task."""
 
     def value(match: re.Match[str]) -> str:
-        found: Any = columns
+        values: Any = columns
         for name in match[1].split("."):
-            if not isinstance(found, Mapping) or name not in found:
+            if not isinstance(values, Mapping) or name not in values:
                 raise ValueError(
                     f"environment.user.{key} has {match[0]}, but task {task} has no such column; its columns: "
                     f"{', '.join(columns)}"
                 )
-            found = found[name]
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+            values = values[name]
+        return values if isinstance(values, str) else json.dumps(values, ensure_ascii=False, default=str)
 
     return PLACEHOLDER.sub(value, template)
 

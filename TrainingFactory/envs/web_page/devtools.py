@@ -61,11 +61,11 @@ def find_browser(program: str | None) -> str:
     """Return the path of Chromium. Raise ValueError if it is not installed."""
     names = PROGRAMS if program is None else (program,)
     if (path := next(filter(None, map(shutil.which, names)), None)) is None:
-        where = (
+        paths = (
             "environment.options.browser is not a program" if program else "no program of PATH is Chromium"
         )
         raise ValueError(
-            f"environment web_page needs Chromium, but {where} ({', '.join(names)}). Install it (Debian: apt install "
+            f"environment web_page needs Chromium, but {paths} ({', '.join(names)}). Install it (Debian: apt install "
             "chromium), or set environment.options.browser to its path"
         )
     return path
@@ -182,7 +182,7 @@ class BrowserPage:
         self._chromium, self._context, self._target, self._session = chromium, context, target, session
         self._html, self.blocked = html, 0
         self._loaded = asyncio.Event()
-        chromium.listeners[session] = self._hear
+        chromium.listeners[session] = self._handle_event
 
     @classmethod
     async def open(cls, chromium: Chromium, html: str, width: int, height: int) -> Self:
@@ -239,28 +239,28 @@ class BrowserPage:
     async def _send(self, method: str, **params: Any) -> dict[str, Any]:
         return await self._chromium.send(method, self._session, **params)
 
-    def _hear(self, method: str, params: dict[str, Any]) -> None:
+    def _handle_event(self, method: str, params: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._loaded.set()
         elif method == "Fetch.requestPaused":
             self._chromium.run_later(self._answer(params["requestId"], params["request"]))
         elif method == "Page.javascriptDialogOpening":
-            self._chromium.run_later(self._ignoring_loss("Page.handleJavaScriptDialog", accept=True))
+            self._chromium.run_later(self._ignore_loss("Page.handleJavaScriptDialog", accept=True))
 
     async def _answer(self, request_id: str, request: dict[str, Any]) -> None:
         if request["url"] != ADDRESS or request["method"] != "GET":
             self.blocked += request["url"] != ADDRESS + "favicon.ico"  # which Chromium asks for by itself
-            return await self._ignoring_loss(
+            return await self._ignore_loss(
                 "Fetch.failRequest", requestId=request_id, errorReason="BlockedByClient"
             )
         headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY}
-        await self._ignoring_loss(
+        await self._ignore_loss(
             "Fetch.fulfillRequest", requestId=request_id, responseCode=200,
             responseHeaders=[{"name": name, "value": value} for name, value in headers.items()],
             body=base64.b64encode(self._html.encode()).decode(),
         )  # fmt: skip
 
-    async def _ignoring_loss(self, method: str, **params: Any) -> None:
+    async def _ignore_loss(self, method: str, **params: Any) -> None:
         with contextlib.suppress(BrowserLost):
             await self._send(method, **params)
 

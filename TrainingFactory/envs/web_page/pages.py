@@ -38,9 +38,9 @@ def page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, heig
         target = rng.randrange(count)
         prompt, state = f"Press {names[target]}.", {"pressed": [names[target]]}
     elif kind == "boxes":
-        chosen = sorted(rng.sample(names[:6], 2))
+        targets = sorted(rng.sample(names[:6], 2))
         widgets = [_widget("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
-        prompt, state = f"Tick {' and '.join(chosen)}, and nothing else.", {"ticked": chosen}
+        prompt, state = f"Tick {' and '.join(targets)}, and nothing else.", {"ticked": targets}
     elif kind == "field":
         word, fields = rng.choice(WORDS), names[:3]
         widgets = [
@@ -77,12 +77,12 @@ def page_html(widgets: list[PageWidget]) -> str:
 
 
 def _element(widget: PageWidget) -> str:
-    name, place = html.escape(widget["name"]), f'style="left:{widget["x"]}px;top:{widget["y"]}px"'
+    name, style = html.escape(widget["name"]), f'style="left:{widget["x"]}px;top:{widget["y"]}px"'
     if widget["kind"] == "button":
-        return f"<button {place}>{name}</button>"
+        return f"<button {style}>{name}</button>"
     if widget["kind"] == "field":
-        return f'<input {place} name="{name}" placeholder="{name}">'
-    return f'<label {place}><input type="checkbox" name="{name}">{name}</label>'
+        return f'<input {style} name="{name}" placeholder="{name}">'
+    return f'<label {style}><input type="checkbox" name="{name}">{name}</label>'
 
 
 PAGE = """<!doctype html><html><head><meta charset="utf-8"><title>page</title><style>

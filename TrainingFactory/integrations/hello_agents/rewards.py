@@ -65,7 +65,7 @@ def create_length_penalty_reward(
     def length_penalty(completions: Sequence[Any], **kwargs: Any) -> list[float]:
         excess = [max(0, len(_text(text)) - max_length) / max_length for text in completions]
         pairs = zip(base_reward_fn(completions=completions, **kwargs), excess, strict=True)
-        return [max(0.0, base - penalty_weight * over) if over else float(base) for base, over in pairs]
+        return [max(0.0, base - penalty_weight * share) if share else float(base) for base, share in pairs]
 
     return length_penalty
 

@@ -32,16 +32,16 @@ def install() -> None:
     if package is None and importlib.util.find_spec("hello_agents") is None:
         for suffix, names in NAMES.items():
             _module(f"hello_agents{suffix}", {name: getattr(agents, name) for name in names})
-        _add_ours(RLTrainingTool)
+        _add_our_modules(RLTrainingTool)
     elif package is None or not hasattr(package, "_tfactory"):
         try:
             tools = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
         except ImportError as error:
             raise ValueError(f"hello_agents cannot be imported: {error}. Repair or uninstall it.") from error
-        _add_ours(tool_for(tools))
+        _add_our_modules(tool_for(tools))
 
 
-def _add_ours(tool: type) -> None:
+def _add_our_modules(tool: type) -> None:
     """Add our names to the registered modules."""
     top, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
     for name, module in RL.items():
@@ -57,9 +57,9 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, "A module of HelloAgents, provided by TrainingFactory.")
     vars(module).update(names, __path__=[])  # __path__ makes it a package
     sys.modules[name] = module
-    parent, _, last = name.rpartition(".")
+    parent, _, child_name = name.rpartition(".")
     if parent:
-        setattr(sys.modules[parent], last, module)
+        setattr(sys.modules[parent], child_name, module)
     return module
 
 

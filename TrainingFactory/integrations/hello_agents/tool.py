@@ -103,20 +103,20 @@ class RLTraining:
     result: Callable[[dict[str, Any]], Any]
 
     def __init__(self, language: str | None = None) -> None:
-        self.say = ToolMessages(language)
+        self.messages = ToolMessages(language)
         tool: Any = super()  # the tool base class of the subclass
-        tool.__init__(name=self.name, description=self.say("description"))
+        tool.__init__(name=self.name, description=self.messages("description"))
         self.custom_datasets: dict[str, Any] = {}
         self.custom_reward_functions: dict[str, Callable[..., Any]] = {}
         self._created: dict[str, dict[str, Any]] = {}  # options by reward_type
 
     def register_dataset(self, name: str, dataset: Any) -> None:
         self.custom_datasets[name] = dataset
-        print(self.say("added", value=name))
+        print(self.messages("added", value=name))
 
     def register_reward_function(self, name: str, reward_fn: Callable[..., Any]) -> None:
         self.custom_reward_functions[name] = reward_fn
-        print(self.say("added", value=name))
+        print(self.messages("added", value=name))
 
     def get_parameters(self) -> list[Any]:
         return [
@@ -133,7 +133,7 @@ class RLTraining:
             message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
             log.exception("rl_training")
-            message = self.say("failed", why=describe(error))
+            message = self.messages("failed", why=describe(error))
         return self.result({"status": "error", "message": message})
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -143,21 +143,21 @@ class RLTraining:
             dotted = action == "train" and "." in key  # a full config key, validated by the config
             if key not in known_names and not dotted:
                 hint, names = did_you_mean(nearest(key, known_names)), ", ".join(known_names)
-                raise ValueError(self.say("key", action=action, value=key, near=hint, known=names))
+                raise ValueError(self.messages("key", action=action, value=key, near=hint, known=names))
         methods = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
         return methods.get(action, self._evaluate)(options, DEFAULTS[action] | options)
 
     def _parse(self, parameters: Any) -> dict[str, Any]:
         """Convert the parameters to their types: agents write numbers as text, and registries put all in `input`."""
         if not isinstance(parameters, str | Mapping):
-            raise ValueError(self.say("parameters", value=type(parameters).__name__))
+            raise ValueError(self.messages("parameters", value=type(parameters).__name__))
         options = {"input": parameters} if isinstance(parameters, str) else dict(parameters)
         text, section = options.pop("input", None), options.pop("data", None)
         if isinstance(text, str) and text.lstrip().startswith("{"):
             try:
                 options |= json.loads(text)
             except json.JSONDecodeError as error:
-                raise ValueError(self.say("json", line=error.lineno, column=error.colno)) from error
+                raise ValueError(self.messages("json", line=error.lineno, column=error.colno)) from error
         if isinstance(section, Mapping):
             options |= {f"data.{key}": value for key, value in section.items()}
         for key, (kind, _) in PARAMETERS.items():
@@ -171,7 +171,7 @@ class RLTraining:
     def _one_of(self, subject: str, value: str, choices: Collection[str]) -> str:
         if value not in choices:
             raise ValueError(
-                self.say("choice", what=self.say(subject), value=value, known=", ".join(choices))
+                self.messages("choice", what=self.messages(subject), value=value, known=", ".join(choices))
             )
         return value
 
@@ -181,7 +181,7 @@ class RLTraining:
         algorithm = self._one_of("algorithm", str(values["algorithm"]).lower(), KINDS)
         samples = KINDS[algorithm].samples
         if not samples and (unused := options.keys() & REWARD):
-            raise ValueError(self.say("unread", value=min(unused), algorithm=algorithm))
+            raise ValueError(self.messages("unread", value=min(unused), algorithm=algorithm))
         reward_name, reward = self._reward(values) if samples else (None, None)
         dotted = {key for key in options if "." in key and key != TASKS}
         keys = {key: values[key] for key in values if key in MORE_KEYS["train"] or key in dotted}
@@ -195,7 +195,7 @@ class RLTraining:
                 | reward_arguments
             )
             plan["algorithm"] = algorithm
-            message = self.say("plan", known=", ".join(DEFAULTS))
+            message = self.messages("plan", known=", ".join(DEFAULTS))
             return {"status": "plan", "message": message, "plan": plan, "confirm": True}
         heldout = None
         if {"eval_steps", "training.eval_every"} & keys.keys() and values["dataset"] in datasets.NAMES:
@@ -229,7 +229,7 @@ class RLTraining:
             same_name = [key for key in registered if key == values["dataset"]]
             candidates = same_name or [*registered] or ["accuracy"]
             if len(candidates) > 1:
-                raise ValueError(self.say("registered", known=", ".join(candidates)))
+                raise ValueError(self.messages("registered", known=", ".join(candidates)))
             name = candidates[0]
         self._one_of("reward", name, [*registered, *rewards.OPTIONS])
         if name in registered:
@@ -250,7 +250,7 @@ class RLTraining:
         completed = rewards.reward_options(kind, values)
         rewards.make_reward(kind, values)
         self._created[kind] = values
-        text = self.say(kind, **completed, cap=rewards.STEP_CAP)
+        text = self.messages(kind, **completed, cap=rewards.STEP_CAP)
         completed_options = {name: value for name, value in completed.items() if value is not None}
         return {"status": "success", "reward_type": kind, "description": text, **completed_options}
 
@@ -259,7 +259,7 @@ class RLTraining:
         from TrainingFactory.models.dtypes import pick_device
 
         if not (path := values["model_path"]):
-            raise ValueError(self.say("missing", value="model_path"))
+            raise ValueError(self.messages("missing", value="model_path"))
         name, reward = self._reward(values)
         config = {SAMPLING[key]: options[key] for key in SAMPLING if key in options}
         config["logging.output_dir"] = values["output_dir"]

@@ -191,8 +191,8 @@ class Env(ForeignEnvironment):
         actions, results = self.tool_manager.execute_actions(responses)
         dones = [action == "answer" for action in actions]
         prompt = self.tool_manager.get_prompt
-        next_obs = ["" if done else prompt(result) for done, result in zip(dones, results, strict=True)]
-        return next_obs, dones, [1] * len(dones), [int(not done) for done in dones]
+        next_obs = ["" if is_done else prompt(result) for is_done, result in zip(dones, results, strict=True)]
+        return next_obs, dones, [1] * len(dones), [int(not is_done) for is_done in dones]
 
     def compute_score(
         self, reward_rollout_wg: Any, reward_tokenizer: Any, tokenizer: Any, data: Any, if_val: bool = False,

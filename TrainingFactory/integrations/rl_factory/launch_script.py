@@ -49,9 +49,9 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
         )
     expansion = Expansion(dict(variables))
     commands: list[tuple[int, list[str]]] = []
-    number, end = 1, 0
+    number, last_line = 1, 0
     for match in LINE.finditer(text):
-        number, end = number + text.count("\n", end, match.start()), match.start()
+        number, last_line = number + text.count("\n", last_line, match.start()), match.start()
         line = match[0].replace("\\\n", "")
         try:
             words = shlex.split(expansion.fill(line), comments=True)

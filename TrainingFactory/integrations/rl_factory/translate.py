@@ -44,12 +44,12 @@ class Translation:
 
     def text(self) -> str:
         """Return the config as YAML, with the notes as comments at its end."""
-        top = f"# Translated from {self.script.path}. Comments at the end list what was not translated, and why.\n"
-        end = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
+        header = f"# Translated from {self.script.path}. Comments at the end list what was not translated, and why.\n"
+        footer = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
         sections = {
             name: self.sections[name] for name in TrainingConfig.model_fields if name in self.sections
         }
-        return f"{top}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{end}"
+        return f"{header}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{footer}"
 
     def _take(self, key: str, default: Any = None) -> Any:
         """Remove an override and return its value, or `default` with a note if the value disables its feature."""
@@ -107,8 +107,8 @@ class Translation:
     def _data(self) -> None:
         for key, config_key in {"data.train_files": "data.tasks", "data.val_files": "data.heldout"}.items():
             if files := self._take(key):
-                first, *ignored = files if isinstance(files, list) else [files]
-                self._set_key(config_key, first)
+                first_file, *ignored = files if isinstance(files, list) else [files]
+                self._set_key(config_key, first_file)
                 if ignored:
                     self._note(
                         key, ignored, BY_HAND, "only one file is supported; merge the rows of all files"

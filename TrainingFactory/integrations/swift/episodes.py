@@ -81,9 +81,9 @@ class SwiftEpisode(EpisodeRun):
             await asyncio.wait({self._task})
 
     async def _until_turn_needed(self, task: asyncio.Task[Trajectory]) -> None:
-        needed = asyncio.create_task(self._turn_needed.wait())
-        await asyncio.wait({task, needed}, return_when=asyncio.FIRST_COMPLETED)
-        needed.cancel()
+        need_task = asyncio.create_task(self._turn_needed.wait())
+        await asyncio.wait({task, need_task}, return_when=asyncio.FIRST_COMPLETED)
+        need_task.cancel()
         if task.done():
             task.result()  # raises what is not an error of the episode
 

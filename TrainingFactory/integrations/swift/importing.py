@@ -71,12 +71,14 @@ class SwiftTranslation:
 
     def text(self) -> str:
         """Return the config as YAML, with the notes as comments at its end."""
-        top = f"# Translated from {self.path}. Comments at the end list what was not translated, and why.\n"
+        header = (
+            f"# Translated from {self.path}. Comments at the end list what was not translated, and why.\n"
+        )
         sections = {
             name: self.sections[name] for name in TrainingConfig.model_fields if name in self.sections
         }
-        end = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
-        return f"{top}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{end}"
+        footer = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
+        return f"{header}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{footer}"
 
     def _set(self, key: str, value: Any) -> None:
         section, _, name = key.partition(".")
@@ -98,9 +100,9 @@ class SwiftTranslation:
         kind = self._remaining.pop("rlhf_type", None)
         algorithms = keys.VALUES["rlhf_type"][1]
         if kind is not None and kind not in algorithms:
-            known = ", ".join(algorithms)
+            names = ", ".join(algorithms)
             raise ValueError(
-                f"{self.path}: rlhf_type {kind} has no counterpart. Supported: {known}, and swift sft."
+                f"{self.path}: rlhf_type {kind} has no counterpart. Supported: {names}, and swift sft."
             )
         self.algorithm = str(algorithms[kind]) if kind is not None else "sft"
         self._set("training.algorithm", self.algorithm)
@@ -123,16 +125,16 @@ class SwiftTranslation:
             names = self._remaining.pop(name, None)
             if not names:
                 continue
-            first, *others = names if isinstance(names, list) else [names]
+            first_name, *ignored = names if isinstance(names, list) else [names]
             key = sampled_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
-            file, _, count = str(first).rpartition("#")  # FILE#COUNT takes the first rows
+            file, _, count = str(first_name).rpartition("#")  # FILE#COUNT takes the first rows
             if file and count.isdigit():
                 self._set("data.heldout_count" if key == "heldout" else "data.count", int(count))
             else:
-                file = str(first)
+                file = str(first_name)
             self._set(f"data.{key}", file)
-            if others:
-                self._note(name, others, BY_HAND, "only one file is supported; merge the rows of all files")
+            if ignored:
+                self._note(name, ignored, BY_HAND, "only one file is supported; merge the rows of all files")
 
     def _batch(self) -> None:
         sizes = {name: self._count(name) for name in BATCH if name in self._remaining}
@@ -181,12 +183,12 @@ class SwiftTranslation:
             if is_for_other or is_disabled:
                 self._skip(name, value)
                 continue
-            whole = (
+            is_whole = (
                 isinstance(value, float)
                 and value.is_integer()
                 and name not in ("temperature", "lora_dropout")
             )
-            self._set(self._key(key), int(value) if whole and key != "grpo.clip_dual" else value)
+            self._set(self._key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
         if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
             self._set("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 

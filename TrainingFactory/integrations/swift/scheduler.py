@@ -49,8 +49,8 @@ class EpisodeLoop:
         """Run a coroutine there and wait for it on the caller's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
-    def close(self, last: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(last, self._loop).result(CLOSING_SECONDS)
+    def close(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(CLOSING_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
@@ -285,8 +285,8 @@ def neutral_rewards(
 
 def _check_tools(request: Any, trajectory: Trajectory) -> None:
     """Raise if the dataset row shows other tools than the environment has."""
-    shown = request.tools or []
-    rows = json.loads(shown) if isinstance(shown, str) else shown
+    specs = request.tools or []
+    rows = json.loads(specs) if isinstance(specs, str) else specs
     rows = [json.loads(row) if isinstance(row, str) else row for row in rows]
     shown_names = sorted(str(row.get("function", row).get("name")) for row in rows)
     names = sorted(tool.name for tool in trajectory.tools)

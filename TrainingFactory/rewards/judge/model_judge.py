@@ -86,7 +86,7 @@ def model_judge(
     try:
         verdict_reader = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
-        raise error.prefixed_with("verdict_options") from None
+        raise error.with_prefix("verdict_options") from None
     prompt = JudgePrompt(template, rubric, PROMPT_FIELDS.get(verdict, SINGLE), reference, reasoning)
     if isinstance(model, str):
         model = make_endpoint(
@@ -102,13 +102,13 @@ def model_judge(
         cache=cache,  # creates a file, so it comes after all other checks
         budget=budget or Budget(),  # type: ignore[arg-type]  # `from_mapping` has converted a mapping
     )
-    shared: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
-    shared |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
+    judge_options: dict[str, Any] = {"client": client, "prompt": prompt, "samples": samples, "vote": vote}
+    judge_options |= {"name": name, "judge_unfinished": judge_unfinished, "fence_seed": fence_seed}
     if verdict == "pairwise":
-        return PairJudge(opponents=opponents, **shared)
+        return PairJudge(opponents=opponents, **judge_options)
     if verdict == "ranking":
-        return RankingJudge(**shared)
-    return ModelJudge(verdict=verdict_reader, images=images, **shared)
+        return RankingJudge(**judge_options)
+    return ModelJudge(verdict=verdict_reader, images=images, **judge_options)
 
 
 def judges_at(
@@ -129,5 +129,5 @@ def judges_at(
         options["cache"] = judges[0].client.cache  # shared: opened once, closed with the first judge
     usage = [judge.client.usage for judge in judges]
     for judge in judges:
-        judge.client.spent = usage
+        judge.client.counted_usage = usage
     return [judges[number % len(urls)] for number in range(count)]

@@ -123,20 +123,20 @@ class JsonVerdict:
     def read(self, text: str) -> float:
         value = strict_json(self._verdict_in(without_reasoning(text).strip()))
         if not isinstance(value, dict):
-            raise unreadable(text, "one JSON object")
+            raise unreadable_error(text, "one JSON object")
         try:
             is_valid = make_validator(self.schema).is_valid(value)
         except (OverflowError, RecursionError):  # too large or too deep to validate
             is_valid = False
         if not is_valid or self.key not in value:
-            raise unreadable(text, f"an object of the schema with the key {self.key}")
+            raise unreadable_error(text, f"an object of the schema with the key {self.key}")
         verdict = value[self.key]
         if isinstance(verdict, bool):
             return float(verdict)
         if isinstance(verdict, str) and verdict in self.values:
             verdict = self.values[verdict]
         if not isinstance(verdict, int | float):
-            raise unreadable(text, f"a number under {self.key}")
+            raise unreadable_error(text, f"a number under {self.key}")
         return self.scale.scaled(verdict if abs(verdict) < MAX_FINITE else math.inf)
 
     def _verdict_in(self, text: str) -> str:
@@ -178,7 +178,7 @@ class RankingVerdict:
         ranks = [[letter.strip(MARKUP) for letter in group.split("=")] for group in ranking.split(">")]
         letters = [letter for group in ranks for letter in group]
         if sorted(letters) != list(string.ascii_uppercase[:count]):
-            raise unreadable(text, f"each of the {count} candidates once")
+            raise unreadable_error(text, f"each of the {count} candidates once")
         scores: dict[str, float] = {}
         num_ahead = 0
         for group in ranks:
@@ -193,15 +193,15 @@ def final_line(text: str, prefix: str) -> str:
     # A marked line with text after it, or two that differ, may be quoted from the judged material: rejected.
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # drops closing fences
-    verdicts = [verdict for line in lines if (verdict := _after(prefix, line)) is not None]
-    if verdicts and _after(prefix, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
+    verdicts = [verdict for line in lines if (verdict := _text_after(prefix, line)) is not None]
+    if verdicts and _text_after(prefix, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
         return verdicts[0]
     if len(lines) == 1 and not verdicts:
         return _plain(lines[0])
     raise missing_line(text, prefix)
 
 
-def _after(prefix: str, line: str) -> str | None:
+def _text_after(prefix: str, line: str) -> str | None:
     """Return the text after `mark:` or `mark=`; None if the line does not start with it."""
     if not line.lower().startswith(prefix):
         return None
@@ -221,12 +221,12 @@ def read_choice(text: str, prefix: str, values: Mapping[str, float]) -> float:
 
 
 def missing_line(text: str, prefix: str) -> JudgeFailure:
-    return unreadable(text, f"one line `{prefix.capitalize()}: ...` at its end")
+    return unreadable_error(text, f"one line `{prefix.capitalize()}: ...` at its end")
 
 
-def unreadable(text: str, expected: str) -> JudgeFailure:
-    end = " ".join(text.split())[-80:]
-    return JudgeFailure(f"the judge's answer is not {expected}; it ends with {end!r}", "unreadable")
+def unreadable_error(text: str, expected: str) -> JudgeFailure:
+    tail = " ".join(text.split())[-80:]
+    return JudgeFailure(f"the judge's answer is not {expected}; it ends with {tail!r}", "unreadable")
 
 
 def aggregate(vote: Vote, values: Sequence[float]) -> float:

@@ -60,11 +60,11 @@ class ExtractionRule(FinalTextRule):
             case "auto":
                 return marked(text) or last_line(text)
             case "marker":
-                return _only_one(text, _after_phrase(text))
+                return _only_one(text, _text_after_phrase(text))
             case "boxed":
-                return _only_one(text, _boxed(text))
+                return _only_one(text, _boxed_text(text))
             case "tag":
-                return _only_one(text, _tagged(text))
+                return _only_one(text, _tagged_text(text))
             case "last_line":
                 return last_line(text)
             case "last_number":
@@ -75,7 +75,7 @@ class ExtractionRule(FinalTextRule):
 @lru_cache(maxsize=1)  # called twice for each answer
 def marked(text: str) -> str | None:
     """Return the last answer that is boxed, tagged or marked by a phrase; None if there is none."""
-    candidates = [_boxed(text), _tagged(text), _after_phrase(text)]
+    candidates = [_boxed_text(text), _tagged_text(text), _text_after_phrase(text)]
     return _only_one(text, max((pair for pair in candidates if pair is not None), default=None))
 
 
@@ -140,16 +140,16 @@ def without_reasoning(text: str) -> str:
     """Return the text without <think> blocks, including unclosed and unopened ones."""
     if OPENING not in text and CLOSING not in text:
         return text
-    kept: list[str] = []
+    pieces: list[str] = []
     is_inside = False
     for piece in re.split(f"({OPENING}|{CLOSING})", text):
         if piece == CLOSING and not is_inside:
-            kept.clear()
+            pieces.clear()
         elif piece in (OPENING, CLOSING):
             is_inside = piece == OPENING
         elif not is_inside:
-            kept.append(piece)
-    return "".join(kept)
+            pieces.append(piece)
+    return "".join(pieces)
 
 
 def last_line(text: str) -> str | None:
@@ -171,7 +171,7 @@ _HEADING = "####"
 _GOES_ON = re.compile(r"\W{0,5}or\b", re.I)
 
 
-def _after_phrase(text: str) -> tuple[int, str] | None:
+def _text_after_phrase(text: str) -> tuple[int, str] | None:
     """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
     phrase_spans = [match.span() for match in _PHRASE.finditer(text)][-1:]
     stripped = text.rstrip()
@@ -194,7 +194,7 @@ def _line_after(text: str, position: int) -> str | None:
     return line[:-MAX_TAGS] + _END_TAG.sub("", line[-MAX_TAGS:])
 
 
-def _tagged(text: str) -> tuple[int, str] | None:
+def _tagged_text(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last <answer> tag."""
     *_, end_tag = [None, *re.finditer("</answer>", text, re.I)]
     *_, start_tag = [None, *re.finditer("<answer>", text[: end_tag.start()] if end_tag else "", re.I)]
@@ -204,13 +204,13 @@ def _tagged(text: str) -> tuple[int, str] | None:
     return (start_tag.start(), content) if content else None
 
 
-def _boxed(text: str) -> tuple[int, str] | None:
+def _boxed_text(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last balanced \\boxed{...}, with a minus sign before the box."""
     for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s?\{", text))[-MAX_BOXES:]):
         end = _closing_brace(text, match.end())
         if end is not None and (content := text[match.end() : end].strip()):
-            minus = _MINUS_BEFORE.search(text[max(0, match.start() - 24) : match.start()])
-            return match.start(), f"-{content}" if minus else content
+            minus_match = _MINUS_BEFORE.search(text[max(0, match.start() - 24) : match.start()])
+            return match.start(), f"-{content}" if minus_match else content
     return None
 
 

@@ -29,7 +29,7 @@ class ChoiceRule(ReferenceRule):
     def __call__(self, episode: Episode) -> Reward:
         correct = self.parsed_references(episode)
         texts = episode.task.metadata.get("choices") or []
-        choices = (self._chosen(answer, texts) for answer in self.candidate_answers(episode))
+        choices = (self._chosen_letter(answer, texts) for answer in self.candidate_answers(episode))
         return self.rewarded(any(letter in correct for letter in choices))
 
     def read_reference(self, reference: Any) -> str:
@@ -40,7 +40,7 @@ class ChoiceRule(ReferenceRule):
             raise ValueError(f"its answer {reference!r} is not one of the letters {self.letters}")
         return letter
 
-    def _chosen(self, answer: str, texts: list[Any]) -> str | None:
+    def _chosen_letter(self, answer: str, texts: list[Any]) -> str | None:
         """Return the letter that the answer chooses; None if it chooses none, several, or denies its choice."""
         answer = " ".join(normalise_symbols(answer).split()).strip(" .")
         choices = [normalise_text(str(text)) for text in texts]
@@ -52,9 +52,9 @@ class ChoiceRule(ReferenceRule):
         letter = match["letter"].upper() if match else ""
         if match is None or letter not in self.letters:
             return None
-        rest = normalise_text(match["rest"]) if match["rest"] else ""
-        if rest in choices:  # the letter of one choice with the text of another is no answer
-            return letter if rest in choices[self.letters.index(letter) :][:1] else None
+        rest_text = normalise_text(match["rest"]) if match["rest"] else ""
+        if rest_text in choices:  # the letter of one choice with the text of another is no answer
+            return letter if rest_text in choices[self.letters.index(letter) :][:1] else None
         other_letters = self.letters.replace(letter, "")
         remaining = re.sub(_REFUSED.format(other_letters), "", match["rest"])  # drops: (not B); B is wrong
         if _DENIED.match(remaining) or any(
@@ -67,10 +67,10 @@ class ChoiceRule(ReferenceRule):
 def _letters_in(text: str) -> Iterator[str]:
     """Yield the letters that name choices, and not those in: a city, I think, Vitamin A."""
     for match in _LONE.finditer(text):
-        before = text[max(0, match.start() - 10) : match.start()]
-        after = text[match.end() : match.end() + 10]
-        is_word = match.group() in "aAiI" and _WORD.match(after) and not _JOINED.match(after)
-        if not is_word and (_MARK_BEFORE.search(before) or _MARK_AFTER.match(after)):
+        text_before = text[max(0, match.start() - 10) : match.start()]
+        text_after = text[match.end() : match.end() + 10]
+        is_word = match.group() in "aAiI" and _WORD.match(text_after) and not _JOINED.match(text_after)
+        if not is_word and (_MARK_BEFORE.search(text_before) or _MARK_AFTER.match(text_after)):
             yield match.group().upper()
 
 

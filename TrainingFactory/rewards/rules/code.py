@@ -53,8 +53,8 @@ class CodeTests(ToolRule):
         code = self.code_of(episode)
         if not code:
             return self.rewarded(0.0)
-        passed = [await self._passes(episode, code, str(test)) for test in tests]
-        return self.rewarded(sum(passed) / len(passed) if self.partial else all(passed))
+        test_results = [await self._passes(episode, code, str(test)) for test in tests]
+        return self.rewarded(sum(test_results) / len(test_results) if self.partial else all(test_results))
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:

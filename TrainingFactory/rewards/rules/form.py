@@ -37,9 +37,9 @@ PatternText = Annotated[str, AfterValidator(_check_pattern)]
 Seconds = Annotated[float, Field(ge=0.001)]
 
 
-def matches(pattern: Any, text: str, full: bool, timeout: float) -> bool:
+def matches(pattern: Any, text: str, is_full_match: bool, timeout: float) -> bool:
     """Return whether the pattern matches, without holding the GIL; raise ValueError after `timeout` seconds."""
-    search = pattern.fullmatch if full else pattern.search
+    search = pattern.fullmatch if is_full_match else pattern.search
     try:
         return search(text, timeout=timeout, concurrent=True) is not None
     except TimeoutError:
@@ -92,13 +92,13 @@ class FormatRule(FinalTextRule):
         text = self.text_of(episode.trajectory)
         if text is None:
             return self.rewarded(0.0)
-        checks = [self._has(part, episode.trajectory, text) for part in self.require]
+        checks = [self._has_part(part, episode.trajectory, text) for part in self.require]
         if self.pattern is not None:
             checks.append(matches(compile_pattern(self.pattern), text, True, self.timeout))
         return self.rewarded(sum(checks) / len(checks) if self.partial else all(checks))
 
-    def _has(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
-        *earlier_turns, last = trajectory.turns
+    def _has_part(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
+        *earlier_turns, last_turn = trajectory.turns
         match part:
             case "tool_call":  # in an earlier turn, because a call in the last one cannot inform the answer
                 return any(call.error is None for turn in earlier_turns for call in turn.message.tool_calls)
@@ -107,7 +107,7 @@ class FormatRule(FinalTextRule):
             case "marked_answer":
                 return marked(text) is not None
             case "reasoning":
-                return bool((last.message.reasoning or "").strip())
+                return bool((last_turn.message.reasoning or "").strip())
             case "json":
                 return read_json(text) is not NO_JSON
 

@@ -47,7 +47,7 @@ def number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan]:
         if " " in match.group() and _value(match.group(), decimal_comma) is None:
             # two numbers side by side, not one with a space in it
             pieces = [part.span() for part in re.compile(r"[^ ]+").finditer(text, *match.span())]
-        spans += [_figure(text, start, end, decimal_comma) for start, end in pieces]
+        spans += [_parse_figure(text, start, end, decimal_comma) for start, end in pieces]
     return spans
 
 
@@ -65,15 +65,15 @@ def same_number(
     1e-6. Known units are converted; units of different kinds never match. A percentage matches its value, and the
     number before the sign (50% and 50) if that is at least 1."""
 
-    def close(left: Fraction, right: Fraction) -> bool:
+    def close(value: Fraction, right: Fraction) -> bool:
         share = relative
         if tolerance is None and relative is None:
-            if left.denominator == right.denominator == 1:
-                return left == right
+            if value.denominator == right.denominator == 1:
+                return value == right
             share = 1e-6
         # Exact decimals via str: 0.333333 is exactly a relative 1e-6 away from 1/3.
         margin = max(Fraction(str(tolerance or 0)), Fraction(str(share or 0)) * abs(right))
-        return abs(left - right) <= margin
+        return abs(value - right) <= margin
 
     left, right = answer.value, reference.value
     if answer.units and reference.units:
@@ -90,7 +90,7 @@ def same_number(
     return abs(without_percent) >= 1 and close(left, right)
 
 
-def _figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
+def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
     """Parse the run at start:end with the sign, currency, percent, scale and unit next to it."""
     value = _value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
@@ -134,8 +134,8 @@ def _value(run: str, decimal_comma: bool) -> Fraction | None:
     if len(run) > MAX_DIGITS:
         return None
     if match := _MIXED.fullmatch(run):
-        whole, above, below = (int(part) for part in match.groups())
-        return whole + Fraction(above, below) if 0 < above < below else None
+        integer, above, below = (int(part) for part in match.groups())
+        return integer + Fraction(above, below) if 0 < above < below else None
     above, slash, below = run.partition("/")
     numerator = _scientific(above.strip(), decimal_comma)
     if not slash or numerator is None:

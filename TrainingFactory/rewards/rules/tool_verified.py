@@ -55,14 +55,14 @@ class CodeCases(ToolRule):
         if not code:
             return self.rewarded(0.0)
         ask = tool_caller(episode, self.tool, "code")
-        passed: list[bool] = []
+        case_results: list[bool] = []
         if not self.partial:  # run the first case alone, so that code that hangs is stopped only once
-            first, *cases = cases
-            passed = [await self._passes(ask, code, entry, *first)]
-            if not passed[0]:
+            first_case, *cases = cases
+            case_results = [await self._passes(ask, code, entry, *first_case)]
+            if not case_results[0]:
                 cases = []
-        passed += await asyncio.gather(*(self._passes(ask, code, entry, *case) for case in cases))
-        return self.rewarded(sum(passed) / len(passed) if self.partial else all(passed))
+        case_results += await asyncio.gather(*(self._passes(ask, code, entry, *case) for case in cases))
+        return self.rewarded(sum(case_results) / len(case_results) if self.partial else all(case_results))
 
     async def _passes(self, ask: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         arguments = json.dumps(json.dumps(args))

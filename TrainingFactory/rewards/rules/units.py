@@ -17,27 +17,27 @@ class Unit(NamedTuple):
 def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
     """Return the possible meanings of the unit at the start of a text (km, m/s^2, miles per hour), and its end."""
     match = _UNIT.match(text)
-    units = _named(match["name"]) if match else ()
+    units = _find_unit(match["name"]) if match else ()
     if match is None or not units:
         return (), 0
     power = int(match["power"] or 0) or {"sq": 2, "cu": 3}.get((match["shape"] or "")[:2].lower(), 1)
-    units = tuple(_raised(unit, power) for unit in units)
-    if match["per"] and (divisor_units := _named(match["per"])):
-        lower = [_raised(unit, int(match["per_power"] or 1)) for unit in divisor_units]
-        return tuple(_over(unit, divisor) for unit in units for divisor in lower), match.end()
+    units = tuple(_raise_to_power(unit, power) for unit in units)
+    if match["per"] and (divisor_units := _find_unit(match["per"])):
+        lower = [_raise_to_power(unit, int(match["per_power"] or 1)) for unit in divisor_units]
+        return tuple(_divide(unit, divisor) for unit in units for divisor in lower), match.end()
     return units, match.end("power" if match["power"] else "name")
 
 
-def _over(unit: Unit, divisor: Unit) -> Unit:
+def _divide(unit: Unit, divisor: Unit) -> Unit:
     """Divide two units. Money keeps its kind, because a price is often written without what it is for."""
     return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{divisor.kind}", unit.factor / divisor.factor)
 
 
-def _raised(unit: Unit, power: int) -> Unit:
+def _raise_to_power(unit: Unit, power: int) -> Unit:
     return unit if power == 1 else Unit(f"{unit.kind}^{power}", unit.factor**power)
 
 
-def _named(name: str) -> tuple[Unit, ...]:
+def _find_unit(name: str) -> tuple[Unit, ...]:
     """Return the meanings of a unit's name, ignoring case and plural; also of temperatures such as `degrees C`."""
     if temperature := _TEMPERATURE.fullmatch(name):
         name = f"°{temperature[1].upper()}"

@@ -125,7 +125,7 @@ class RewardWorkerPool:
     async def __call__(self, episode: Episode) -> Reward:
         """Return the reward; raise if the episode cannot be scored."""
         try:
-            return await self._scored(lambda worker: worker.reward(episode))
+            return await self._score_with_retries(lambda worker: worker.reward(episode))
         except Exception as error:
             self._drop(error)
             raise
@@ -138,7 +138,7 @@ class RewardWorkerPool:
         if not self.grouped:
             return await score_independently(self, episodes)
         try:
-            results = await self._scored(lambda worker: worker.reward.group(episodes))
+            results = await self._score_with_retries(lambda worker: worker.reward.group(episodes))
         except Exception as error:
             self._drop(error, len(episodes))
             raise
@@ -164,10 +164,10 @@ class RewardWorkerPool:
         }
         return metrics | {"pool/moved": float(self.num_retried), "pool/dropped": float(self.dropped.total())}
 
-    async def _scored(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
+    async def _score_with_retries(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         errors: dict[PoolWorker, Exception] = {}
         # A single worker is retried once if its process died, because the next call starts a new process.
-        retried = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
+        may_not_retry = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
         while True:
             worker, ticket = await self._acquire(errors)
             answered: bool | None = None  # None: cancelled, which says nothing about the worker
@@ -180,12 +180,12 @@ class RewardWorkerPool:
                 return reward
             except Exception as caught:
                 error = caught
-                answered, retry = _blame(caught)
+                answered, retry = _classify_error(caught)
                 if not retry:
                     raise
-                if retried or not isinstance(caught, ConnectionError):
+                if may_not_retry or not isinstance(caught, ConnectionError):
                     errors[worker] = caught
-                retried = True
+                may_not_retry = True
             finally:
                 worker.running -= 1
                 worker.num_failed += answered is False
@@ -210,9 +210,9 @@ class RewardWorkerPool:
         while True:
             untried = [worker for worker in self.workers if worker not in failed_workers]
             if not untried:
-                last = next(reversed(failed_workers.values()))
+                last_error = next(reversed(failed_workers.values()))
                 raise WorkersDown(
-                    f"all {len(failed_workers)} reward workers failed; last error: {describe_failure(last)}"
+                    f"all {len(failed_workers)} reward workers failed; last error: {describe_failure(last_error)}"
                 )
             available = [worker for worker in untried if not worker.breaker.is_open]
             free = [worker for worker in available if worker.running < self.per_worker]
@@ -252,7 +252,7 @@ class RewardWorkerPool:
             raise TimeoutError(f"{worker.name} did not answer within {self.timeout:g} s") from None
 
 
-def _blame(error: Exception) -> tuple[bool | None, bool]:
+def _classify_error(error: Exception) -> tuple[bool | None, bool]:
     """Return whether the worker is up (None: the error does not tell), and whether to retry on another worker."""
     if isinstance(error, JudgeFailure):
         # A spent budget says nothing about the endpoint, and cached requests still succeed. An endpoint that rejects a

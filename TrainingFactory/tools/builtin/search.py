@@ -113,11 +113,11 @@ class Passages:
         with contextlib.closing(_open_index(self.index)) as connection:
             yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
 
-    def at(self, place: int) -> tuple[str, str, str]:
+    def at(self, index: int) -> tuple[str, str, str]:
         """Return (id, title, text) of a passage by its place from 0."""
         with contextlib.closing(_open_index(self.index)) as connection:
             query = "SELECT name, title, text FROM documents WHERE number = ?"
-            return connection.execute(query, (place + 1,)).fetchone()
+            return connection.execute(query, (index + 1,)).fetchone()
 
 
 def show_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int) -> str:
@@ -125,8 +125,8 @@ def show_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int
     passages = []
     for rank, (document, title, text, _) in enumerate(matches, 1):
         excerpt = text if len(text) <= max_chars else text[:max_chars] + " [...]"
-        head = f"[{rank}] {title} ({document})" if title else f"[{rank}] {document}"
-        passages.append(f"{head}\n{excerpt}")
+        heading = f"[{rank}] {title} ({document})" if title else f"[{rank}] {document}"
+        passages.append(f"{heading}\n{excerpt}")
     return "\n\n".join(passages)
 
 
@@ -179,8 +179,8 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
         for count, (name, title, text) in enumerate(documents, 1):
             content.update(json.dumps([name, title, text]).encode())
             connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (count, name, title, text))
-            spaced = " ".join(split_terms(f"{title}\n{text}"))
-            connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (count, spaced))
+            spaced_text = " ".join(split_terms(f"{title}\n{text}"))
+            connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (count, spaced_text))
         connection.execute("INSERT INTO terms(terms) VALUES ('optimize')")
         connection.execute("CREATE TABLE about(state TEXT, content TEXT)")
         connection.execute("INSERT INTO about VALUES (?, ?)", (state, content.hexdigest()))

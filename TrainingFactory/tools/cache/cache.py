@@ -82,21 +82,21 @@ class ToolCache:
         callers only one runs; if it is cancelled, the next one does. If it fails or is late, all others run too."""
         while True:
             in_memory = self._memory.get(key)
-            cached = (self._hit(key, *in_memory) if in_memory else None) or await self._from_store(key)
+            cached = (self._use_entry(key, *in_memory) if in_memory else None) or await self._read_store(key)
             if cached is not None:
                 return cached
-            flight = self._flights.get(key)
-            if flight is None:
-                return await self._lead(key, run)
-            await asyncio.wait({flight}, timeout=max(0.0, deadline - time.monotonic()))
-            answer = flight.result() if flight.done() else FAILED
+            future = self._flights.get(key)
+            if future is None:
+                return await self._run_and_share(key, run)
+            await asyncio.wait({future}, timeout=max(0.0, deadline - time.monotonic()))
+            answer = future.result() if future.done() else FAILED
             if isinstance(answer, ToolResult):
                 return _decode(_encode(answer))  # a copy
             if answer == FAILED:
                 return await self._run(key, run)
 
-    async def _lead(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        flight = self._flights[key] = asyncio.get_running_loop().create_future()
+    async def _run_and_share(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+        future = self._flights[key] = asyncio.get_running_loop().create_future()
         answer: ToolResult | str = FAILED
         try:
             result = await self._run(key, run)
@@ -108,7 +108,7 @@ class ToolCache:
             raise
         finally:
             del self._flights[key]
-            flight.set_result(answer)
+            future.set_result(answer)
 
     async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         result = await run()
@@ -125,14 +125,14 @@ class ToolCache:
         self._writer.close()
         self._store.close()
 
-    async def _from_store(self, key: str) -> ToolResult | None:
+    async def _read_store(self, key: str) -> ToolResult | None:
         if time.monotonic() < self._store_paused_until:
             return None
         try:
             entry = self._store.get(key) if self._store.quick else await in_thread(self._store.get, key)
             if entry is None:
                 return None
-            result = self._hit(key, *entry)
+            result = self._use_entry(key, *entry)
         except Exception as error:  # of the store, or of an invalid entry
             self._failed(error)
             return None
@@ -140,10 +140,10 @@ class ToolCache:
             self._memory.put(key, *entry)
         return result
 
-    def _hit(self, key: str, value: str, created: float) -> ToolResult | None:
+    def _use_entry(self, key: str, value: str, created: float) -> ToolResult | None:
         if self._ttl is not None and time.time() - created > self._ttl:
             return None
-        self._writer.used(key)
+        self._writer.record_use(key)
         return _decode(value)
 
     def _store_result(self, key: str, result: ToolResult) -> None:
@@ -189,7 +189,7 @@ class EpisodeToolCache:
         async def execute() -> ToolResult:
             return (await call.make(call, deadline)).result
 
-        return await self._through(name if call.options.pure else None, call, execute, deadline)
+        return await self._call_cached(name if call.options.pure else None, call, execute, deadline)
 
     async def _obtain_stateful(
         self, call: PendingCall, state: ToolState, name: str | None, deadline: float
@@ -211,7 +211,7 @@ class EpisodeToolCache:
         self._started[server] += 1
         number = self._started[server]
         key = digest(history, name) if call.options.stateful and history and name else None
-        result = await self._through(key, call, execute, deadline)
+        result = await self._call_cached(key, call, execute, deadline)
         if result.cached:
             state.skip(call, result.content)
         if is_lost or history is None or name is None or self._started[server] != number:
@@ -223,7 +223,7 @@ class EpisodeToolCache:
             self._histories[server] = digest(history, name if result.ok else digest(name, result.content))
         return result
 
-    async def _through(
+    async def _call_cached(
         self, key: str | None, call: PendingCall, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
         if key is None:
@@ -246,8 +246,8 @@ class _Memory:
         return entry
 
     def put(self, key: str, value: str, created: float) -> None:
-        old = self._entries.pop(key, ("", 0.0))
-        self._size += len(value) - len(old[0])
+        old_entry = self._entries.pop(key, ("", 0.0))
+        self._size += len(value) - len(old_entry[0])
         self._entries[key] = (value, created)
         while self._size > self._limit:
             _, (evicted, _) = self._entries.popitem(last=False)
@@ -268,7 +268,7 @@ class _Writer:
             self._entries.append((key, value, created))
             self._thread.submit(self._write)
 
-    def used(self, key: str) -> None:
+    def record_use(self, key: str) -> None:
         """Record the time of use for eviction. Written with the next entry, or after `MAX_USED` uses."""
         self._used[key] = time.time()
         if len(self._used) > MAX_USED:

@@ -93,7 +93,7 @@ class SQLiteStore:
                 "value = excluded.value, size = excluded.size, made = excluded.made, used = excluded.used",
                 rows,
             )
-            changes = [(when, key, when) for key, when in used_at]
+            changes = [(used, key, used) for key, used in used_at]
             self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", changes)
             self._evict()
 

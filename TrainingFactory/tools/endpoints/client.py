@@ -62,7 +62,10 @@ class EndpointClient:
         if isinstance(self.cache, str | Path):
             open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
         self.usage = Usage()
-        self.spent = [self.usage, *([self.earlier] if self.earlier else [])]  # of all that share the budget
+        self.counted_usage = [
+            self.usage,
+            *([self.earlier] if self.earlier else []),
+        ]  # of all that share the budget
         self._limits = CallLimits(self.concurrency, self.rate)
         self._in_flight: set[asyncio.Task[ModelReply]] = set()
         self._closing = False  # requests that wait for a slot or a retry are dropped
@@ -79,10 +82,10 @@ class EndpointClient:
             return reply
         task = asyncio.ensure_future(self._through_cache(digest(*key), send, check))
         self._in_flight.add(task)
-        task.add_done_callback(self._landed)
+        task.add_done_callback(self._remove_finished)
         return await asyncio.shield(task)
 
-    def _landed(self, task: asyncio.Task[ModelReply]) -> None:
+    def _remove_finished(self, task: asyncio.Task[ModelReply]) -> None:
         self._in_flight.discard(task)
         if not task.cancelled():
             task.exception()  # the caller may be gone: retrieved, so that asyncio does not log it
@@ -138,18 +141,18 @@ class EndpointClient:
         return reply
 
     def _check_budget(self) -> None:
-        used = {
-            "max_cost": sum(usage.cost for usage in self.spent),
-            "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.spent),
-            "max_requests": sum(usage.requests for usage in self.spent),
+        totals = {
+            "max_cost": sum(usage.cost for usage in self.counted_usage),
+            "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.counted_usage),
+            "max_requests": sum(usage.requests for usage in self.counted_usage),
         }
-        for name, amount in used.items():
+        for name, total in totals.items():
             limit = getattr(self.budget, name)
-            if limit is not None and amount >= limit:
-                fresh = ", or resume in a new process, which starts with a fresh budget"
+            if limit is not None and total >= limit:
+                hint = ", or resume in a new process, which starts with a fresh budget"
                 raise ModelFailure(
-                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and {amount:g} is used; raise it"
-                    f"{fresh if self.earlier is None else ''}",
+                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and {total:g} is used; raise it"
+                    f"{hint if self.earlier is None else ''}",
                     "budget",
                 )
 

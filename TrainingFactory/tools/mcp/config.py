@@ -75,9 +75,9 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | 
     section = config["mcp"] if isinstance(config.get("mcp"), dict) else config
     servers = section.get("mcpServers", section.get("servers"))
     if not isinstance(servers, dict):
-        found = ", ".join(map(repr, list(config)[:8])) or type(data).__name__
+        keys = ", ".join(map(repr, list(config)[:8])) or type(data).__name__
         expected = 'expected an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
-        raise ValueError(f"{origin}: {expected}; found {found}")
+        raise ValueError(f"{origin}: {expected}; found {keys}")
     for name, entry in servers.items():
         if not isinstance(entry, dict):
             raise ValueError(
@@ -110,11 +110,11 @@ def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: Tool
     if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema
         required = [key for key, schema in parameters.items() if "default" not in schema]
         parameters = {"type": "object", "properties": parameters, "required": required}
-    if any(tool.name in (other.texts or {}) for other in servers.values()):
+    if any(tool.name in (entry.texts or {}) for entry in servers.values()):
         raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
     texts = {tool.name: replace(tool, parameters=parameters)}
-    for name, other in servers.items():
-        if other.texts and replace(other, name=server.name, texts=None) == server:
-            servers[name] = replace(other, texts=other.texts | texts)
+    for name, entry in servers.items():
+        if entry.texts and replace(entry, name=server.name, texts=None) == server:
+            servers[name] = replace(entry, texts=entry.texts | texts)
             return
     servers[server.name] = replace(server, texts=texts)

@@ -55,20 +55,20 @@ class Connection:
         self._on_tools = on_tools
         self._outputs: dict[str, Validator] = {}  # of structured results, by tool
         self._client: Client | None = None
-        self._noise = ServerOutput()
+        self._server_output = ServerOutput()
         self._reason = ""  # why the connection ended
         self._has_session = False
-        self._messages = 0  # received so far
+        self._num_messages = 0  # received so far
         self._checking: asyncio.Task[None] | None = None
         self._relisting: asyncio.Task[None] | None = None
         self._scope = anyio.CancelScope()
-        self._owner: asyncio.Task[None] | None = None
+        self._run_task: asyncio.Task[None] | None = None
         self._secrets = config.secrets
 
     async def open(self) -> None:
         """Connect and list the tools. Raise ServerDown if that fails, with nothing left running."""
         ready = asyncio.get_running_loop().create_future()
-        self._owner = asyncio.create_task(self._run(ready))
+        self._run_task = asyncio.create_task(self._run(ready))
         try:
             await asyncio.shield(ready)
         except asyncio.CancelledError:
@@ -82,7 +82,7 @@ class Connection:
             with self._scope:
                 self._scope.deadline = anyio.current_time() + limit
                 async with contextlib.AsyncExitStack() as stack:
-                    await self._enter(stack)
+                    await self._connect(stack)
                     self._scope.deadline = float("inf")
                     ready.set_result(None)
                     await asyncio.wait({self.lost})
@@ -95,18 +95,18 @@ class Connection:
         reason = (
             f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
         )
-        self._lose(reason)
+        self._mark_lost(reason)
         if not ready.done():
-            self._reason = reason  # more specific than the reason that `_lose` may have kept
-            ready.set_exception(self.down("failed to connect", sent=False))
+            self._reason = reason  # more specific than the reason that `_mark_lost` may have kept
+            ready.set_exception(self.down_error("failed to connect", sent=False))
             ready.exception()  # mark it as retrieved, in case `open` no longer waits
 
-    async def _enter(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
         transport = await self._transport(stack)
         # Private sessions need the handshake of older protocols: the newest has no sessions over HTTP.
         private_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
-            self._watched(transport),
+            self._watch(transport),
             mode="legacy" if private_session else "auto",
             cache=None,
             message_handler=self._on_message,
@@ -135,20 +135,20 @@ class Connection:
             return streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
             )
-        return stdio_transport(config, stack.enter_context(self._noise.stderr()))
+        return stdio_transport(config, stack.enter_context(self._server_output.stderr()))
 
     # messages from the server
 
     @contextlib.asynccontextmanager
-    async def _watched(self, transport: Any) -> AsyncIterator[Any]:
+    async def _watch(self, transport: Any) -> AsyncIterator[Any]:
         async with transport as (reader, writer):
-            on_end = partial(self._lose, "it closed the connection")
+            on_end = partial(self._mark_lost, "it closed the connection")
             yield _WatchedReader(reader, self._on_item, on_end), writer
 
     def _on_item(self, item: Any) -> None:
-        self._messages += 1
+        self._num_messages += 1
         if isinstance(item, ValidationError):
-            self._noise.count(item)
+            self._server_output.count(item)
 
     async def _on_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
@@ -197,15 +197,15 @@ class Connection:
         """Return the server's result; raise ServerDown on a lost connection. Cancelling also cancels on the server."""
         client = self._client
         if client is None or self.lost.done():
-            raise self.down("is not available", sent=False)
+            raise self.down_error("is not available", sent=False)
         self.busy += 1
         try:
             answer = await self._answer(client, name, arguments)
         except MCPError as error:
             return self._error_result(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            self._lose(_cause(error))
-            raise self.down("was lost during the call") from None
+            self._mark_lost(_cause(error))
+            raise self.down_error("was lost during the call") from None
         except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
             return self._invalid(name, str(error) or type(error).__name__)
         finally:
@@ -224,38 +224,38 @@ class Connection:
         connection breaks, or never wake it."""
         request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
         # `call_tool` would build a pydantic model of the answer only for us to take it apart again.
-        sending = asyncio.create_task(client.session.send_request(request, _RAW_ANSWER))
-        sending.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns
-        before = self._messages
+        request_task = asyncio.create_task(client.session.send_request(request, _RAW_ANSWER))
+        request_task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns
+        num_before = self._num_messages
         try:
-            await asyncio.wait({sending, self.lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({request_task, self.lost}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # by the caller, usually after a time-out
-            sending.cancel()
-            if self._messages == before and self._checking is None:
+            request_task.cancel()
+            if self._num_messages == num_before and self._checking is None:
                 self._checking = asyncio.create_task(self._check(client))
             raise
-        if not sending.done() or sending.cancelled():
-            sending.cancel()
-            self._lose("the connection broke")
-            raise self.down("was lost during the call")
-        return sending.result()
+        if not request_task.done() or request_task.cancelled():
+            request_task.cancel()
+            self._mark_lost("the connection broke")
+            raise self.down_error("was lost during the call")
+        return request_task.result()
 
     async def _check(self, client: Client) -> None:
         """Drop the connection if the server sent nothing during a whole call and does not answer a request now."""
-        before = self._messages
+        num_before = self._num_messages
         limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(limit):
             await client.list_tools()
         self._checking = None
-        if self._messages == before:
-            self._lose("it stopped answering")
+        if self._num_messages == num_before:
+            self._mark_lost("it stopped answering")
 
     def _error_result(self, name: str, error: MCPError) -> ToolResult:
         """Return the server's error as a result; raise ServerDown if the connection ended with it."""
         if error.message in (*ENDS, CUT_OFF):
             if error.message != CUT_OFF:
-                self._lose(_cause(error))
-            raise self.down("was lost during the call", sent=error.message != SESSION_GONE)
+                self._mark_lost(_cause(error))
+            raise self.down_error("was lost during the call", sent=error.message != SESSION_GONE)
         self.served = True
         text = self.config.hide(error.message)
         kind = "unavailable" if error.message == HTTP_ERROR else "exception"
@@ -267,29 +267,31 @@ class Connection:
 
     # end of the connection
 
-    def _lose(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         if not self.lost.done():
             self._reason = reason
             self.lost.set_result(None)
 
-    def down(self, what: str = "was lost", sent: bool = True) -> ServerDown:
+    def down_error(self, event: str = "was lost", sent: bool = True) -> ServerDown:
         """Return an error to raise or log that says what happened and why."""
         reason = f": {self._reason}" if self._reason else ""
-        text = f"server {self.config.name!r} ({self.config.target}) {what}{reason}{self._noise.story()}"
+        text = (
+            f"server {self.config.name!r} ({self.config.target}) {event}{reason}{self._server_output.quote()}"
+        )
         return ServerDown(escape_control(self.config.hide(text)), sent)
 
     async def close(self) -> None:
         """Close the connection and wait until it has ended, and with it the server's process if we started it."""
         connected = self._client is not None
-        self._lose("it was closed")
+        self._mark_lost("it was closed")
         if not connected:
             self._scope.cancel()
-        if self._owner is not None:
+        if self._run_task is not None:
             # If need be, cancel the scope, not the task: the SDK shields its clean-up from scopes only.
-            done, _ = await asyncio.wait({self._owner}, timeout=CLOSE_SECONDS)
+            done, _ = await asyncio.wait({self._run_task}, timeout=CLOSE_SECONDS)
             if not done:
                 self._scope.cancel()
-                await asyncio.wait({self._owner}, timeout=1.0)
+                await asyncio.wait({self._run_task}, timeout=1.0)
 
 
 class _BoundedStream(httpx2.AsyncByteStream):

@@ -28,8 +28,8 @@ def tool_result(
     # Most servers repeat structured content as text, for clients that support only text.
     if structured is not None and not pieces:
         pieces = [json.dumps(structured, ensure_ascii=False)]
-    shown = [piece if isinstance(piece, Image) else redact(piece, secrets) for piece in pieces]
-    content, images = join_pieces(shown, "\n")
+    contents = [piece if isinstance(piece, Image) else redact(piece, secrets) for piece in pieces]
+    content, images = join_pieces(contents, "\n")
     failed = bool(answer.get("isError")) or (
         error_text is not None and error_text.search(content) is not None
     )

@@ -96,15 +96,15 @@ def marked(option: bool | list[str], tool: str) -> bool:
     return tool in option if isinstance(option, list) else option
 
 
-def _spec(name: str, description: str, parameters: dict[str, Any], where: str) -> ToolSpec:
+def _spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:
     """Return a validated spec. Drops `$schema`, which is useless to a model, unless the schema is invalid without."""
-    full = {"type": "object", "properties": {}} | parameters
-    short = ToolSpec(name, description, {key: value for key, value in full.items() if key != "$schema"})
+    schema = {"type": "object", "properties": {}} | parameters
+    short = ToolSpec(name, description, {key: value for key, value in schema.items() if key != "$schema"})
     with contextlib.suppress(ValueError):
-        check_schema(short, where)
+        check_schema(short, location)
         return short
     try:
-        check_schema(spec := ToolSpec(name, description, full), where)
+        check_schema(spec := ToolSpec(name, description, schema), location)
     except ValueError as error:
         raise ValueError(f"{error}; fix the server, or list its other tools in tfactory.tools") from None
     return spec

@@ -169,12 +169,12 @@ class _Entry:
 
 def server_config(name: str, origin: str, folder: Path, raw: Mapping[str, Any]) -> ServerConfig:
     """Return the config of the server that an entry describes; relative paths start at `folder`."""
-    where = f"{origin}: server {name!r}"
-    filled: dict[str, str] = {}
+    location = f"{origin}: server {name!r}"
+    values: dict[str, str] = {}
     try:
         entry = _read(raw)
-        config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, filled=filled)
-        fill = _filler(folder, filled)
+        config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, filled=values)
+        fill = _make_filler(folder, values)
         for key, value in (entry.env | entry.headers).items():
             if _SECRET_NAME.search(key):
                 SECRET_VARIABLES.update(match[1] for match in _VARIABLE.finditer(str(value)))
@@ -183,7 +183,7 @@ def server_config(name: str, origin: str, folder: Path, raw: Mapping[str, Any]) 
         headers = {key: fill(str(value)) for key, value in entry.headers.items()}
         return replace(config, url=_checked_url(fill(entry.url)), headers=headers)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        raise ValueError(f"{location}: {error}") from None
 
 
 def _read(raw: Mapping[str, Any]) -> _Entry:
@@ -195,7 +195,7 @@ def _read(raw: Mapping[str, Any]) -> _Entry:
         raise OptionError(
             *(
                 item if item.option.startswith("tfactory") else replace(item, value=...)
-                for item in error.wrong
+                for item in error.invalid_options
             )
         ) from None
 
@@ -249,8 +249,8 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
     return {"command": os.path.abspath(program), "args": args, "env": env, "cwd": cwd}
 
 
-def _filler(folder: Path, used: dict[str, str]) -> Fill:
-    """Return a function that replaces ${NAME} by the value of the variable, and records the value in `used`."""
+def _make_filler(folder: Path, values: dict[str, str]) -> Fill:
+    """Return a function that replaces ${NAME} by the value of the variable, and records the value in `values`."""
     workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
     predefined = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
 
@@ -261,7 +261,7 @@ def _filler(folder: Path, used: dict[str, str]) -> Fill:
         value = os.environ.get(name, default)
         if value is None:
             raise ValueError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
-        used[name] = value
+        values[name] = value
         return value
 
     return lambda text: _VARIABLE.sub(value_of, text)

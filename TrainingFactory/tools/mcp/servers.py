@@ -68,14 +68,14 @@ class Server:
             log.warning(text, self.config.name, names)
         self._removed = removed
 
-    def gone(self, tool: str) -> ToolResult | None:
+    def removed_error(self, tool: str) -> ToolResult | None:
         """Return an error result if the server has removed the tool; None otherwise."""
         if tool not in self._removed:
             return None
         text = f"server {self.config.name!r} no longer offers {tool}"
         return ToolResult(text, ok=False, error="exception")  # not "unavailable": the server is up
 
-    def unavailable(self, error: Exception) -> ToolResult:
+    def unavailable_result(self, error: Exception) -> ToolResult:
         log.info("%s", error)
         summary = str(error).split("; ", 1)[0].splitlines()[0]  # the server's output is only logged
         return ToolResult(f"{summary}. It may come back later.", ok=False, error="unavailable")
@@ -93,13 +93,13 @@ class SharedConnection:
         self.task = asyncio.create_task(self._keep_connected())
 
     @property
-    def up(self) -> Connection | None:
+    def live_connection(self) -> Connection | None:
         """Return the connection unless it is lost."""
         connection = self.connection
         return None if connection is None or connection.lost.done() else connection
 
     async def _keep_connected(self) -> None:
-        failures, was_up = 0, False
+        failures, was_connected = 0, False
         try:
             while True:
                 await asyncio.sleep(backoff_seconds(failures))
@@ -108,15 +108,15 @@ class SharedConnection:
                 except ServerDown as error:
                     log.info("%s", error)
                     failures, self.problem = failures + 1, error
-                    if not was_up:
+                    if not was_connected:
                         self.settled.set()
                     continue
-                if was_up:
+                if was_connected:
                     log.warning("server %r is connected again", self.server.config.name)
-                was_up, connection = True, self.connection
+                was_connected, connection = True, self.connection
                 self.settled.set()
                 await asyncio.wait({connection.lost})
-                self.connection, self.problem = None, connection.down()
+                self.connection, self.problem = None, connection.down_error()
                 log.warning("%s", self.problem)
                 # Calls do not wait for a server that keeps failing before it has answered a call.
                 failures = 0 if connection.served else failures + 1
@@ -150,7 +150,7 @@ class SharedServer(Server):
 
     async def until_ready(self) -> None:
         """Wait until a connection is up, or until waiting is pointless."""
-        if any(line.up for line in self._lines):
+        if any(line.live_connection for line in self._lines):
             return
         while any(line.connection is not None for line in self._lines):
             await asyncio.sleep(0)  # let their tasks notice the loss
@@ -160,18 +160,18 @@ class SharedServer(Server):
         problem = None
         for _ in range(2):
             await self.until_ready()
-            up = [connection for line in self._lines if (connection := line.up)]
-            if not up:
+            live_connection = [connection for line in self._lines if (connection := line.live_connection)]
+            if not live_connection:
                 break
-            connection = min(up, key=lambda connection: connection.busy)
+            connection = min(live_connection, key=lambda connection: connection.busy)
             try:
-                return self.gone(tool) or await connection.call(tool, arguments)
+                return self.removed_error(tool) or await connection.call(tool, arguments)
             except ServerDown as error:
                 problem = error
                 # A call that never reached the server may be sent again, even if the tool is not idempotent.
                 if error.sent:
                     break
-        return self.unavailable(problem or self._lines[0].problem)
+        return self.unavailable_result(problem or self._lines[0].problem)
 
     async def close(self) -> None:
         await asyncio.gather(*(line.close() for line in self._lines))
@@ -185,42 +185,42 @@ class EpisodeServer(Server):
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
         self._slots = asyncio.Semaphore(config.settings.max)  # held from the start of a connection to its end
-        self._spares: deque[asyncio.Task[Connection]] = deque()  # started ahead, not in use
-        self._alive: set[asyncio.Task[Connection]] = set()
+        self._spare_connections: deque[asyncio.Task[Connection]] = deque()  # started ahead, not in use
+        self._live_connections: set[asyncio.Task[Connection]] = set()
 
     async def open(self) -> None:
         """Start the spare connections; raise ServerDown if the first one fails."""
         self._start_spares()
         if not self.offered:
-            await asyncio.shield(self._spares[0])
+            await asyncio.shield(self._spare_connections[0])
 
     def take(self) -> asyncio.Task[Connection]:
-        """Return a connection, ready or starting. Pass it to `give_back` in the end."""
+        """Return a connection, ready or starting. Pass it to `release_connection` in the end."""
         while True:
             self._start_spares()
-            connecting = self._spares.popleft()
+            connecting = self._spare_connections.popleft()
             if not connecting.done() or not connecting.result().lost.done():
                 break
-            self.give_back(connecting)  # it was lost before its first use
+            self.release_connection(connecting)  # it was lost before its first use
         self._start_spares()
         return connecting
 
-    def give_back(self, connecting: asyncio.Task[Connection]) -> None:
+    def release_connection(self, connection: asyncio.Task[Connection]) -> None:
         """Close the connection in the background; it is not reused, because an episode has changed its state."""
-        self.start(self._end(connecting))
+        self.start(self._close_connection(connection))
 
     async def close(self) -> None:
-        self._spares.clear()
-        for connecting in self._alive:
-            self.give_back(connecting)
+        self._spare_connections.clear()
+        for connection in self._live_connections:
+            self.release_connection(connection)
         await asyncio.gather(*self._tasks)
 
     def _start_spares(self) -> None:
-        while len(self._spares) < self.config.settings.instances:
-            connecting = asyncio.create_task(self._connect_in_slot())
-            self._alive.add(connecting)
-            self._spares.append(connecting)
-            connecting.add_done_callback(self._discard_failed)
+        while len(self._spare_connections) < self.config.settings.instances:
+            connection = asyncio.create_task(self._connect_in_slot())
+            self._live_connections.add(connection)
+            self._spare_connections.append(connection)
+            connection.add_done_callback(self._discard_failed)
 
     async def _connect_in_slot(self) -> Connection:
         await self._slots.acquire()
@@ -230,20 +230,20 @@ class EpisodeServer(Server):
             self._slots.release()
             raise
 
-    def _discard_failed(self, connecting: asyncio.Task[Connection]) -> None:
-        if not connecting.cancelled() and connecting.exception() is None:
+    def _discard_failed(self, connection: asyncio.Task[Connection]) -> None:
+        if not connection.cancelled() and connection.exception() is None:
             return
-        self._alive.discard(connecting)
-        if connecting in self._spares and not connecting.cancelled():
-            self._spares.remove(connecting)
-            log.warning("%s", connecting.exception())
+        self._live_connections.discard(connection)
+        if connection in self._spare_connections and not connection.cancelled():
+            self._spare_connections.remove(connection)
+            log.warning("%s", connection.exception())
 
-    async def _end(self, connecting: asyncio.Task[Connection]) -> None:
-        connecting.cancel()  # has no effect after the start
-        await asyncio.wait({connecting})
-        if connecting in self._alive:
-            self._alive.discard(connecting)
-            await connecting.result().close()
+    async def _close_connection(self, connection: asyncio.Task[Connection]) -> None:
+        connection.cancel()  # has no effect after the start
+        await asyncio.wait({connection})
+        if connection in self._live_connections:
+            self._live_connections.discard(connection)
+            await connection.result().close()
             self._slots.release()
 
 
@@ -252,22 +252,22 @@ class EpisodeConnection:
 
     def __init__(self, server: EpisodeServer) -> None:
         self.server = server
-        self._connecting: asyncio.Task[Connection] | None = None
+        self._connection: asyncio.Task[Connection] | None = None
 
     async def until_ready(self) -> None:
         """Wait until the connection is up or has failed."""
-        self._connecting = self._connecting or self.server.take()
-        await asyncio.wait({self._connecting})
+        self._connection = self._connection or self.server.take()
+        await asyncio.wait({self._connection})
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        if removed := self.server.gone(tool):
+        if removed := self.server.removed_error(tool):
             return removed
-        self._connecting = self._connecting or self.server.take()
+        self._connection = self._connection or self.server.take()
         try:
-            connection = await asyncio.shield(self._connecting)
+            connection = await asyncio.shield(self._connection)
         except ServerDown as error:  # the episode has no state on the server yet, so it can continue without
-            self._connecting = None
-            return self.server.unavailable(error)
+            self._connection = None
+            return self.server.unavailable_result(error)
         try:
             return await connection.call(tool, arguments)
         except ServerDown as error:
@@ -275,6 +275,6 @@ class EpisodeConnection:
             raise ToolFailure(f"the session of this episode ended: {error}") from error
 
     def release(self) -> None:
-        if self._connecting is not None:
-            self.server.give_back(self._connecting)
-            self._connecting = None
+        if self._connection is not None:
+            self.server.release_connection(self._connection)
+            self._connection = None

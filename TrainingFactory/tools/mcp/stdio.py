@@ -172,7 +172,7 @@ class ServerOutput:
         line = error.errors(include_url=False, include_context=False)[0].get("input")
         self._example = self._example or str(line)[:80]
 
-    def story(self) -> str:
+    def quote(self) -> str:
         """Return details for an error message; empty if there are none."""
         details = ""
         if self._invalid_lines:

@@ -79,11 +79,11 @@ def limits(settings: dict[str, Any]) -> None:
     }
     for kind, value in values.items():
         # For CPU time, the soft limit sends SIGXCPU one second before the hard limit kills the process.
-        hard = value + 1 if kind == resource.RLIMIT_CPU else value
+        hard_limit = value + 1 if kind == resource.RLIMIT_CPU else value
         inherited = resource.getrlimit(kind)[1]
-        hard = hard if inherited == resource.RLIM_INFINITY else min(hard, inherited)
+        hard_limit = hard_limit if inherited == resource.RLIM_INFINITY else min(hard_limit, inherited)
         with contextlib.suppress(ValueError, OSError):  # macOS has no limit of the address space
-            resource.setrlimit(kind, (min(value, hard), hard))
+            resource.setrlimit(kind, (min(value, hard_limit), hard_limit))
 
 
 def no_new_processes() -> None:
@@ -175,9 +175,9 @@ def seccomp(threads: bool) -> bool:
     program = filter_program(machine, os.getpid(), threads)
     raw = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(raw, len(raw))
-    head = struct.pack("@HxxxxxxQ", len(program), ctypes.addressof(buffer))
+    header = struct.pack("@HxxxxxxQ", len(program), ctypes.addressof(buffer))
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    _check(libc.prctl(PR_SET_SECCOMP, 2, head, 0, 0))
+    _check(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
     return True
 
 

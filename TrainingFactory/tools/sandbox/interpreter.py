@@ -89,13 +89,13 @@ class Interpreter:
         """Run the statements, and print the value of a final expression, as at a prompt."""
         tree = ast.parse(code, name)
         namespace = self.module.__dict__
-        last = None
+        last_expression = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = ast.Expression(tree.body[-1].value)
+            last_expression = ast.Expression(tree.body[-1].value)
             del tree.body[-1]
         exec(compile(tree, name, "exec"), namespace)
-        if last is not None:
-            value = eval(compile(last, name, "eval"), namespace)
+        if last_expression is not None:
+            value = eval(compile(last_expression, name, "eval"), namespace)
             if value is not None:
                 print(repr(value)[: self.limit + 1000])
 

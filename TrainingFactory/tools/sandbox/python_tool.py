@@ -132,7 +132,7 @@ class PythonTool:
     def session(self) -> PythonSession:
         return PythonSession(self)
 
-    def rest(self, session: PythonSession, memory_bytes: int | None) -> None:
+    def set_idle_memory(self, session: PythonSession, memory_bytes: int | None) -> None:
         """Record the memory of an idle session in bytes (None: it is not idle), and stop the largest sessions while all
         exceed `idle_memory_mb`."""
         self._idle.pop(session, None)
@@ -167,7 +167,7 @@ class PythonSession:
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         async with self._lock:
-            self.source.rest(self, None)
+            self.source.set_idle_memory(self, None)
             process, note = self._process, ""
             if process is None or not process.alive:
                 if process is not None:
@@ -180,7 +180,7 @@ class PythonSession:
                     log.warning(START_FAILED, error)
                     return ToolResult(START_FAILED % error, ok=False, error="unavailable")
             result = await self._answer(process, arguments["code"], note)
-            self.source.rest(self, process.memory_bytes)
+            self.source.set_idle_memory(self, process.memory_bytes)
             return result
 
     async def _start(self) -> _Process:
@@ -201,8 +201,8 @@ class PythonSession:
                 raise WorkerDied("was stopped, because the code tampered with its answers")
         except (WorkerTooSlow, WorkerDied, WorkerError) as error:
             process.kill()
-            slow = isinstance(error, WorkerTooSlow)
-            self._end_reason = f"was stopped after {self.source.timeout:g} s" if slow else str(error)
+            is_timeout = isinstance(error, WorkerTooSlow)
+            self._end_reason = f"was stopped after {self.source.timeout:g} s" if is_timeout else str(error)
             text = f"{note}the interpreter {self._end_reason}. {GONE}"
             return ToolResult(text, ok=False, error="exception")
         parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
@@ -222,7 +222,7 @@ class PythonSession:
 
     async def close(self) -> None:
         self._closed = True
-        self.source.rest(self, None)
+        self.source.set_idle_memory(self, None)
         if self._process is not None:
             await self._process.close()
 
