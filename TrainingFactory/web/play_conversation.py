@@ -14,7 +14,7 @@ from typing import Any
 
 from TrainingFactory.apps.serving.served import serving_config
 from TrainingFactory.assembly.environment import make_environment
-from TrainingFactory.assembly.rewards import make_reward, open_reward
+from TrainingFactory.assembly.rewards import check_group_size, make_reward, open_reward
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.image_parts import openai_content
 from TrainingFactory.common.images import moved
@@ -45,7 +45,7 @@ JobArguments = dict[str, Any]
 MAX_TASKS = 50  # maximum tasks of an environment that are offered
 STOP_POLL_SECONDS = 0.1  # seconds between two checks of the stop file
 OWN_WORDS = "own-words"  # id of the task of a conversation that the user begins
-COMPUTED_REWARDS = ("environment", "rule_based")  # others need a model, or call tools
+COMPUTED_REWARDS = ("environment", "rule_based", "function")  # others need a model, or call tools
 
 
 class PlayConversation(ABC):
@@ -99,11 +99,13 @@ class PlayConversation(ABC):
 
     async def _open_reward(self) -> None:
         try:
-            self._reward = make_reward(self.config)
+            reward = make_reward(self.config)
+            check_group_size(reward, 1)
         except ValueError as error:  # the conversation does not need it
             self._reward_problem = str(error)
             return
-        await open_reward(self._reward, self._exit_stack, lambda _: None)
+        self._reward = reward
+        await open_reward(reward, self._exit_stack, lambda _: None)
 
     @property
     def _computes_reward(self) -> bool:

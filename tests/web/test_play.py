@@ -107,6 +107,8 @@ def test_a_conversation_grows_token_by_token(talk: Conversation) -> None:
     assert (first["status"], first["written"], first["anew"]) == ("done", "begun", False)
     kinds = [next(iter(each)) for each in talk.told]
     assert [kind for kind in kinds if kind != "text"] == ["message", "results", "message", "results"]
+    is_right = first["messages"][-1]["content"].strip() == local(talk).task.answer
+    assert first["reward"] == float(is_right) and first["unscored"] is None
     [result] = first["turns"][0]["tool_results"]
     assert (result["call"], result["ok"], result["content"]) == (
         "lookup",
@@ -165,7 +167,11 @@ def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:
     assert cut["written"] == "cut"  # no stop token is made up
     Path(talk.given["stop"]).touch()
     stopped = talk.say(talk.messages)
-    assert stopped["status"] == "stopped" and stopped["turns"][0]["tokens"] == CHUNK_TOKENS
+    assert (
+        stopped["status"] == "stopped"
+        and stopped["reward"] is None
+        and stopped["turns"][0]["tokens"] == CHUNK_TOKENS
+    )
 
 
 def test_a_conversation_that_the_process_does_not_know_any_more_goes_on(talk: Conversation) -> None:

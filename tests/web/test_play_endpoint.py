@@ -14,6 +14,7 @@ import pytest
 
 from tests.kits import teacher as kit
 from tests.kits.page import Served, serving
+from tests.kits.registry import made_run
 from tests.kits.teacher import APIS, USED, Teacher, teaching
 from tests.kits.waiting import wait_until
 from TrainingFactory.cli import ui
@@ -26,8 +27,10 @@ AGAIN = {"role": "user", "content": "Sure?"}
 class Talk:
     """A conversation in `search` as the worker has it, without the page."""
 
-    def __init__(self, model: str, folder: Path, task: str | None = "first") -> None:
-        self.given: dict[str, Any] = {"model": model, "environment": "environment:search", "task": None}
+    def __init__(
+        self, model: str, folder: Path, task: str | None = "first", environment: str = "environment:search"
+    ) -> None:
+        self.given: dict[str, Any] = {"model": model, "environment": environment, "task": None}
         self.given |= {"id": "first", "runs": str(folder / "runs"), "stop": str(folder / "stop")}
         self.given |= {"spending": str(folder / "spent.jsonl")}
         self.opened = playing.begin(self.given, lambda _: None)
@@ -114,6 +117,27 @@ def test_a_wrong_answer_has_no_reward(folder: Path) -> None:
         own = Talk(teacher.name(), folder, task=None)
         assert own.messages[0]["role"] == "system" and len(own.messages) == 1
         assert own.say({"role": "user", "content": "Ada sold apple?"})["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("reward", "value", "problem"),
+    [
+        ({"type": "function", "options": {"function": "rule.py:fourteen"}}, 14.0, None),
+        ({"type": "rule_based", "options": {"rule": "f1"}}, 1.0, None),
+        ({"type": "function", "options": {"function": "gone.py:fourteen"}}, None, "gone.py"),
+        ({"type": "model_judge", "model": "m", "options": {"base_url": "http://127.0.0.1:1/v1"}}, None, None),
+    ],
+)
+def test_the_reward_is_that_of_the_run(
+    folder: Path, reward: dict[str, Any], value: float | None, problem: str | None
+) -> None:
+    right = "trajectory.answer == trajectory.task.answer"
+    Path("rule.py").write_text(f"def fourteen(trajectory):\n    return 14.0 * ({right})\n")
+    made_run(folder / "runs", "ruled", reward=reward, data={"count": 3})
+    with teaching() as teacher:
+        answer = Talk(teacher.name(), folder, environment="run:ruled").say()
+    assert answer["status"] == "done" and answer["reward"] == value
+    assert (answer["unscored"] is None) == (problem is None) and (problem or "") in (answer["unscored"] or "")
 
 
 def test_signed_thoughts_are_sent_back_unless_their_message_is_edited(
