@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import chain
 from statistics import fmean, pstdev
 from typing import get_args
 
@@ -65,9 +66,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
     """Return the means per episode of what simulated users did; empty without them."""
-    totals: Counter[str] = Counter()
-    for turn in turns:
-        totals.update({name: value for name, value in turn.signals.items() if name.startswith(USER_SIGNALS)})
+    totals: defaultdict[str, float] = defaultdict(float)
+    for name, value in chain.from_iterable(turn.signals.items() for turn in turns):
+        if name.startswith(USER_SIGNALS):
+            totals[name] += value
     return {name: total / len(trajectories) for name, total in totals.items()}
 
 
