@@ -36,7 +36,7 @@ class WeightCounts(NamedTuple):
     size: int  # bytes per value of the compute dtype
 
     @classmethod
-    def count(cls, model: Any) -> WeightCounts:
+    def of_model(cls, model: Any) -> WeightCounts:
         params = list(model.parameters())
         trained = [param for param in params if param.requires_grad]
         exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
@@ -49,7 +49,7 @@ def estimate_model_memory(
     config: TrainingConfig, model: Any, inputs: Set[str], max_length: int, images: ImageUse | None = None
 ) -> dict[str, float]:
     """Return the bytes that a run needs for a loaded model, by part."""
-    counts, shape = WeightCounts.count(model), model.config.get_text_config()
+    counts, shape = WeightCounts.of_model(model), model.config.get_text_config()
     return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
 
 
