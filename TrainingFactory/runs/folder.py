@@ -322,7 +322,7 @@ class RunFolder:
     def prune(
         self, keep_last: int, keep_every: int | None, keep_best: bool = False, states: str = "all"
     ) -> None:
-        """Keep the last `keep_last` checkpoints, every `keep_every` steps and, with `keep_best`, the best;
+        """Keep the last `keep_last` checkpoints, those at every `keep_every` steps and, with `keep_best`, the best;
         remove the others. If `states` is "newest", remove the optimizer state of all but the newest."""
         best_checkpoint = self.best() if keep_best else None
         for old in self.checkpoints()[:-keep_last]:
