@@ -15,6 +15,7 @@ import torch
 from TrainingFactory.sampling.batches import FlatBatch, GraphInputs, SampledTokens
 from TrainingFactory.sampling.cache.attention import StepContext, Tiles
 from TrainingFactory.sampling.cache.store import PagedCache
+from TrainingFactory.sampling.flattening import flatten_plan, make_draw_inputs
 from TrainingFactory.sampling.gpu.graphs import to_device
 from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
 from TrainingFactory.sampling.planning import StepPlan
@@ -143,8 +144,8 @@ class AsyncRunner(Runner):
             return super()._feed_tokens(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
         layout = plan_tiles(plan, table, shape.queries // shape.heads)
-        batch = self._flatten_plan(plan, 0, layout)
-        draws, images = self._make_draw_inputs(batch), dict[str, Any]()
+        batch = flatten_plan(table, plan, 0, layout)
+        draws, images = make_draw_inputs(table, batch), dict[str, Any]()
         dense = plan.rows * (plan.span or 1)
         first = self._make_graph_inputs(
             batch.tokens, batch.slots, batch.positions, dense, batch.rows, batch.live, batch.keep

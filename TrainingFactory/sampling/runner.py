@@ -16,7 +16,6 @@ from TrainingFactory.sampling.batches import (
     GraphInputs,
     SampledTokens,
     StepInputs,
-    accepted,
     covered,
     leaders_only,
     step_inputs,
@@ -32,12 +31,17 @@ from TrainingFactory.sampling.cache.view import (
     shared_view,
     unsupported_model,
 )
+from TrainingFactory.sampling.flattening import (
+    flatten_plan,
+    make_draw_inputs,
+    rotary_positions,
+    settle_draws,
+)
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
-from TrainingFactory.sampling.picking import DrawInputs, pick, require_finite, split_picked, uniforms
+from TrainingFactory.sampling.picking import DrawInputs, pick
 from TrainingFactory.sampling.planning import EMPTY, StepPlan
 from TrainingFactory.sampling.sizing import round_up, size_cache, size_states
 from TrainingFactory.sampling.table import CHUNK, SlotTable
-from TrainingFactory.sampling.tiles import TileLayout, pad_to
 from TrainingFactory.sampling.twins import TwinRows, find_twins
 
 if TYPE_CHECKING:
@@ -181,7 +185,7 @@ class Runner:
     def run(self, plan: StepPlan) -> SampledTokens:
         """Run the plan and advance the table's `stored`. The caller appends the new tokens to the table."""
         batch, picked = self._begin(plan)
-        return self._settle_draws(plan, batch, picked)
+        return settle_draws(self.table, plan, batch, picked)
 
     def _begin(self, plan: StepPlan) -> tuple[FlatBatch, torch.Tensor | None]:
         table = self.table
@@ -194,8 +198,8 @@ class Runner:
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
         trunk = self.trunk(plan.dense)
-        batch = self._flatten_plan(plan, trunk)
-        draws = self._make_draw_inputs(batch)
+        batch = flatten_plan(self.table, plan, trunk)
+        draws = make_draw_inputs(self.table, batch)
         widths = self.width(dense_end), self.width(chunk_end)
         picked = None
         is_recorded = self._graphs is not None and not len(plan.slots) and not draws.filters
@@ -228,7 +232,11 @@ class Runner:
         if not plan.fixed:
             rows, fed = covered(merged.dense, batch.fed[merged.dense])
         chunks, counts = covered(merged.slots, merged.counts)
-        rope = EMPTY if self.table.rope_of is None else self._rotary_positions(batch.slots, batch.positions)
+        rope = (
+            EMPTY
+            if self.table.rope_of is None
+            else rotary_positions(self.table, batch.slots, batch.positions)
+        )
         arrays = step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
@@ -265,11 +273,6 @@ class Runner:
             self._latest[batch.rows[batch.live]] = picked[0, batch.live].long()
         return picked
 
-    def _rotary_positions(self, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the rotary positions [N, 3] of tokens at these places; padding has any."""
-        table = self.table
-        return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(places, table.max_length - 1)]
-
     def _chunk_rows(self, plan: StepPlan, dense: int) -> list[StateRows]:
         """Return the rows that recurrent layers prefill, after `dense` tokens of decoding rows."""
         starts = self.table.stored[plan.slots]
@@ -287,7 +290,7 @@ class Runner:
         rope = (
             EMPTY
             if table.rope_of is None
-            else self._rotary_positions(slots, positions).T.ravel().astype(np.int64)
+            else rotary_positions(self.table, slots, positions).T.ravel().astype(np.int64)
         )
         inputs = GraphInputs(
             tokens, positions, cache_positions, keep, np.where(live, rows, table.slots), rope, EMPTY, EMPTY
@@ -370,96 +373,8 @@ class Runner:
             self._graphs.check(self.model, [*tensors, *cache.tables])
             self._moved = False
 
-    def _settle_draws(self, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None) -> SampledTokens:
-        """Return the tokens that were drawn after correct guesses only, and advance the table's `stored`."""
-        table, is_used = self.table, batch.live
-        tokens, logprobs = split_picked(picked, is_used)
-        num_new: np.ndarray | int = 1
-        if plan.guesses is not None:
-            is_used = is_used & accepted(batch, tokens, table.stops)
-            dense = int(batch.fed.sum())
-            num_drawn = np.bincount(batch.rows[:dense][is_used[:dense]], minlength=plan.rows)[plan.dense]
-            reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
-            num_new = np.where(reply, plan.guessed + 1, num_drawn)
-        table.advance(plan.dense, num_new)
-        if len(plan.slots):
-            table.advance(plan.slots, plan.counts)
-        rows = batch.rows[is_used]
-        return SampledTokens(
-            rows,
-            table.lengths[rows] + batch.offsets[is_used],
-            tokens[is_used],
-            require_finite(logprobs[is_used]),
-        )
-
     def _cache_positions(self, batch: FlatBatch) -> np.ndarray:
         return self.table.pages.locate(batch.slots, batch.positions).ravel()
-
-    def _flatten_plan(self, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
-        # Padding feeds token 0, at the position after the shared prefix, to the scratch page.
-        table = self.table
-        fed = np.full(plan.rows, int(plan.fixed))
-        fed[plan.dense] = 1
-        if plan.guesses is not None:
-            fed[plan.dense] += plan.guessed
-            fed = np.full(plan.rows, plan.span) if plan.span else fed
-        start = int(fed.sum())
-        size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
-        size = size if layout is None else start + layout.extra
-        tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
-        token_slots = np.full(size, table.slots)
-        first = fed.cumsum() - fed  # [R] flat index of each row's first token
-        stored_lengths, start_rows = table.stored[plan.dense], first[plan.dense]
-        tokens[start_rows] = table.ids[plan.dense, stored_lengths]
-        positions[start_rows] = stored_lengths
-        token_slots[start_rows] = plan.dense
-        if plan.guesses is not None:
-            row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
-            guess = start_rows[row] + 1 + column
-            tokens[guess] = plan.guesses[row, column]
-            positions[guess] = stored_lengths[row] + 1 + column
-            token_slots[guess] = plan.dense[row]
-        if len(plan.slots):
-            start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else start
-            slot, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
-            stored_lengths = table.stored[slot] + np.arange(len(slot)) - np.repeat(starts, plan.counts)
-            part = slice(start, start + len(slot))
-            tokens[part] = table.ids[slot, stored_lengths]
-            positions[part], token_slots[part] = stored_lengths, slot
-        logit_rows = self._logit_rows(plan, fed, first)
-        if (
-            layout is not None
-        ):  # pad the rows of logits to the shape of the graph; without one, draw at least once
-            rows = int(fed.sum()) + layout.pieces if layout.recorded else max(1, len(logit_rows[0]))
-            logit_rows = [pad_to(array, rows) for array in logit_rows]
-        return FlatBatch(tokens, positions, token_slots, fed, *logit_rows)
-
-    def _logit_rows(
-        self, plan: StepPlan, fed: np.ndarray, first: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return rows, offsets, live and keep of a `Flat`, for all dense tokens and the last tokens of prompts."""
-        table = self.table
-        known_after = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
-        known_after[plan.dense] = table.lengths[plan.dense] - table.stored[plan.dense] - 1
-        if plan.fixed and plan.guesses is None and not len(plan.slots):  # one token per row
-            is_used = np.zeros(plan.rows, bool)
-            is_used[plan.dense] = known_after[plan.dense] == 0
-            return first, -known_after, is_used, first
-        last_used = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
-        last_used[plan.dense] = (0 if plan.guesses is None else plan.guessed) - known_after[plan.dense]
-        rows = np.repeat(np.arange(plan.rows), fed)
-        keep = np.arange(len(rows))
-        offsets = keep - np.repeat(first + known_after, fed)
-        is_used = (offsets >= 0) & (offsets <= last_used[rows])
-        if not len(plan.slots):
-            return rows, offsets, is_used, keep
-        finished_rows = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.lengths[plan.slots])
-        return (
-            np.concatenate((rows, plan.slots[finished_rows])),
-            np.concatenate((offsets, np.zeros(len(finished_rows), np.int64))),
-            np.concatenate((is_used, np.ones(len(finished_rows), bool))),
-            np.concatenate((keep, len(rows) + plan.counts.cumsum()[finished_rows] - 1)),
-        )
 
     def _make_attention_part(
         self, slots: slice | np.ndarray, inputs: StepInputs[torch.Tensor], part: slice,
@@ -488,12 +403,3 @@ class Runner:
         if window is not None:
             is_masked = is_masked | (span <= positions - window)
         return torch.where(is_masked, self._hidden, self._seen)
-
-    def _make_draw_inputs(self, batch: FlatBatch) -> DrawInputs[np.ndarray]:
-        table, rows, live_rows = self.table, batch.rows, batch.rows[batch.live]
-        uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
-        if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():
-            filters = table.top_p[rows], table.top_k[rows], table.min_p[rows]
-            return DrawInputs(uniform, table.temperature[rows], *filters)
-        scaled = not (table.temperature[live_rows] == 1).all()
-        return DrawInputs(uniform, table.temperature[rows] if scaled else None)

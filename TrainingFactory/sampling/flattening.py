@@ -1,0 +1,118 @@
+"""From a plan and the slot table to the flat arrays of a forward, and from what was drawn back to the table."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from TrainingFactory.sampling.batches import FlatBatch, SampledTokens, accepted
+from TrainingFactory.sampling.picking import DrawInputs, require_finite, split_picked, uniforms
+from TrainingFactory.sampling.planning import StepPlan
+from TrainingFactory.sampling.table import CHUNK, SlotTable
+from TrainingFactory.sampling.tiles import TileLayout, pad_to
+
+
+def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
+    """Return the tokens that a plan feeds, dense rows first, and the rows of logits to draw from. Padding feeds token
+    0, at the position after the shared prefix, to the scratch page."""
+    fed = np.full(plan.rows, int(plan.fixed))
+    fed[plan.dense] = 1
+    if plan.guesses is not None:
+        fed[plan.dense] += plan.guessed
+        fed = np.full(plan.rows, plan.span) if plan.span else fed
+    start = int(fed.sum())
+    size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
+    size = size if layout is None else start + layout.extra
+    tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
+    token_slots = np.full(size, table.slots)
+    first = fed.cumsum() - fed  # [R] flat index of each row's first token
+    stored_lengths, start_rows = table.stored[plan.dense], first[plan.dense]
+    tokens[start_rows] = table.ids[plan.dense, stored_lengths]
+    positions[start_rows] = stored_lengths
+    token_slots[start_rows] = plan.dense
+    if plan.guesses is not None:
+        row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
+        guess = start_rows[row] + 1 + column
+        tokens[guess] = plan.guesses[row, column]
+        positions[guess] = stored_lengths[row] + 1 + column
+        token_slots[guess] = plan.dense[row]
+    if len(plan.slots):
+        start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else start
+        slot, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
+        stored_lengths = table.stored[slot] + np.arange(len(slot)) - np.repeat(starts, plan.counts)
+        part = slice(start, start + len(slot))
+        tokens[part] = table.ids[slot, stored_lengths]
+        positions[part], token_slots[part] = stored_lengths, slot
+    logit_rows = _logit_rows(table, plan, fed, first)
+    if layout is not None:  # pad the rows of logits to the graph's shape; without a graph, draw at least once
+        rows = int(fed.sum()) + layout.pieces if layout.recorded else max(1, len(logit_rows[0]))
+        logit_rows = [pad_to(array, rows) for array in logit_rows]
+    return FlatBatch(tokens, positions, token_slots, fed, *logit_rows)
+
+
+def _logit_rows(
+    table: SlotTable, plan: StepPlan, fed: np.ndarray, first: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return rows, offsets, live and keep of a `FlatBatch`, for all dense tokens and the last tokens of prompts."""
+    known_after = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
+    known_after[plan.dense] = table.lengths[plan.dense] - table.stored[plan.dense] - 1
+    if plan.fixed and plan.guesses is None and not len(plan.slots):  # one token per row
+        is_used = np.zeros(plan.rows, bool)
+        is_used[plan.dense] = known_after[plan.dense] == 0
+        return first, -known_after, is_used, first
+    last_used = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
+    last_used[plan.dense] = (0 if plan.guesses is None else plan.guessed) - known_after[plan.dense]
+    rows = np.repeat(np.arange(plan.rows), fed)
+    keep = np.arange(len(rows))
+    offsets = keep - np.repeat(first + known_after, fed)
+    is_used = (offsets >= 0) & (offsets <= last_used[rows])
+    if not len(plan.slots):
+        return rows, offsets, is_used, keep
+    finished_rows = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.lengths[plan.slots])
+    return (
+        np.concatenate((rows, plan.slots[finished_rows])),
+        np.concatenate((offsets, np.zeros(len(finished_rows), np.int64))),
+        np.concatenate((is_used, np.ones(len(finished_rows), bool))),
+        np.concatenate((keep, len(rows) + plan.counts.cumsum()[finished_rows] - 1)),
+    )
+
+
+def make_draw_inputs(table: SlotTable, batch: FlatBatch) -> DrawInputs[np.ndarray]:
+    """Return random numbers, temperatures and, if a live row has any, filters of the batch's draws."""
+    rows, live_rows = batch.rows, batch.rows[batch.live]
+    uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
+    if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():
+        filters = table.top_p[rows], table.top_k[rows], table.min_p[rows]
+        return DrawInputs(uniform, table.temperature[rows], *filters)
+    scaled = not (table.temperature[live_rows] == 1).all()
+    return DrawInputs(uniform, table.temperature[rows] if scaled else None)
+
+
+def rotary_positions(table: SlotTable, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """Return the rotary positions [N, 3] of tokens at these places; padding has any."""
+    return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(places, table.max_length - 1)]
+
+
+def settle_draws(
+    table: SlotTable, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None
+) -> SampledTokens:
+    """Return the tokens that were drawn after correct guesses only, and advance the table's `stored`."""
+    is_used = batch.live
+    tokens, logprobs = split_picked(picked, is_used)
+    num_new: np.ndarray | int = 1
+    if plan.guesses is not None:
+        is_used = is_used & accepted(batch, tokens, table.stops)
+        dense = int(batch.fed.sum())
+        num_drawn = np.bincount(batch.rows[:dense][is_used[:dense]], minlength=plan.rows)[plan.dense]
+        reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
+        num_new = np.where(reply, plan.guessed + 1, num_drawn)
+    table.advance(plan.dense, num_new)
+    if len(plan.slots):
+        table.advance(plan.slots, plan.counts)
+    rows = batch.rows[is_used]
+    return SampledTokens(
+        rows,
+        table.lengths[rows] + batch.offsets[is_used],
+        tokens[is_used],
+        require_finite(logprobs[is_used]),
+    )
