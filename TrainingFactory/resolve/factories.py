@@ -82,10 +82,10 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     text = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
     entry = f"{json.dumps(name)}: {json.dumps(value)}\n"
     if head := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", text, re.MULTILINE):
-        updated = f"{text[: head.start(1)]}{head[1] or '  '}{entry}{text[head.start(1) :]}"
+        new_text = f"{text[: head.start(1)]}{head[1] or '  '}{entry}{text[head.start(1) :]}"
     else:
-        updated = f"{text}{kind}:\n  {entry}"
-    write_atomically(path, updated)
+        new_text = f"{text}{kind}:\n  {entry}"
+    write_atomically(path, new_text)
     try:
         read_entries()
     except ValueError:
