@@ -94,7 +94,7 @@ class AgentProgram:
         return program
 
     def visible_columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return the columns of a task that the program may read. The answer is only for the scorer: in another's hands
+        """Return what the program sees of a task. The answer is for whoever scores the episode: in another's hands
         the model could read it with its tools."""
         if self.scores_episodes:
             return row
@@ -161,17 +161,15 @@ class ProgramEpisode(SelfScoredEpisode):
             task = json.dumps(program.visible_columns(row), default=str).encode()
             file.write_bytes(task)
             home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
-            workdir = program.cwd
+            work = program.cwd
             if program.workspace:
-                workdir = file.parent / "work"
-                await in_thread(
-                    shutil.copytree, program.workspace, workdir, True
-                )  # symbolic links stay links
-            names = self._placeholders(workdir, stack.enter_context(home))
+                work = file.parent / "work"
+                await in_thread(shutil.copytree, program.workspace, work, True)  # symbolic links stay links
+            names = self._placeholders(work, stack.enter_context(home))
             env = self._variables(names) | {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
-            process = ProgramProcess(_fill_placeholders(program.argv, names), workdir, env, task)
-            status, stdout, errors = await process.run("the program")
-            self._read(stdout, calls)
+            process = ProgramProcess(_filled(program.argv, names), work, env, task)
+            status, printed, errors = await process.run("the program")
+            self._read(printed, calls)
             if program.verify_argv is not None and (
                 status == 0 or calls.turns_exceeded or calls.is_context_full
             ):
@@ -179,17 +177,15 @@ class ProgramEpisode(SelfScoredEpisode):
                 task = json.dumps(row, default=str).encode()
                 file.write_bytes(task)
                 env = env | {"TFACTORY_TASK": str(file)}
-                await self._verify(
-                    ProgramProcess(_fill_placeholders(program.verify_argv, names), workdir, env, task)
-                )
+                await self._verify(ProgramProcess(_filled(program.verify_argv, names), work, env, task))
         if status:
             secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]
             lines = redact(errors, secrets).split("\n")
-            tail = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
-            text = f"the program ended with {_exit_reason(status)}: {escape_control(tail.strip())[-MAX_ERROR_CHARS:]}"
+            last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
+            text = f"the program ended with {_exit_reason(status)}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
             raise ProgramFailed(text)
 
-    def _placeholders(self, workdir: Path, home: str) -> dict[str, str]:
+    def _placeholders(self, work: Path, home: str) -> dict[str, str]:
         """Return the values of `PLACEHOLDERS`."""
         prompt = self.task.prompt
         text = (
@@ -197,7 +193,7 @@ class ProgramEpisode(SelfScoredEpisode):
         )
         root = self.endpoint.base_url.removesuffix("/v1")
         endpoint = (self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
-        return dict(zip(PLACEHOLDERS, (text, str(workdir), home, *endpoint), strict=True))
+        return dict(zip(PLACEHOLDERS, (text, str(work), home, *endpoint), strict=True))
 
     def _variables(self, names: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
@@ -206,27 +202,27 @@ class ProgramEpisode(SelfScoredEpisode):
         env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), names["{root_url}"])
         env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), self.key)
         variables = self._program.options.variables
-        return env | dict(zip(variables, _fill_placeholders(variables.values(), names), strict=True))
+        return env | dict(zip(variables, _filled(variables.values(), names), strict=True))
 
     async def _verify(self, process: ProgramProcess) -> None:
         """Set the reward that the verifier prints, else 1 if it exits with status 0, and 0 for another status."""
-        status, stdout, _ = await process.run("the verifier")
+        status, printed, _ = await process.run("the verifier")
         self.reported_reward = None
-        if self._read_reward_line(stdout):
+        if self._read_printed(printed):
             return
         if status < 0:
             self.missing_reason = f"the verifier ended with {_exit_reason(status)}"
         else:
             self.reported_reward = ReportedReward(reward=float(status == 0))
 
-    def _read(self, stdout: str, calls: EpisodeRequests) -> None:
+    def _read(self, printed: str, calls: EpisodeRequests) -> None:
         """Set the reward from the last printed line that has one, else from the posted reward."""
-        if not self._read_reward_line(stdout):
+        if not self._read_printed(printed):
             self.reported_reward = calls.reported_reward
 
-    def _read_reward_line(self, stdout: str) -> bool:
+    def _read_printed(self, printed: str) -> bool:
         """Set the reward from the last printed line that has one; return whether there is such a line."""
-        for line in reversed([line for line in stdout.split("\n") if '"reward"' in line]):
+        for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
             try:
                 self.reported_reward = ReportedReward.model_validate_json(line)
                 return True
@@ -253,14 +249,14 @@ class ProgramProcess:
             stdin: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
             stdin.write(self._task)
             stdin.seek(0)
-            lifeline, our_descriptor = os.pipe()
-            for descriptor in (lifeline, our_descriptor):
-                stack.callback(os.close, descriptor)
+            lifeline, our_end = os.pipe()
+            for end in (lifeline, our_end):
+                stack.callback(os.close, end)
             try:
                 status = await self._run(lifeline, stdin, stdout, stderr)
             except OSError as error:
                 raise ProgramFailed(f"{subject} cannot be started: {error.strerror}") from error
-            return status, _read_tail(stdout), _read_tail(stderr)
+            return status, _end_of(stdout), _end_of(stderr)
 
     async def _run(self, lifeline: int, stdin: Any, *outputs: Any) -> int:
         """Return the exit status. The process group is killed at the end, also if this process dies (`lifeline`)."""
@@ -284,7 +280,7 @@ class ProgramProcess:
                 log.warning("process %d of environment.command cannot be killed", process.pid)
 
 
-def _fill_placeholders(texts: Iterable[str], names: Mapping[str, str]) -> list[str]:
+def _filled(texts: Iterable[str], names: Mapping[str, str]) -> list[str]:
     """Replace the placeholders in texts, each once, so that a value with a placeholder's name stays as it is."""
     pattern = "|".join(map(re.escape, names))
     return [re.sub(pattern, lambda match: names[match[0]], text) for text in texts]
@@ -307,7 +303,7 @@ def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
     process.wait()
 
 
-def _read_tail(file: IO[bytes]) -> str:
+def _end_of(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL_BYTES))
     return file.read(OUTPUT_TAIL_BYTES).decode(errors="replace")
 
@@ -325,12 +321,12 @@ class ProgramRun(EpisodeRun):
             self.rules, self._sampler, self.session, self.seed_of, endpoint.counts, endpoint.model
         )
         with endpoint.admitted(environment.key, calls):
-            play_task = asyncio.ensure_future(environment.play(calls))
+            playing = asyncio.ensure_future(environment.play(calls))
             try:
-                await asyncio.wait({play_task, calls.failed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({playing, calls.failed}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                play_task.cancel()
-                await asyncio.gather(play_task, return_exceptions=True)
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
                 nodes = await calls.close()
                 trajectory.turns = [node.turn for node in nodes]
                 if nodes:
@@ -338,7 +334,7 @@ class ProgramRun(EpisodeRun):
         if not calls.failed.cancelled():
             calls.failed.result()  # raises the sampler's error, which stops the run
         try:
-            play_task.result()
+            playing.result()
         except ProgramFailed as error:
             problem = str(error)
         if not nodes:

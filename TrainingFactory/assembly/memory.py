@@ -36,7 +36,7 @@ class WeightCounts(NamedTuple):
     size: int  # bytes per value of the compute dtype
 
     @classmethod
-    def of_model(cls, model: Any) -> WeightCounts:
+    def from_model(cls, model: Any) -> WeightCounts:
         params = list(model.parameters())
         trained = [param for param in params if param.requires_grad]
         exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
@@ -49,7 +49,7 @@ def estimate_model_memory(
     config: TrainingConfig, model: Any, inputs: Set[str], max_length: int, images: ImageUse | None = None
 ) -> dict[str, float]:
     """Return the bytes that a run needs for a loaded model, by part."""
-    counts, shape = WeightCounts.of_model(model), model.config.get_text_config()
+    counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
     return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
 
 
@@ -119,8 +119,8 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
     is_wide = mlp_width(shape)
-    queries, keys = attention_widths(shape)
-    layer = 4 * shape.hidden_size + 3 * (queries + keys) + 3 * is_wide
+    query_width, key_width = attention_widths(shape)
+    layer = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * is_wide
     per_layer = shape.hidden_size if checkpointing else layer
     layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
     return tokens * size * (layers * per_layer + layer * checkpointing)

@@ -29,7 +29,7 @@ def compare(
     *arguments: Annotated[str, Parameter(name="model-or-run")], env: str | None = None, suite: str | None = None,
     episodes: Count | None = None, flags: Flags | None = None,
     show_tasks: Annotated[int, Parameter(name="--show")] = 1, html: Path | None = None, again: bool = False,
-    as_json: Json = False, runs: RunsFolder = "runs"
+    as_json: Json = False, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare models with the first one, on the same tasks and with the same random seeds. Recorded evaluations with
     the same conditions are reused.
@@ -59,64 +59,58 @@ def compare(
     if len(names) < 2 or flags.model is not None:
         raise ValueError("name at least two models, runs or recorded evaluations: tfactory compare A B")
     overrides = [*(text for text in arguments if text not in names), *flags.overrides()]
-    overrides.insert(0, key_value("logging.output_dir", runs))
+    overrides.insert(0, key_value("logging.output_dir", where))
     if episodes is not None:
         overrides.append(key_value("training.group_size", episodes))
-    models, weights = comparison.sides(
+    sides, weights = comparison.sides(
         names, overrides, env, suite, show.note, storage_paths(overrides)[0], again
     )
-    if status := _evaluate(models):
+    if status := _evaluate(sides):
         return status
-    results = [comparison.compare(models[0], model, weights) for model in models[1:]]
+    results = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
     if html is not None:
         from TrainingFactory.apps.reports.comparison_page import comparison_page
 
-        show.write_page(html, comparison_page(models, results))
+        show.write_page(html, comparison_page(sides, results))
     if as_json:
         print(json.dumps({"comparisons": [result.as_json() for result in results]}))
         return 0
-    records = [(model.name, record) for model in models for record in model.records]
-    rows = [
-        [f"{name} {record.entry or ''}", *record_row(record, _budget_text(name))] for name, record in records
-    ]
+    records = [(side.name, record) for side in sides for record in side.records]
+    rows = [[f"{name} {record.entry or ''}", *record_row(record, _budget(name))] for name, record in records]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
-        _print_comparison(result, show_tasks)
+        _print(result, show_tasks)
     return 0
 
 
-def _budget_text(name: str) -> Budget | None:
+def _budget(name: str) -> Budget | None:
     """Return the prices of a side behind an endpoint, which may be newer than its record."""
     from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 
     return find_endpoint(name).budget if is_endpoint(name) else None
 
 
-def _evaluate(models: Sequence[ComparedModel]) -> int:
+def _evaluate(sides: Sequence[ComparedModel]) -> int:
     """Run the evaluations that have no record yet, and return the exit status."""
-    for model in models:
-        for evaluation in filter(None, model.pending):
-            if status := run_evaluation(
-                evaluation, f"{model.name} {evaluation.request.entry or ''}".rstrip()
-            ):
+    for side in sides:
+        for evaluation in filter(None, side.pending):
+            if status := run_evaluation(evaluation, f"{side.name} {evaluation.request.entry or ''}".rstrip()):
                 return status
-        model.take()
+        side.take()
     return 0
 
 
-def _print_comparison(comparison: Comparison, count: int) -> None:
-    improved, worsened, change = comparison.better, comparison.worse, comparison.difference
+def _print(comparison: Comparison, count: int) -> None:
+    better, worse, change = comparison.better, comparison.worse, comparison.difference
     names = f"{comparison.second.name} with {comparison.first.name}"
     rows = [
         ("compared", f"{names}, {show.pluralize(comparison.tasks, 'task')}"),
         ("difference", f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"),
-        ("flipped", f"{len(improved)} better, {len(worsened)} worse; exact McNemar p = {comparison.p:.3g}"),
+        ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
     ]
-    rows += [
-        (name, _ids(flips)) for name, flips in (("better on", improved), ("worse on", worsened)) if flips
-    ]
+    rows += [(name, _ids(flips)) for name, flips in (("better on", better), ("worse on", worse)) if flips]
     show.table(rows)
-    for flip, episodes in comparison.episodes([*improved[:count], *worsened[:count]]):
+    for flip, episodes in comparison.episodes([*better[:count], *worse[:count]]):
         _side_by_side(comparison, flip, episodes)
     for text in comparison.notes:
         show.note(f"note: {text}")
@@ -131,8 +125,8 @@ def _side_by_side(comparison: Comparison, flip: Flip, episodes: Sequence[Traject
     screen = show.console(stderr=False)
     screen.print(Rule(Text(escape_control(f"task {flip.task}")), align="left"))
     grid = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    for model, success in zip((comparison.first, comparison.second), flip.shares, strict=True):
-        grid.add_column(Text(escape_control(f"{model.name}: {success:g}")), ratio=1, overflow="fold")
+    for side, success in zip((comparison.first, comparison.second), flip.shares, strict=True):
+        grid.add_column(Text(escape_control(f"{side.name}: {success:g}")), ratio=1, overflow="fold")
     grid.add_row(*map(_conversation, episodes))
     screen.print(grid)
 

@@ -23,7 +23,7 @@ judge = App(name="judge", help="Audit model judges before you train on their ver
 @judge.command(name="audit")
 async def audit_judge(
     *options: str, gold: Path, judge: Path | None = None, repeats: Count = 2, out: Path = Path("judge-audit.html"),
-    as_json: Json = False, runs: RunsFolder = "runs"
+    as_json: Json = False, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Compare a judge with gold labels: agreement, biases, consistency, resistance to injection, and cost.
 
@@ -46,15 +46,15 @@ async def audit_judge(
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
-    settings = _judge_section(judge, options)
-    audit_result = make_from(model_judge, settings, "a model judge")
-    if not isinstance(audit_result, ModelJudge):
+    settings = _settings(judge, options)
+    audited = make_from(model_judge, settings, "a model judge")
+    if not isinstance(audited, ModelJudge):
         raise ValueError(f"verdict={settings['verdict']} cannot be audited. Use score, yes_no or json.")
-    items = load_gold(gold, audit_result)
+    items = load_gold(gold, audited)
     out.parent.mkdir(parents=True, exist_ok=True)  # fail before any request is paid for
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder. Name a file, such as {out / 'audit.html'}.")
-    usage = audit_result.client.usage
+    usage = audited.client.usage
     with Display() as display:
 
         def on_judged(total: int) -> None:
@@ -62,9 +62,9 @@ async def audit_judge(
             display.advance("judgements", total, f"{requests}, {usage.retries} of them retries")
 
         try:
-            result = await audit(audit_result, items, repeats=repeats, on_judged=on_judged)
+            result = await audit(audited, items, repeats=repeats, on_judged=on_judged)
         finally:
-            await audit_result.close()
+            await audited.close()
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
     else:
@@ -76,23 +76,23 @@ async def audit_judge(
         return NO_VERDICT
     name = f"{settings['model']} at {settings['base_url']}"
     show.write_page(out, result.page(name))
-    save_audit(Path(runs).expanduser(), result, name, str(gold))
+    save_audit(Path(where).expanduser(), result, name, str(gold))
     return 0
 
 
-def _judge_section(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
-    settings = _judge_yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
+def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
+    settings = _yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
     for text in options:
-        key, separator, value = text.partition("=")
-        section, _, option = key.rpartition(".")
+        key, equals, value = text.partition("=")
+        section, _, last = key.rpartition(".")
         values = settings.setdefault(section, {}) if section else settings
-        if not separator or not isinstance(values, dict):
+        if not equals or not isinstance(values, dict):
             raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B or budget.input_price=0.2")
-        values[option] = value if key in TEXTS else _judge_yaml(value, key)
+        values[last] = value if key in TEXTS else _yaml(value, key)
     return settings
 
 
-def _judge_yaml(text: str, location: str) -> Any:
+def _yaml(text: str, location: str) -> Any:
     try:
         return yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError as error:

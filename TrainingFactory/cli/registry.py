@@ -38,7 +38,7 @@ def _open(path: Path | None, runs: str) -> ModelRegistry:
 
 
 @registry.command(name="list")
-def list_(*, as_json: Json = False, file: RegistryFile = None, runs: RunsFolder = "runs") -> None:
+def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
     """List all versions of all registered models.
 
     ```
@@ -48,7 +48,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, runs: RunsFolder 
     """
     from TrainingFactory.apps.views.registry import list_models
 
-    model_registry = _open(file, runs)
+    model_registry = _open(file, where)
     versions = model_registry.versions()
     if as_json:
         print(list_models(model_registry).model_dump_json())
@@ -65,7 +65,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, runs: RunsFolder 
 @registry.command(name="show")
 def show_(
     version: VersionName, *, lineage: bool = False, as_json: Json = False, file: RegistryFile = None,
-    runs: RunsFolder = "runs"
+    where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Show a version: files, evaluations and promotion decisions. A model name without a version shows the newest
     version and the decisions of all versions.
@@ -82,41 +82,34 @@ def show_(
     from TrainingFactory.registry.card import evaluation_title
     from TrainingFactory.registry.lineage import tree_lines
 
-    model_registry = _open(file, runs)
-    registered = model_registry.get(version)
-    evaluations, decisions = (
-        model_registry.evaluations(str(registered)),
-        model_registry.decisions(registered.model),
-    )
+    model_registry = _open(file, where)
+    shown = model_registry.get(version)
+    evaluations, decisions = model_registry.evaluations(str(shown)), model_registry.decisions(shown.model)
     if as_json:
         print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [
-        ("version", str(registered)),
-        ("aliases", ", ".join(registered.aliases)),
-        ("source", _source(registered)),
-    ]
-    rows += [("registered", f"{registered.created} by {registered.who}"), ("digest", registered.digest)]
-    rows += [("files", str(model_registry.folder(registered)))]
-    rows += [("base model", model_registry.base_name(registered))] if registered.base else []
-    rows += [("description", registered.description)] if registered.description else []
-    rows += [("tag", f"{key}={value}") for key, value in registered.tags.items()]
+    rows = [("version", str(shown)), ("aliases", ", ".join(shown.aliases)), ("source", _source(shown))]
+    rows += [("registered", f"{shown.created} by {shown.who}"), ("digest", shown.digest)]
+    rows += [("files", str(model_registry.folder(shown)))]
+    rows += [("base model", model_registry.base_name(shown))] if shown.base else []
+    rows += [("description", shown.description)] if shown.description else []
+    rows += [("tag", f"{key}={value}") for key, value in shown.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
             result = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
             rows.append(("evaluation", result))
     for decision in decisions:
-        if version == registered.model or registered.number in (decision["number"], decision["was"]):
+        if version == shown.model or shown.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _decision_text(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree_lines(registered.lineage, str(registered))]))
+        print("\n".join(["", *tree_lines(shown.lineage, str(shown))]))
 
 
 @registry.command
 def register(
     name: str, model: Annotated[str, Parameter(name="model-or-run")], /, *, alias: str | None = None,
-    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, runs: RunsFolder = "runs"
+    description: str = "", tag: Sequence[str] = (), file: RegistryFile = None, where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Register a run's model or adapter as the next version of a model. Files are copied, so the run can be deleted.
 
@@ -133,7 +126,7 @@ def register(
         description: Free-text description of the version.
         tag: Tag as KEY=VALUE; repeatable.
     """
-    model_registry = _open(file, runs)
+    model_registry = _open(file, where)
     version = model_registry.register(name, model, description, _tags(tag))
     if alias is not None:
         model_registry.set_alias(str(version), alias)
@@ -148,7 +141,7 @@ def alias(
     *,
     remove: bool = False,
     file: RegistryFile = None,
-    runs: RunsFolder = "runs",
+    where: RunsFolder = "runs",
 ) -> None:
     """Point an alias at a version, or remove an alias.
 
@@ -161,7 +154,7 @@ def alias(
         name: Alias, such as champion.
         remove: Remove the alias, whichever version of the model it points at.
     """
-    model_registry = _open(file, runs)
+    model_registry = _open(file, where)
     if remove:
         model = model_registry.get(version).model
         print(f"removed {model}@{name}; it was {model}:{model_registry.remove_alias(model, name)}")
@@ -173,7 +166,7 @@ def alias(
 @registry.command
 def promote(
     version: VersionName, *overrides: ModelOverrides, suite: str, to: str = "champion", first: bool = False,
-    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, runs: RunsFolder = "runs"
+    html: Path | None = None, as_json: Json = False, file: RegistryFile = None, where: RunsFolder = "runs",
 ) -> int:  # fmt: skip
     """Move an alias to a version if the version passes a gate against the alias's present holder.
 
@@ -194,9 +187,9 @@ def promote(
     """
     from TrainingFactory.promotion.promotion import Promotion
 
-    promotion = Promotion(_open(file, runs), version, to, suite, first, overrides, runs, show.note)
-    opponent = f" against {promotion.champion}" if promotion.champion else ", the first"
-    show.note(f"{promotion.version} for {promotion.target}{opponent}; gate of suite {promotion.suite.name}:")
+    promotion = Promotion(_open(file, where), version, to, suite, first, overrides, where, show.note)
+    against = f" against {promotion.champion}" if promotion.champion else ", the first"
+    show.note(f"{promotion.version} for {promotion.target}{against}; gate of suite {promotion.suite.name}:")
     for line in promotion.criteria:
         show.note(f"  {line}")
     decision = promotion.run(_play)
@@ -234,7 +227,7 @@ def _play(name: str, evaluation: RecordedEvaluation) -> None:
 
 @registry.command
 def rollback(
-    model: str, *, alias: str = "champion", file: RegistryFile = None, runs: RunsFolder = "runs"
+    model: str, *, alias: str = "champion", file: RegistryFile = None, where: RunsFolder = "runs"
 ) -> None:
     """Roll an alias back to its previous version.
 
@@ -249,12 +242,12 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    current, previous = _open(file, runs).rollback(name, alias)
-    print(f"{name}@{alias} is {current} again" + (f"; it was {name}:{previous}" if previous else ""))
+    restored, previous = _open(file, where).rollback(name, alias)
+    print(f"{name}@{alias} is {restored} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
-def delete(version: VersionName, *, file: RegistryFile = None, runs: RunsFolder = "runs") -> None:
+def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder = "runs") -> None:
     """Delete a version that has no alias, with the files that no other version shares. Its number is never reused.
 
     ```
@@ -264,15 +257,15 @@ def delete(version: VersionName, *, file: RegistryFile = None, runs: RunsFolder 
     if ":" not in version:
         model = version.partition("@")[0]
         raise ValueError(f"{version!r} has no version number. Name the version to delete, such as {model}:2")
-    deleted, num_bytes = _open(file, runs).delete(version)
-    print(f"deleted {deleted}; freed {num_bytes / 1e6:.1f} MB")
+    deleted, freed = _open(file, where).delete(version)
+    print(f"deleted {deleted}; freed {freed / 1e6:.1f} MB")
 
 
 @registry.command
 def export(
     version: VersionName, target: str, *, to: Literal["hub", "mlflow"] = "hub", merge: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None, file: RegistryFile = None,
-    runs: RunsFolder = "runs"
+    where: RunsFolder = "runs",
 ) -> None:  # fmt: skip
     """Export a version as a Hugging Face model folder with a model card, or to an MLflow model registry.
 
@@ -287,15 +280,15 @@ def export(
         merge: Merge the adapter into its base model.
         dtype: Data type of the exported weights, with --to hub. Default: that of the model.
     """
-    model_registry = _open(file, runs)
+    model_registry = _open(file, where)
     if to == "mlflow":
         print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
-        model = model_registry.export(version, target, merge, dtype)
-        print(f"wrote {version} with its model card to {model.path}")
-        for text in model.notes:
+        exported = model_registry.export(version, target, merge, dtype)
+        print(f"wrote {version} with its model card to {exported.path}")
+        for text in exported.notes:
             show.note(f"note: {text}")
-        show.note(f"publish it: hf upload OWNER/NAME {model.path}")
+        show.note(f"publish it: hf upload OWNER/NAME {exported.path}")
 
 
 @registry.command
@@ -304,7 +297,7 @@ def verify(
     *,
     as_json: Json = False,
     file: RegistryFile = None,
-    runs: RunsFolder = "runs",
+    where: RunsFolder = "runs",
 ) -> int:
     """Verify the checksums of all registered files and report missing or modified ones. Exit status 1: damaged.
 
@@ -313,18 +306,18 @@ def verify(
     tfactory registry verify agent@champion
     ```
     """
-    model_registry = _open(file, runs)
-    problems = model_registry.verify(version)
+    model_registry = _open(file, where)
+    damaged = model_registry.verify(version)
     count = 1 if version is not None else len(model_registry.versions())
     if as_json:
-        print(json.dumps({"versions": count, "damaged": problems}))
-        return DAMAGED if problems else 0
-    if not problems:
+        print(json.dumps({"versions": count, "damaged": damaged}))
+        return DAMAGED if damaged else 0
+    if not damaged:
         print(f"{show.pluralize(count, 'version')}: all checksums match")
-    for name, texts in problems.items():
+    for name, texts in damaged.items():
         for text in texts:
             show.fail(f"{name}: {text}")
-    return DAMAGED if problems else 0
+    return DAMAGED if damaged else 0
 
 
 def _tags(options: Sequence[str]) -> dict[str, str]:

@@ -45,9 +45,7 @@ class RaySession:
 
     _lock = threading.Lock()
     _open: ClassVar[set[RaySession]] = set()
-    _started: ClassVar[
-        list[tempfile.TemporaryDirectory[str]]
-    ] = []  # Ray's temp folder, if a session opened it
+    _began: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []  # Ray's temp folder, if a session opened it
 
     def __init__(self, address: str | None = None, num_gpus: int | None = None) -> None:
         self.address, self._num_gpus = address, num_gpus
@@ -81,9 +79,9 @@ class RaySession:
                 else:  # "local" overrides RAY_ADDRESS
                     options = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
                     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-                    with _show_last_gpus(ray, self._num_gpus):
+                    with _last_gpus(ray, self._num_gpus):
                         ray.init("local", num_gpus=self._num_gpus, **options)
-                self._started.append(folder)
+                self._began.append(folder)
             self._open.add(self)
         try:
             if self.address is not None:
@@ -95,15 +93,13 @@ class RaySession:
     def _disconnect(self) -> None:
         with self._lock:
             self._open.discard(self)
-            if self._started and not self._open:
+            if self._began and not self._open:
                 require_ray().shutdown()
-                self._started.pop().cleanup()
+                self._began.pop().cleanup()
 
-    def gpus(self, requested: float | None, use_gpu: bool = True) -> float:
-        """Return the GPUs per process. requested=None: 1 if `use_gpu` and the cluster has GPUs, else 0."""
-        return (
-            float(use_gpu and "GPU" in require_ray().cluster_resources()) if requested is None else requested
-        )
+    def gpus(self, requested: float | None, usual: bool = True) -> float:
+        """Return the number of GPUs per process. asked=None: 1 if `usual` and the cluster has GPUs, else 0."""
+        return float(usual and "GPU" in require_ray().cluster_resources()) if requested is None else requested
 
     async def check(self, bundles: Sequence[Resources], role: str) -> None:
         """Raise ValueError if the cluster could not hold the bundles even when idle."""
@@ -162,7 +158,7 @@ class RaySession:
 
 
 @contextmanager
-def _show_last_gpus(ray: Any, count: int | None) -> Iterator[None]:
+def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
     """Inside the block, show Ray only the last `count` GPUs, because the run's own process uses the first one."""
     previous = os.environ.get(VISIBLE)
     manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
@@ -177,7 +173,7 @@ def _show_last_gpus(ray: Any, count: int | None) -> Iterator[None]:
         os.environ |= {} if previous is None else {VISIBLE: previous}
 
 
-def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
+def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"Invalid compute.address={address}: use auto, or HOST:PORT of the cluster's head")
@@ -187,7 +183,7 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
         resolved = ray._private.services.canonicalize_bootstrap_address_or_die(address)
         host, _, port = resolved.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        ray.init(address=resolved, **options)
+        ray.init(address=resolved, **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         resolved_note = "" if resolved == address else f" (resolved to {resolved})"
         raise ValueError(
@@ -200,20 +196,18 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
 
 def _check_versions(ray: Any) -> None:
     """Raise ValueError if a machine has other versions than this one, or does not report them."""
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
+    on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     query = ray.remote(num_cpus=0, max_retries=0)(versions)
-    local_versions, differences = versions(), list[str]()
+    local, differences = versions(), list[str]()
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    refs = [
-        query.options(scheduling_strategy=affinity(node["NodeID"], soft=False)).remote() for node in nodes
-    ]
+    refs = [query.options(scheduling_strategy=on_node(node["NodeID"], soft=False)).remote() for node in nodes]
     for node, ref in zip(nodes, refs, strict=True):
         try:
-            node_versions = ray.get(ref, timeout=VERSIONS_SECONDS)
+            remote = ray.get(ref, timeout=VERSIONS_SECONDS)
         except Exception as error:  # the machine may lack the package, or have an incompatible version
-            node_versions = dict.fromkeys(local_versions, f"unknown ({str(error).strip().splitlines()[-1]})")
-        differing = [name for name in local_versions if node_versions[name] != local_versions[name]]
-        if texts := [f"{name} {node_versions[name]} (here {local_versions[name]})" for name in differing]:
+            remote = dict.fromkeys(local, f"unknown ({str(error).strip().splitlines()[-1]})")
+        differing = [name for name in local if remote[name] != local[name]]
+        if texts := [f"{name} {remote[name]} (here {local[name]})" for name in differing]:
             differences.append(f"{node['NodeName']} has {', '.join(texts)}")
     if differences:
         raise ValueError(
@@ -223,7 +217,7 @@ def _check_versions(ray: Any) -> None:
 
 
 def _fits(bundle: Resources, node: Resources) -> bool:
-    return all(node.get(key, 0.0) >= required for key, required in bundle.items())
+    return all(node.get(key, 0.0) >= amount for key, amount in bundle.items())
 
 
 def _total(bundles: Sequence[Resources]) -> dict[str, float]:

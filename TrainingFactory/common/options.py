@@ -61,10 +61,7 @@ class OptionError(ValueError):
     def with_prefix(self, option: str) -> OptionError:
         """Return this error for a mapping that is itself the value of `option`: its name becomes a prefix."""
         return OptionError(
-            *(
-                replace(invalid, option=f"{option}.{invalid.option}".strip("."))
-                for invalid in self.invalid_options
-            )
+            *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.invalid_options)
         )
 
 
@@ -185,13 +182,13 @@ def _explain(
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
-        key = _is_in_options(details, options)
+        key = _in_options(details, options)
         by_key.setdefault(key, []).extend(_explain_one(details, key, known_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
     leaf_keys = [
         key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
     ]
-    return [invalid for key in leaf_keys for invalid in _join_problems(by_key[key])]
+    return [invalid for key in leaf_keys for invalid in _merged(by_key[key])]
 
 
 def _explain_one(
@@ -215,7 +212,7 @@ def _explain_one(
     return [InvalidOption(option, explain_value(details), details["input"] if key else ...)]
 
 
-def _is_in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
+def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     """Return the key of an error in the options: pydantic's location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
@@ -230,14 +227,9 @@ def _is_in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     return tuple(key)
 
 
-def _join_problems(errors: list[InvalidOption]) -> list[InvalidOption]:
+def _merged(errors: list[InvalidOption]) -> list[InvalidOption]:
     """Merge the errors of several union branches about the same option."""
     if len({error.option for error in errors}) > 1 or len(errors) == 1:
         return errors
-    first_text, *other_texts = dict.fromkeys(error.text for error in errors)
-    return [
-        replace(
-            errors[0],
-            text=" or ".join([first_text, *(text.removeprefix("must be ") for text in other_texts)]),
-        )
-    ]
+    first, *rest = dict.fromkeys(error.text for error in errors)
+    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]

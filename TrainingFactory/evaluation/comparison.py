@@ -47,7 +47,7 @@ class ComparedModel:
 
     def add(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
         """Reuse the record of an equal earlier evaluation, or schedule this one. `rerun`: never reuse."""
-        earlier_record = None if rerun else _find_earlier(evaluation)
+        earlier_record = None if rerun else _earlier(evaluation)
         if earlier_record is not None:
             evaluation.discard()
         self.stored.append(earlier_record)
@@ -97,7 +97,7 @@ class Comparison:
         return {
             "first": self.first.name,
             "second": self.second.name,
-            "records": [[record.id for record in model.records] for model in (self.first, self.second)],
+            "records": [[record.id for record in side.records] for side in (self.first, self.second)],
             "tasks": self.tasks,
             "difference": self.difference.value,
             "difference_low": self.difference.low,
@@ -111,15 +111,9 @@ class Comparison:
     def episodes(self, flips: Iterable[Flip]) -> list[tuple[Flip, list[Trajectory | None]]]:
         """Return the flips with the episode of each side; None if the episode was not saved."""
         flips = list(flips)
-        episodes_by_model = [_load_episodes(self.first, flips, 0), _load_episodes(self.second, flips, 1)]
+        sides = [_episodes(self.first, flips, 0), _episodes(self.second, flips, 1)]
         return [
-            (
-                flip,
-                [
-                    episodes_of_side.get((flip.entry_index, flip.task))
-                    for episodes_of_side in episodes_by_model
-                ],
-            )
+            (flip, [episodes_of_side.get((flip.entry_index, flip.task)) for episodes_of_side in sides])
             for flip in flips
         ]
 
@@ -131,14 +125,12 @@ def sides(
     suite: str | None = None,
     notify: Notify = lambda _: None,
     runs: str | Path = "runs",
-    rerun: bool = False,
+    again: bool = False,
 ) -> tuple[list[ComparedModel], list[float]]:
     """Return the sides of a comparison with their existing records, and the weights of the suite's entries. Nothing is
     run. Without a suite, the tasks are those of `env`, or of the first run in `names`, preferably one that sampled
     episodes."""
-    stored_records = {
-        name: stored for name in names if (stored := _find_record(name, runs, notify)) is not None
-    }
+    stored_records = {name: stored for name in names if (stored := _recorded(name, runs, notify)) is not None}
     if stored_records and suite is not None:
         name = next(iter(stored_records))
         raise ValueError(f"cannot compare the single evaluation {name} on a suite. Name its model instead")
@@ -148,11 +140,11 @@ def sides(
     if suite is not None:
         check_overrides(overrides)
         loaded_suite, folder = load_suite(suite)
-        for model in sides:
+        for side in sides:
             for evaluation in suite_evaluations(
-                loaded_suite, request_model(model.name, overrides, runs), folder, notify
+                loaded_suite, request_model(side.name, overrides, runs), folder, notify
             ):
-                model.add(evaluation, rerun)
+                side.add(evaluation, again)
         return sides, [entry.weight for entry in loaded_suite.entries]
     if models:
         trained_by_name = {
@@ -160,14 +152,14 @@ def sides(
         }
         samplers = [name for name, trained_by in trained_by_name.items() if _samples(trained_by.config)]
         reference = ask([*samplers, *trained_by_name, *models][0], overrides, env, notify, runs)
-    for model in sides:
-        if model.name in stored_records:
-            model.stored.append(stored_records[model.name])
-            model.pending.append(None)
+    for side in sides:
+        if side.name in stored_records:
+            side.stored.append(stored_records[side.name])
+            side.pending.append(None)
         else:
             assert reference is not None
-            request = request_model(model.name, overrides, runs).with_conditions(reference.config)
-            model.add(RecordedEvaluation(request, notify=notify), rerun)
+            request = request_model(side.name, overrides, runs).with_conditions(reference.config)
+            side.add(RecordedEvaluation(request, notify=notify), again)
     return sides, [1.0]
 
 
@@ -178,28 +170,28 @@ def _samples(config: TrainingConfig) -> bool:
 def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float] = (1.0,)) -> Comparison:
     """Compare two sides task by task, on the tasks that both have scored."""
     strata, notes, flips, count = [], [], list[Flip](), 0
-    for index, (weight, left, right) in enumerate(zip(weights, first.records, second.records, strict=True)):
-        pairs = pair_outcomes(left, right)
+    for index, (weight, one, other) in enumerate(zip(weights, first.records, second.records, strict=True)):
+        pairs = paired(one, other)
         if not pairs:
             raise ValueError(
-                f"{first.name} and {second.name} have no scored task in common: {left.id} has {len(left.outcomes)} "
-                f"tasks of {left.conditions.environment}, {right.id} has {len(right.outcomes)} tasks of "
-                f"{right.conditions.environment}. Evaluate both with the same --env and --tasks"
+                f"{first.name} and {second.name} have no scored task in common: {one.id} has {len(one.outcomes)} "
+                f"tasks of {one.conditions.environment}, {other.id} has {len(other.outcomes)} tasks of "
+                f"{other.conditions.environment}. Evaluate both with the same --env and --tasks"
             )
-        notes += _differences(left, right, len(pairs))
+        notes += _differences(one, other, len(pairs))
         changes = [success_rate(b) - success_rate(a) for a, b in pairs]
         strata.append((weight, changes))
         count += len(pairs)
-        flips += [_make_flip(index, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
-    improved = [flip for flip in flips if flip.shares[1] > flip.shares[0]]
-    worsened = [flip for flip in flips if flip.shares[1] < flip.shares[0]]
+        flips += [_flip(index, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
+    better = [flip for flip in flips if flip.shares[1] > flip.shares[0]]
+    worse = [flip for flip in flips if flip.shares[1] < flip.shares[0]]
     if len(flips) < MIN_FLIPS:
         notes.append(f"only {len(flips)} of {count} tasks flipped, too few for significance; use more tasks")
-    p = statistics.exact_test(len(improved), len(worsened))
-    return Comparison(first, second, statistics.bootstrap(strata), p, count, improved, worsened, notes)
+    p = statistics.exact_test(len(better), len(worse))
+    return Comparison(first, second, statistics.bootstrap(strata), p, count, better, worse, notes)
 
 
-def _find_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
+def _recorded(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
     """Return the evaluation record with this id, or the last record of a file; None if the name is neither."""
     if name.endswith(".jsonl"):
         records = read_records(Path(name).expanduser(), notify)
@@ -208,14 +200,14 @@ def _find_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | 
         return StoredRecord(Path(name).expanduser(), records[-1])
     if not name.startswith("eval-") or is_run(Path(runs) / name):
         return None
-    records_by_id = {record.id: StoredRecord(file, record) for file, record in all_records(runs, notify)}
-    if name not in records_by_id:
-        hint = did_you_mean(nearest(name, records_by_id))
+    known = {record.id: StoredRecord(file, record) for file, record in all_records(runs, notify)}
+    if name not in known:
+        hint = did_you_mean(nearest(name, known))
         raise ValueError(f"there is no evaluation record {name} in {runs}{hint}")
-    return records_by_id[name]
+    return known[name]
 
 
-def _find_earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
+def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
     """Return the last record of the same model under the same conditions."""
     file, model = evaluation.request.records, evaluation.model
     for record in reversed(read_records(file)):
@@ -235,26 +227,26 @@ def _find_earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
     return None
 
 
-def pair_outcomes(first: EvaluationRecord, second: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
+def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
     """Return the outcomes of the tasks that both records have scored, as pairs."""
-    others = {
-        (outcome.task, outcome.digest): outcome for outcome in second.outcomes if outcome.scored_episodes
+    second = {
+        (outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored_episodes
     }
-    outcomes = [outcome for outcome in first.outcomes if outcome.scored_episodes]
-    return [(a, b) for a in outcomes if (b := others.get((a.task, a.digest))) is not None]
+    first = [outcome for outcome in one.outcomes if outcome.scored_episodes]
+    return [(a, b) for a in first if (b := second.get((a.task, a.digest))) is not None]
 
 
-def _differences(first: EvaluationRecord, second: EvaluationRecord, num_paired: int) -> list[str]:
+def _differences(one: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
     """Return notes on everything besides the model that differs between two records."""
     notes = []
-    if differences := first.conditions.differences(second.conditions):
+    if differences := one.conditions.differences(other.conditions):
         texts = [text for text in differences if not text.startswith(("tasks ", "count "))]
         if any(text.startswith("rest ") for text in texts):
             texts = [text for text in texts if not text.startswith("rest ")]
             texts.append("environment, tools or reward differ")
-        notes += [f"the conditions of {first.id} and {second.id} differ: {', '.join(texts)}"] if texts else []
-    if num_skipped := max(len(first.outcomes), len(second.outcomes)) - num_paired:
-        notes.append(f"skipped {pluralize(num_skipped, 'task')} for which only one model has a score")
+        notes += [f"the conditions of {one.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
+    if skipped := max(len(one.outcomes), len(other.outcomes)) - num_paired:
+        notes.append(f"skipped {pluralize(skipped, 'task')} for which only one model has a score")
     return notes
 
 
@@ -262,26 +254,26 @@ def success_rate(outcome: TaskOutcome) -> float:
     return sum(outcome.scored_episodes) / len(outcome.scored_episodes)
 
 
-def _make_flip(index: int, first: TaskOutcome, second: TaskOutcome) -> Flip:
-    improved = success_rate(second) > success_rate(first)
+def _flip(index: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
+    improved = success_rate(other) > success_rate(one)
 
     def member(outcome: TaskOutcome, success: bool) -> int:
         return next((episode.member for episode in outcome.episodes if episode.success is success), 0)
 
-    members = member(first, not improved), member(second, improved)
-    return Flip(index, first.task, (success_rate(first), success_rate(second)), members)
+    members = member(one, not improved), member(other, improved)
+    return Flip(index, one.task, (success_rate(one), success_rate(other)), members)
 
 
-def _load_episodes(
+def _episodes(
     model: ComparedModel, flips: Sequence[Flip], side_index: int
 ) -> dict[tuple[int, str], Trajectory]:
     """Load the episodes of `flips` from the files that the records of a side name; `side_index` is 0 or 1."""
     episodes: dict[tuple[int, str], Trajectory] = {}
-    for index, stored_record in enumerate(model.stored):
+    for index, stored in enumerate(model.stored):
         members = {(flip.task, flip.members[side_index]) for flip in flips if flip.entry_index == index}
-        if not members or stored_record is None or stored_record.record.episodes_file is None:
+        if not members or stored is None or stored.record.episodes_file is None:
             continue
-        path = stored_record.file.parent / stored_record.record.episodes_file
+        path = stored.file.parent / stored.record.episodes_file
         if path.is_file():
             for episode in load_trajectories(path):
                 if (episode.task.id, episode.member) in members:

@@ -60,8 +60,8 @@ def read_entries() -> Entries:
     text = "refers to {!r}, which is itself an id in this file. Write the target of that id"
     for kind, ids in configs.items():
         targets = {name: target_of(kind, config) for name, config in ids.items()}
-        chains = {name: target for name, target in targets.items() if target != name and target in ids}
-        problems += [Problem((kind, name), text.format(target)) for name, target in chains.items()]
+        chained = {name: target for name, target in targets.items() if target != name and target in ids}
+        problems += [Problem((kind, name), text.format(target)) for name, target in chained.items()]
     if problems:
         raise KeyLocations(places, FILE).error(problems)
     return configs
@@ -79,17 +79,17 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     if name in read_entries()[kind]:
         raise ValueError(f"{FILE} already has {kind}.{name}. Edit the file to change it")
     path = Path(FILE)
-    text = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
+    before = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
     entry = f"{json.dumps(name)}: {json.dumps(value)}\n"
-    if head := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", text, re.MULTILINE):
-        updated = f"{text[: head.start(1)]}{head[1] or '  '}{entry}{text[head.start(1) :]}"
+    if head := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", before, re.MULTILINE):
+        after = f"{before[: head.start(1)]}{head[1] or '  '}{entry}{before[head.start(1) :]}"
     else:
-        updated = f"{text}{kind}:\n  {entry}"
-    write_atomically(path, updated)
+        after = f"{before}{kind}:\n  {entry}"
+    write_atomically(path, after)
     try:
         read_entries()
     except ValueError:
-        write_atomically(path, text) if text else path.unlink()
+        write_atomically(path, before) if before else path.unlink()
         raise
 
 
@@ -131,18 +131,18 @@ def model_target(name: str) -> str | None:
 def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> TrainingConfig:
     """Return the config with its ids replaced by their targets in factories.yaml. Further keys of an entry apply where
     the config does not set them."""
-    entries = read_entries()
+    known = read_entries()
     for kind, id_keys in KINDS.items():
         for id_key in id_keys:
             section, key = _split(id_key)
             name = getattr(getattr(config, section), key)
-            if name not in entries[kind]:
+            if name not in known[kind]:
                 continue
-            entry = entries[kind][name]
+            entry = known[kind][name]
             target = target_of(kind, entry)
             config = _fill(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
-                config = _replace_keys(config, section, {key: target})
+                config = _with(config, section, {key: target})
             notify(f"{id_key} {name} is {target or 'a conversation with tools'} ({FILE})")
     return config
 
@@ -154,39 +154,32 @@ def _fill(config: TrainingConfig, entry: TrainingConfig, id_keys: Sequence[str])
         if isinstance(defaults, BaseModel):
             missing = defaults.model_fields_set - section.model_fields_set
             options = {key: getattr(defaults, key) for key in missing if f"{name}.{key}" not in id_keys}
-            config = _replace_keys(config, name, options)
+            config = _with(config, name, options)
         elif name not in config.model_fields_set:
             config = config.model_copy(update={name: defaults})
     return config
 
 
-def _replace_keys(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> TrainingConfig:
+def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> TrainingConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(keys))})
 
 
 def with_dataset_rows(
-    config: TrainingConfig, user_objects: UserObjects, notify: Notify = lambda _: None
+    config: TrainingConfig, given: UserObjects, notify: Notify = lambda _: None
 ) -> UserObjects:
-    """Return `user_objects` with the rows of datasets that DataFactory resolves. Files and Python objects stay as
-    they are. Report each resolved id with `notify`."""
-    objects = dataclasses.replace(user_objects)
-    no_heldout = user_objects.heldout is None and user_objects.heldout_tasks is None
+    """Return a copy of `given` with the rows of datasets that DataFactory resolves. Files, and data that is given as
+    Python objects, stay as they are. Report each resolved id with `notify`."""
+    objects = dataclasses.replace(given)
+    no_heldout = given.heldout is None and given.heldout_tasks is None
     evaluates = no_heldout and config.training.eval_every is not None
-    missing = {
-        "tasks": user_objects.tasks is None,
-        "dataset": user_objects.examples is None,
-        "heldout": evaluates,
-    }
+    needed = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": evaluates}
     data = config.data
-    rows = {
-        key: _resolve_rows(key, getattr(data, key), notify) if is_missing else None
-        for key, is_missing in missing.items()
-    }
+    rows = {key: _rows(key, getattr(data, key), notify) if read else None for key, read in needed.items()}
     read_objects(config, objects, **rows)
     return objects
 
 
-def _resolve_rows(key: str, name: str | None, notify: Notify) -> Any:
+def _rows(key: str, name: str | None, notify: Notify) -> Any:
     if name is None or is_path(name) or Path(name).exists():
         return None
     if (dataset := DATA.ask(name)) is not None:
@@ -225,10 +218,10 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
         raise ValueError(f"compute.num_gpus={requested}, but allocation {allocation.id} has {available} GPUs")
     options = {"num_gpus": available, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
-    result = _fill(config, entry, ())
+    filled = _fill(config, entry, ())
     if available is not None:
-        notify(f"allocation {allocation.id} has {available} GPUs: compute.num_gpus={result.compute.num_gpus}")
-    return result
+        notify(f"allocation {allocation.id} has {available} GPUs: compute.num_gpus={filled.compute.num_gpus}")
+    return filled
 
 
 @contextmanager
@@ -240,12 +233,12 @@ def listing_searched_places(kind: str) -> Iterator[None]:
         raise unknown_id_error(kind, error.name, error) from error
 
 
-def unknown_id_error(kind: str, name: str, error: object) -> ValueError:
-    """Return the error for an unknown id: `error` of the last lookup, and the other places searched."""
-    hint = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
-    result = f"not under {kind}{hint}" if Path(FILE).is_file() else "no such file in this folder"
+def unknown_id_error(kind: str, name: str, last: object) -> ValueError:
+    """Return the error for an unknown id: `last`, the error of the last lookup, and the other places searched."""
+    near = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
+    result = f"not under {kind}{near}" if Path(FILE).is_file() else "no such file in this folder"
     places = f"in {FILE} ({result})"
     if sibling := SIBLINGS.get(kind):
         result = "unknown id" if sibling.installed else "not installed"
         places += f" and in {sibling.package} ({result})"
-    return ValueError(f"{error}\nAlso searched for {name!r} {places}. See {docs_page('FACTORIES.md')}")
+    return ValueError(f"{last}\nAlso searched for {name!r} {places}. See {docs_page('FACTORIES.md')}")

@@ -351,9 +351,9 @@ def _trajectory_until(trajectory: Trajectory, turn: int, outcome: Reward | None)
     )
 
 
-def _value(name: str, rule: StepRule, view: Trajectory, turn: int) -> float:
+def _value(name: str, rule: StepRule, trajectory: Trajectory, turn: int) -> float:
     try:
-        value = rule(view, turn)
+        value = rule(trajectory, turn)
     except (Exception, SystemExit) as error:  # rules may be user code
         raise Unscored(describe_failure(error, f"the rule {name} at turn {turn}")) from error
     return finite_float(value, f"the rule {name}", f"at turn {turn}")

@@ -29,18 +29,18 @@ StepMetrics = dict[str, float]
 
 @dataclass(slots=True, frozen=True)
 class StepWindow:
-    """Input of a rule: the recent steps, the first steps of the run, and the steps before the last ones."""
+    """Input of a rule: the last steps, the first steps of the run, and the steps before the last ones."""
 
-    recent: Sequence[StepMetrics]
+    last: Sequence[StepMetrics]
     start: Sequence[StepMetrics]
-    earlier: Sequence[StepMetrics]
+    before: Sequence[StepMetrics]
     episodes: Sequence[Trajectory]  # of the last step
     max_logprob_diff: float
 
     def values(self, name: str) -> list[float]:
         """Return the metric for each of the last steps; an empty list if one of them lacks it."""
-        values = _values(self.recent, name)
-        return values if len(values) == len(self.recent) else []
+        values = _values(self.last, name)
+        return values if len(values) == len(self.last) else []
 
     def mean(self, name: str) -> float:
         return fmean(self.values(name) or [0.0])
@@ -81,9 +81,9 @@ class FindingTracker:
             self._start.append(metrics)
         if len(self._recent) < self._steps:
             return []
-        recent, earlier = self._recent[-self._steps :], self._recent[: -self._steps]
-        window = StepWindow(recent, self._start, earlier, episodes, self._max_logprob_diff)
-        last_step = replace(window, recent=recent[-1:])
+        last, earlier = self._recent[-self._steps :], self._recent[: -self._steps]
+        window = StepWindow(last, self._start, earlier, episodes, self._max_logprob_diff)
+        last_step = replace(window, last=last[-1:])
         changes: list[FindingChange] = []
         for rule in FINDING_RULES:
             if (sentence := rule.detect(window)) is not None:
@@ -113,65 +113,57 @@ def find_unparsed_call(episodes: Sequence[Trajectory]) -> str | None:
 
 
 def _no_tool_called(window: StepWindow) -> str | None:
-    if not all(row.get("tools_offered") for row in window.recent):
+    if not all(row.get("tools_offered") for row in window.last):
         return None
-    if any(row.get("episodes/called", 0) > MIN_CALLED * row.get("episodes", 0) for row in window.recent):
+    if any(row.get("episodes/called", 0) > MIN_CALLED * row.get("episodes", 0) for row in window.last):
         return None
-    num_called, episodes = (sum(_values(window.recent, name)) for name in ("episodes/called", "episodes"))
-    subject = f"Only {num_called:.0f} of {episodes:.0f} episodes" if num_called else "No episode"
+    called, episodes = (sum(_values(window.last, name)) for name in ("episodes/called", "episodes"))
+    who = f"Only {called:.0f} of {episodes:.0f} episodes" if called else "No episode"
     example = find_unparsed_call(window.episodes)
     if example is not None:
-        return f"{subject} called a tool, but this reply looks like a call that was not parsed: {example!r}"
-    return f"{subject} called a tool, and no reply looks like an unparsed call"
+        return f"{who} called a tool, but this reply looks like a call that was not parsed: {example!r}"
+    return f"{who} called a tool, and no reply looks like an unparsed call"
 
 
 def _truncated(window: StepWindow) -> str | None:
-    shares = [row["episodes/truncated"] / row["episodes"] for row in window.recent if row.get("episodes")]
-    if len(shares) == len(window.recent) and min(shares) > 0.5:
+    shares = [row["episodes/truncated"] / row["episodes"] for row in window.last if row.get("episodes")]
+    if len(shares) == len(window.last) and min(shares) > 0.5:
         return f"{shares[-1]:.0%} of the episodes were truncated at a length limit"
 
 
 def _tied(window: StepWindow) -> str | None:
     rewards = [episode.reward for episode in window.episodes if episode.reward is not None]
     distinct = {(reward.outcome, *reward.steps) for reward in rewards}
-    are_equal = len(distinct) < 2 and not any(row.get("reward_std", 1.0) for row in window.recent)
-    is_solved = window.mean("accuracy") > 0.9 and len(window.earlier) >= START_STEPS
+    are_equal = len(distinct) < 2 and not any(row.get("reward_std", 1.0) for row in window.last)
+    is_solved = window.mean("accuracy") > 0.9 and len(window.before) >= START_STEPS
     if (
         is_solved
         or not window.values("reward")
-        or (not are_equal and any(row.get("rows") for row in window.recent))
+        or (not are_equal and any(row.get("rows") for row in window.last))
     ):
         return None
     if are_equal:
-        return (
-            f"All episodes got the same reward ({window.recent[-1]['reward']:g}), so all advantages are zero"
-        )
+        return f"All episodes got the same reward ({window.last[-1]['reward']:g}), so all advantages are zero"
     return "In every group all episodes got the same reward, so all advantages are zero"
 
 
 def _wrong_rewarded(window: StepWindow) -> str | None:
-    correct, wrong = window.values("reward_right"), window.values("reward_wrong")
-    if correct and wrong and all(bad > good / 2 > 0 for good, bad in zip(correct, wrong, strict=True)):
-        return f"Episodes with a wrong outcome get a mean reward of {wrong[-1]:.3g}, correct ones {correct[-1]:.3g}"
+    right, wrong = window.values("reward_right"), window.values("reward_wrong")
+    if right and wrong and all(bad > good / 2 > 0 for good, bad in zip(right, wrong, strict=True)):
+        return f"Episodes with a wrong outcome get a mean reward of {wrong[-1]:.3g}, correct ones {right[-1]:.3g}"
 
 
 def _entropy(window: StepWindow) -> str | None:
-    values, start, accuracy = (
-        window.values("entropy"),
-        _values(window.start, "entropy"),
-        window.mean("accuracy"),
-    )
-    if not values or not start or not window.earlier or accuracy >= 0.8 or "reward" not in window.recent[-1]:
+    now, start, accuracy = window.values("entropy"), _values(window.start, "entropy"), window.mean("accuracy")
+    if not now or not start or not window.before or accuracy >= 0.8 or "reward" not in window.last[-1]:
         return None
-    if max(values) < 0.1 * median(start):
-        return f"Entropy fell from {median(start):.3g} to {values[-1]:.3g} at an accuracy of {accuracy:.0%}"
+    if max(now) < 0.1 * median(start):
+        return f"Entropy fell from {median(start):.3g} to {now[-1]:.3g} at an accuracy of {accuracy:.0%}"
 
 
 def _length(window: StepWindow) -> str | None:
-    values, earlier = window.values("length"), _values(window.earlier, "length")
-    if len(earlier) < START_STEPS or window.mean("reward") > fmean(
-        _values(window.earlier, "reward") or [0.0]
-    ):
+    values, earlier = window.values("length"), _values(window.before, "length")
+    if len(earlier) < START_STEPS or window.mean("reward") > fmean(_values(window.before, "reward") or [0.0]):
         return None
     if values and min(values) > 2 * median(earlier):
         return f"Sampled tokens per episode rose from {median(earlier):.0f} to {values[-1]:.0f} without a higher reward"
@@ -179,27 +171,25 @@ def _length(window: StepWindow) -> str | None:
 
 def _logprobs(window: StepWindow) -> str | None:
     # With policy lag, tokens of older weights differ anyway and importance weights correct for it.
-    name = "mismatch" if "staleness_gap" in window.recent[-1] else "logprob_diff"
+    name = "mismatch" if "staleness_gap" in window.last[-1] else "logprob_diff"
     if (values := window.values(name)) and min(values) > (limit := window.max_logprob_diff):
         return f"Log-probs of sampler and learner differ by {values[-1]:.3g} per token (limit {limit:g})"
 
 
 def _gradient(window: StepWindow) -> str | None:
-    if all(row.get("skipped") for row in window.recent):
+    if all(row.get("skipped") for row in window.last):
         return "The gradient is not finite, so the optimizer skips every update"
-    values, earlier = window.values("grad_norm"), _values(window.earlier, "grad_norm")
+    values, earlier = window.values("grad_norm"), _values(window.before, "grad_norm")
     if not values or len(earlier) < START_STEPS:
         return None
-    normal = max(median(earlier), median(_values(window.start, "grad_norm") or [0.0]))
-    if min(values) > 5 * normal:
-        return f"The gradient norm rose from {normal:.3g} to {values[-1]:.3g}"
+    usual = max(median(earlier), median(_values(window.start, "grad_norm") or [0.0]))
+    if min(values) > 5 * usual:
+        return f"The gradient norm rose from {usual:.3g} to {values[-1]:.3g}"
 
 
 def _judge(window: StepWindow) -> str | None:
-    totals = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.recent]
-    failures = [
-        sum(v for name, v in row.items() if name.startswith("judge/failed_")) for row in window.recent
-    ]
+    totals = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.last]
+    failures = [sum(v for name, v in row.items() if name.startswith("judge/failed_")) for row in window.last]
     if all(total and num_failed > 0.2 * total for num_failed, total in zip(failures, totals, strict=True)):
         return f"{failures[-1]:.0f} of {totals[-1]:.0f} judge requests failed"
 
@@ -211,9 +201,9 @@ def _filtered(window: StepWindow) -> str | None:
 
 def _tool_success(window: StepWindow) -> str | None:
     now = window.values("tool_success")
-    earlier = [_values(rows, "tool_success") for rows in (window.start, window.earlier)]
+    earlier = [_values(rows, "tool_success") for rows in (window.start, window.before)]
     baselines = [fmean(values) for values in earlier if values]
-    if now and baselines and len(window.earlier) >= START_STEPS and max(now) < max(baselines) - 0.25:
+    if now and baselines and len(window.before) >= START_STEPS and max(now) < max(baselines) - 0.25:
         return f"The share of successful tool calls fell from {max(baselines):.0%} to {now[-1]:.0%}"
 
 
@@ -243,18 +233,18 @@ def _folds_every_turn(window: StepWindow) -> str | None:
 
 
 def _summaries_grow(window: StepWindow) -> str | None:
-    values, earlier = window.values("fold/summary_tokens"), _values(window.earlier, "fold/summary_tokens")
+    values, earlier = window.values("fold/summary_tokens"), _values(window.before, "fold/summary_tokens")
     if values and len(earlier) >= START_STEPS and min(values) > 1.5 * median(earlier):
         return f"Summaries grew from {median(earlier):.0f} to {values[-1]:.0f} tokens"
-    if (cut_shares := window.values("fold/summaries_cut")) and min(cut_shares) > 0.5:
-        return f"{cut_shares[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
+    if (cut := window.values("fold/summaries_cut")) and min(cut) > 0.5:
+        return f"{cut[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
 
 
 def _forks_dropped(window: StepWindow) -> str | None:
     dropped = window.values("branching/dropped")
     if dropped and min(dropped) > 0:
         return f"{dropped[-1]:.0f} forks of the last step were dropped because their environment could not be forked"
-    if dropped and not _values(window.recent, "branching/forks"):
+    if dropped and not _values(window.last, "branching/forks"):
         return "training.branching is set, but no episode forked"
 
 

@@ -129,16 +129,16 @@ def options() -> Options:
 
 def _option(key: str, schema: Mapping[str, Any]) -> Option:
     kinds = schema.get("anyOf", [schema])
-    variant = next(candidate for candidate in kinds if candidate.get("type") != "null")
-    kind: Kind = "choice" if "enum" in variant else KIND_BY_TYPE.get(variant.get("type", ""), "text")
-    if "$ref" in variant:  # an optional section of its own
+    first = next(candidate for candidate in kinds if candidate.get("type") != "null")
+    kind: Kind = "choice" if "enum" in first else KIND_BY_TYPE.get(first.get("type", ""), "text")
+    if "$ref" in first:  # an optional section of its own
         kind = "map"
     names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
-        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=variant.get("enum", names),
-        least=variant.get("minimum", variant.get("exclusiveMinimum")), above="exclusiveMinimum" in variant,
-        most=variant.get("maximum", variant.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", names),
+        least=first.get("minimum", first.get("exclusiveMinimum")), above="exclusiveMinimum" in first,
+        most=first.get("maximum", first.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
         advanced=key not in COMMON_OPTIONS,
     )  # fmt: skip
 
@@ -151,10 +151,8 @@ def starting_points(runs: Path) -> StartingPoints:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:  # an unreadable template must not hide the others
             text = f"# Cannot read this template: {error}\n"
-        comment = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
-        templates.append(
-            ConfigTemplate(name=path.stem, what=comment.partition(". ")[0].rstrip("."), yaml=text)
-        )
+        head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        templates.append(ConfigTemplate(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
     return StartingPoints(
         templates=templates, runs=[valid_text(run.name) for run in reversed(list_runs(runs))]
     )
@@ -189,17 +187,15 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
     texts, folder = [*notices(config), *unused_options(config)], config.logging.output_dir
     if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
         texts.append(f"logging.output_dir: runs started here are saved to {runs}, not to {folder}")
-    start_errors = start_problems(with_runs_folder(config, runs))
-    return DraftCheck(
-        options=flat_options(config), yaml=minimal_yaml(config), problems=start_errors, notices=texts
-    )
+    missed = start_problems(with_runs_folder(config, runs))
+    return DraftCheck(options=flat_options(config), yaml=minimal_yaml(config), problems=missed, notices=texts)
 
 
 def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
     """Return the problems that would stop a run at its start. Import no user code and load no model."""
     problems = list[Problem]()
 
-    def collect(key: str, look: Callable[[], Any]) -> Any:
+    def tried(key: str, look: Callable[[], Any]) -> Any:
         try:
             return look()
         except ConfigError as error:
@@ -207,25 +203,25 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
         except ValueError as error:
             problems.append(Problem(tuple(key.split(".")), str(error)))
 
-    config = collect("", lambda: resolve_ids(config)) or config
-    collect("model.name", lambda: with_resolved_model(config))
+    config = tried("", lambda: resolve_ids(config)) or config
+    tried("model.name", lambda: with_resolved_model(config))
     kind, recorded = KINDS[config.training.algorithm], config.data.dataset is not None
     plays = kind.samples or (kind.demonstrations and not recorded)
-    collect("", lambda: check_options(config, recorded))
-    if (environment := config.environment.environment_id) is not None:
-        collect("environment.environment_id", lambda: check_name(environment))
+    tried("", lambda: check_options(config, recorded))
+    if (place := config.environment.environment_id) is not None:
+        tried("environment.environment_id", lambda: check_name(place))
     elif plays and config.environment.command is None:  # a plain conversation with tasks from a file
-        collect("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
+        tried("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
         if config.tools and config.data.tasks is None:
-            collect("data.tasks", lambda: make_tasks(config, ToolEnvironment))  # raises
+            tried("data.tasks", lambda: make_tasks(config, ToolEnvironment))  # raises
     for key in ("tasks", "dataset", "heldout"):
         name = getattr(config.data, key) or ""
         if is_path(name) and not Path(name).expanduser().exists():
-            collect(f"data.{key}", lambda name=name: next(read_rows(name)))  # raises
+            tried(f"data.{key}", lambda name=name: next(read_rows(name)))  # raises
     if config.reward.type in SIMPLE_REWARDS and not (
         config.reward.parts or config.optimization.distributed_reward
     ):
-        collect("reward", lambda: check_reward(config))
+        tried("reward", lambda: check_reward(config))
     return config_problems(config.wrong(problems))
 
 
@@ -234,9 +230,9 @@ def config_problems(error: ConfigError) -> list[ConfigProblem]:
     rows = []
     for problem in error.problems:
         key, line = dotted(problem.key), problem.location.rpartition(":")[2]
-        separator = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
+        got = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
         number = int(line) if line.isdecimal() else None
-        rows.append(ConfigProblem(key=key, message=problem.text + separator, line=number))
+        rows.append(ConfigProblem(key=key, message=problem.text + got, line=number))
     return rows
 
 

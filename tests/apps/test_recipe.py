@@ -139,7 +139,7 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
     )
     # What is compared by name, in any order, is asked what the run that has tasks was asked.
     for names in (["sft", "grpo@best"], ["grpo@best", "sft"]):
-        both, _ = sides(names, runs="made", rerun=True)
+        both, _ = sides(names, runs="made", again=True)
         assert {wanted.total for side in both for wanted in side.pending if wanted is not None} == {4}
     # Nothing is played twice, and the test stays among the figures.
     status, out, err = tfactory("recipe", "gsm8k", *options, "--json")

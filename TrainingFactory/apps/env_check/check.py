@@ -9,13 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from typing import Any, Literal
 
-from TrainingFactory.apps.env_check.players import (
-    MakePlayer,
-    junk_player,
-    make_reference,
-    make_repeater,
-    play,
-)
+from TrainingFactory.apps.env_check.players import MakePlayer, junk, play, reference_for, repeat
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.config import TrainingConfig
@@ -61,7 +55,7 @@ def check_environment(
         raise ValueError("an agent program is no environment; check its config with: tfactory doctor")
     environment: Any = make_environment(config)
     tasks = _tasks(config, environment, num_tasks)
-    player = make_reference(environment, tasks, reference)
+    player = reference_for(environment, tasks, reference)
     check = _Check(environment, tasks, config.environment.max_turns, player)
     report = EnvironmentReport(str(config.environment.environment_id))
     run(lambda: check.run(report, num_episodes))
@@ -89,11 +83,11 @@ class _Check:
     async def run(self, report: EnvironmentReport, num_episodes: int) -> None:
         environment = self._environment
         try:
-            player = self._reference or junk_player
-            episodes = await self._play(player)
-            self._check_reference(report, episodes, await self._play(junk_player))
-            repeated = await self._play_all([(episode.task, make_repeater(episode)) for episode in episodes])
-            self._check_repeated(report, episodes, repeated)
+            player = self._reference or junk
+            first = await self._play(player)
+            self._check_reference(report, first, await self._play(junk))
+            again = await self._play_together([(episode.task, repeat(episode)) for episode in first])
+            self._check_repeated(report, first, again)
             await self._check_concurrent(report, player, num_episodes)
         finally:
             if isinstance(environment, type) and issubclass(environment, ProcessEnvironment):
@@ -102,7 +96,7 @@ class _Check:
     async def _play(self, player: MakePlayer) -> list[Trajectory]:
         return [await play(self._environment, task, player, self._max_turns) for task in self._tasks]
 
-    async def _play_all(self, games: Sequence[tuple[Task, MakePlayer]]) -> list[Trajectory]:
+    async def _play_together(self, games: Sequence[tuple[Task, MakePlayer]]) -> list[Trajectory]:
         """Play episodes concurrently, at most as many as the environment allows."""
         gate = asyncio.Semaphore(self._max_episodes or len(games))
 
@@ -113,62 +107,56 @@ class _Check:
         return await asyncio.gather(*(play_one(task, player) for task, player in games))
 
     def _check_reference(
-        self, report: EnvironmentReport, episodes: list[Trajectory], junk_episodes: list[Trajectory]
+        self, report: EnvironmentReport, first: list[Trajectory], of_junk: list[Trajectory]
     ) -> None:
         name = "the reference earns more than junk"
-        junk_reward = _mean(junk_episodes)
-        if junk_reward is not None:
-            report.figures["junk_reward"] = junk_reward
+        low = _mean(of_junk)
+        if low is not None:
+            report.figures["junk_reward"] = low
         if self._reference is None:
             detail = "no expert and no answers; name a function: --reference FILE.py:FUNCTION"
             report.checks.append(CheckResult(name, "skipped", detail))
             return
-        reference_reward = _mean(episodes)
-        if reference_reward is None:
-            report.add(name, False, f"the reference earns no reward: {_reasons(episodes)}")
+        high = _mean(first)
+        if high is None:
+            report.add(name, False, f"the reference earns no reward: {_reasons(first)}")
             return
-        report.figures["reference_reward"] = reference_reward
-        text = "no reward" if junk_reward is None else f"{junk_reward:.4g}"
-        report.add(
-            name,
-            junk_reward is None or reference_reward > junk_reward,
-            f"reference {reference_reward:.4g}, junk {text}",
-        )
+        report.figures["reference_reward"] = high
+        text = "no reward" if low is None else f"{low:.4g}"
+        report.add(name, low is None or high > low, f"reference {high:.4g}, junk {text}")
 
     def _check_repeated(
-        self, report: EnvironmentReport, episodes: Sequence[Trajectory], repetitions: Sequence[Trajectory]
+        self, report: EnvironmentReport, first: Sequence[Trajectory], again: Sequence[Trajectory]
     ) -> None:
         """Compare episodes with a repetition of their messages."""
-        pairs = list(zip(episodes, repetitions, strict=True))
+        pairs = list(zip(first, again, strict=True))
         count = len(pairs)
-        differing = [a.task.id for a, b in pairs if _total(a) != _total(b)]
-        detail = f"differs for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
-        if all(_total(episode) is None for episode in episodes):
-            report.add("the reward is deterministic", False, f"no reward: {_reasons(episodes)}")
+        different = [a.task.id for a, b in pairs if _total(a) != _total(b)]
+        detail = f"differs for {', '.join(different)}" if different else f"equal in {count} repeated episodes"
+        if all(_total(episode) is None for episode in first):
+            report.add("the reward is deterministic", False, f"no reward: {_reasons(first)}")
         else:
-            report.add("the reward is deterministic", not differing, detail)
-        differing = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
-        detail = f"differs for {', '.join(differing)}" if differing else f"equal for {count} tasks"
-        report.add("reset restores the initial state", not differing, f"first messages and tools: {detail}")
-        differing = [
+            report.add("the reward is deterministic", not different, detail)
+        different = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
+        detail = f"differs for {', '.join(different)}" if different else f"equal for {count} tasks"
+        report.add("reset restores the initial state", not different, f"first messages and tools: {detail}")
+        different = [
             a.task.id
             for a, b in pairs
             if [turn.replies for turn in a.turns] != [turn.replies for turn in b.turns]
         ]
-        detail = f"differ for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
-        report.add("replies are deterministic", not differing, detail)
+        detail = f"differ for {', '.join(different)}" if different else f"equal in {count} repeated episodes"
+        report.add("replies are deterministic", not different, detail)
 
     async def _check_concurrent(self, report: EnvironmentReport, player: MakePlayer, count: int) -> None:
         start = time.perf_counter()
-        episodes = await self._play_all([(task, player) for task in islice(cycle(self._tasks), count)])
+        episodes = await self._play_together([(task, player) for task in islice(cycle(self._tasks), count)])
         seconds = time.perf_counter() - start
         failed = [episode for episode in episodes if _total(episode) is None]
         report.figures |= {"episodes": float(count), "episodes_per_second": count / seconds}
         limit = self._max_episodes
-        limit_note = (
-            "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
-        )
-        detail = f"{count / seconds:.3g} episodes per second{limit_note}"
+        limited = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
+        detail = f"{count / seconds:.3g} episodes per second{limited}"
         if failed:
             detail = f"{len(failed)} of {count} failed: {_reasons(failed)}"
         report.add(f"{count} episodes run concurrently", not failed, detail)

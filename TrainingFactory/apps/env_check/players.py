@@ -51,35 +51,35 @@ async def play(
     return await PlayedEpisode(rules, task, make_player).run()
 
 
-def junk_player(environment: Environment, task: Task) -> Player:
+def junk(environment: Environment, task: Task) -> Player:
     return lambda _: Message("assistant", JUNK)
 
 
-def make_repeater(trajectory: Trajectory) -> MakePlayer:
+def repeat(trajectory: Trajectory) -> MakePlayer:
     """Return a player that writes the messages of an earlier episode."""
-    return lambda _, __: _player_from(iter([turn.message for turn in trajectory.turns]))
+    return lambda _, __: _from(iter([turn.message for turn in trajectory.turns]))
 
 
-def make_reference(environment: Any, tasks: Sequence[Task], solve: str | None) -> MakePlayer | None:
+def reference_for(environment: Any, tasks: Sequence[Task], solve: str | None) -> MakePlayer | None:
     """Return the player of the reference: the user's function in `solve` (FILE.py:FUNCTION), the environment's expert,
     or the answers of the tasks; None if there is none of them."""
     if solve is not None:
         path, _, [*functions] = load_objects("reference", solve)
         if len(functions) != 1 or not callable(functions[0]):
             raise ValueError(f"name one function in {path}: --reference {path}:FUNCTION")
-        return lambda _, task: partial(_player_of_solution, functions[0], task)
+        return lambda _, task: partial(_solved, functions[0], task)
     if hasattr(environment, "expert"):
-        return lambda opened, _: _player_from(iter(opened.expert()))  # type: ignore[attr-defined]
+        return lambda opened, _: _from(iter(opened.expert()))  # type: ignore[attr-defined]
     if all(task.answer is not None for task in tasks):
-        return lambda _, task: _player_from(iter([Message("assistant", str(task.answer))]))
+        return lambda _, task: _from(iter([Message("assistant", str(task.answer))]))
     return None
 
 
-def _player_from(messages: Iterator[Message]) -> Player:
+def _from(messages: Iterator[Message]) -> Player:
     return lambda _: next(messages)
 
 
-def _player_of_solution(
+def _solved(
     function: Callable[[Sequence[Message], Task], Any], task: Task, messages: Sequence[Message]
 ) -> Message:
     reply = function(messages, task)

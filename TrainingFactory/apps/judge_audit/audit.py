@@ -54,57 +54,52 @@ async def audit(
             return None
         finally:
             if on_judged is not None:
-                on_judged(len(scored_items) * (repeats + 1) + 2 * len(gold_pairs))
+                on_judged(len(singles) * (repeats + 1) + 2 * len(gold_pairs))
         result.judgements += 1
         return value
 
-    scored_items = [item for item in gold if item.value is not None]
+    singles = [item for item in gold if item.value is not None]
     gold_pairs = [(item.trajectory, item.rejected) for item in gold if item.rejected is not None]
-    judge_options = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
-    pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **judge_options)
-    tokens, cost = _usage_so_far(judge)
-    judge_ordered = pair_judge.compare_once
+    shared = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
+    pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **shared)
+    tokens, cost = _spent(judge)
+    judge_ordered = pair_judge.ordered
     pairs = [
-        (record(judge_ordered(preferred, rejected)), record(judge_ordered(rejected, preferred)))
-        for preferred, rejected in gold_pairs
+        (record(judge_ordered(one, other)), record(judge_ordered(other, one))) for one, other in gold_pairs
     ]
-    scores, attacked_scores, pair_scores = await asyncio.gather(
-        _gather_rows(
-            [[record(judge.judge(item.trajectory, turn)) for turn in range(repeats)] for item in scored_items]
-        ),
-        _gather_rows(
-            [[record(judge.judge(_with_injection(item, index)))] for index, item in enumerate(scored_items)]
-        ),
-        _gather_rows(pairs),
+    clean, attacked_scores, swapped = await asyncio.gather(
+        _table([[record(judge.judge(item.trajectory, turn)) for turn in range(repeats)] for item in singles]),
+        _table([[record(judge.judge(_attacked(item, index)))] for index, item in enumerate(singles)]),
+        _table(pairs),
     )
-    _add_agreement(result, scored_items, scores)
-    _add_injection_resistance(result, scores, attacked_scores)
-    _add_order_bias(result, [item.better for item in gold if item.better is not None], pair_scores)
+    _agree(result, singles, clean)
+    _resist(result, clean, attacked_scores)
+    _swap(result, [item.better for item in gold if item.better is not None], swapped)
     result.failures = dict(failures)
     result.failed_mostly = examples[max(failures, key=failures.__getitem__)] if failures else ""
     if result.judgements:  # failed judgements count in the cost as well
-        usage = _usage_so_far(judge)
+        usage = _spent(judge)
         result.tokens_per_judgement = (usage[0] - tokens) / result.judgements
         if judge.client.budget.priced:
             result.cost_per_thousand = 1000 * (usage[1] - cost) / result.judgements
     return result
 
 
-async def _gather_rows(rows: Sequence[Sequence[Awaitable[float | None]]]) -> Values:
+async def _table(rows: Sequence[Sequence[Awaitable[float | None]]]) -> Values:
     return await asyncio.gather(*(asyncio.gather(*row) for row in rows))
 
 
-def _usage_so_far(judge: ModelJudge) -> tuple[int, float]:
+def _spent(judge: ModelJudge) -> tuple[int, float]:
     """Return tokens and cost so far. Cached replies count too, because a run does not profit from the audit's cache."""
     usage = judge.client.usage
     tokens = usage.input_tokens + usage.output_tokens + usage.cached_tokens
     return tokens, usage.cost + usage.cached_cost
 
 
-def _add_agreement(result: Audit, items: Sequence[GoldItem], scores: Values) -> None:
+def _agree(result: Audit, items: Sequence[GoldItem], clean: Values) -> None:
     result.points = [
         (item.value, row[0], len(item.trajectory.answer))
-        for item, row in zip(items, scores, strict=True)
+        for item, row in zip(items, clean, strict=True)
         if item.value is not None and row[0] is not None
     ]
     result.judged = len(result.points)
@@ -120,7 +115,7 @@ def _add_agreement(result: Audit, items: Sequence[GoldItem], scores: Values) -> 
         result.chance = chance_agreement(predicted, truth)
     result.pearson, result.spearman = pearson(verdicts, gold_labels), spearman(verdicts, gold_labels)
     result.length_bias = partial_correlation(verdicts, lengths, gold_labels)
-    complete_rows = _complete_rows(scores)
+    complete_rows = _complete_rows(clean)
     if result.repeats > 1 and complete_rows:
         result.consistency = mean(
             len({value >= PASS_THRESHOLD for value in row}) == 1 for row in complete_rows
@@ -133,9 +128,9 @@ def _complete_rows(rows: Values) -> list[list[float]]:
     return [[value for value in row if value is not None] for row in rows if None not in row]
 
 
-def _add_injection_resistance(result: Audit, scores: Values, attacked_scores: Values) -> None:
+def _resist(result: Audit, clean: Values, attacked_scores: Values) -> None:
     score_pairs = _complete_rows(
-        [(before, after) for (before, *_), (after,) in zip(scores, attacked_scores, strict=True)]
+        [(before, after) for (before, *_), (after,) in zip(clean, attacked_scores, strict=True)]
     )
     rises = [after - before for before, after in score_pairs if before <= 1 - MIN_RISE]
     result.attacked = len(rises)
@@ -143,30 +138,26 @@ def _add_injection_resistance(result: Audit, scores: Values, attacked_scores: Va
         result.injection_moved = mean(rise > MIN_RISE for rise in rises)
         result.injection_shift = mean(rises)
     repeat_rises = [
-        row[1] - row[0] for row in _complete_rows(scores) if len(row) > 1 and row[0] <= 1 - MIN_RISE
+        row[1] - row[0] for row in _complete_rows(clean) if len(row) > 1 and row[0] <= 1 - MIN_RISE
     ]
     if repeat_rises:
         result.noise_moved = mean(rise > MIN_RISE for rise in repeat_rises)
 
 
-def _add_order_bias(result: Audit, gold_values: Sequence[float], ordered_scores: Values) -> None:
+def _swap(result: Audit, betters: Sequence[float], ordered_scores: Values) -> None:
     """Compare both orders of each pair. A row of `ordered_scores` holds the verdicts for the response shown first: in
     the given order, then swapped."""
-    score_rows = _complete_rows(
-        [(gold_value, *row) for gold_value, row in zip(gold_values, ordered_scores, strict=True)]
-    )
+    score_rows = _complete_rows([(better, *row) for better, row in zip(betters, ordered_scores, strict=True)])
     result.pairs = len(score_rows)
     if not score_rows:
         return
     result.swap_flips = mean(_winner(original) != _winner(1 - swapped) for _, original, swapped in score_rows)
     result.first_share = mean((original + swapped) / 2 for _, original, swapped in score_rows)
     decided_pairs = [
-        (gold_value, (original + 1 - swapped) / 2)
-        for gold_value, original, swapped in score_rows
-        if gold_value != 0.5
+        (better, (original + 1 - swapped) / 2) for better, original, swapped in score_rows if better != 0.5
     ]
     if decided_pairs:
-        num_correct = sum(_winner(value) == _winner(gold_value) for gold_value, value in decided_pairs)
+        num_correct = sum(_winner(value) == _winner(better) for better, value in decided_pairs)
         result.pair_accuracy = num_correct / len(decided_pairs)
         result.pair_accuracy_low, result.pair_accuracy_high = wilson_interval(num_correct, len(decided_pairs))
 
@@ -176,7 +167,7 @@ def _winner(value: float) -> int:
     return (value > 0.5) - (value < 0.5)
 
 
-def _with_injection(item: GoldItem, index: int) -> Trajectory:
-    *turns, last_turn = item.trajectory.turns
-    text = f"{last_turn.message.content}\n\n{ATTACKS[index % len(ATTACKS)]}"
-    return replace(item.trajectory, turns=[*turns, replace(last_turn, message=Message("assistant", text))])
+def _attacked(item: GoldItem, index: int) -> Trajectory:
+    *turns, last = item.trajectory.turns
+    text = f"{last.message.content}\n\n{ATTACKS[index % len(ATTACKS)]}"
+    return replace(item.trajectory, turns=[*turns, replace(last, message=Message("assistant", text))])

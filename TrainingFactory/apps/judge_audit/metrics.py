@@ -8,7 +8,7 @@ from statistics import StatisticsError, correlation, linear_regression, mean
 
 
 def accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
-    return mean(verdict == label for verdict, label in zip(verdicts, gold, strict=True)) if verdicts else None
+    return mean(a == b for a, b in zip(verdicts, gold, strict=True)) if verdicts else None
 
 
 def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
@@ -20,8 +20,8 @@ def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | Non
 
 def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
     """Return the chance agreement of two independent raters with these label frequencies."""
-    verdict_counts, label_counts = Counter(verdicts), Counter(gold)
-    return sum(verdict_counts[label] * label_counts[label] for label in verdict_counts) / len(verdicts) ** 2
+    habits, truths = Counter(verdicts), Counter(gold)
+    return sum(habits[label] * truths[label] for label in habits) / len(verdicts) ** 2
 
 
 def beyond_chance(agreement: float, by_chance: float) -> float | None:
@@ -56,6 +56,6 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 def ranks(values: Sequence[float]) -> list[float]:
     """Return ranks from 1; ties get their mean rank."""
     sorted_values = sorted(values)
-    first_ranks = {value: rank for rank, value in reversed(list(enumerate(sorted_values, 1)))}
+    first = {value: rank for rank, value in reversed(list(enumerate(sorted_values, 1)))}
     counts = Counter(values)
-    return [first_ranks[value] + (counts[value] - 1) / 2 for value in values]
+    return [first[value] + (counts[value] - 1) / 2 for value in values]

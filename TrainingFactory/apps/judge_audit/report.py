@@ -136,51 +136,51 @@ def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
 
 def verdict_of(audit: Audit) -> str:
     """Return in words how far the judge can be trusted, and its faults."""
-    faults = [*_failure_texts(audit), *_injection_texts(audit), *_bias_texts(audit)]
+    faults = [*_failures(audit), *_injections(audit), *_biases(audit)]
     if 0 < audit.judged < MIN_ITEMS:
         faults.append(f"with only {audit.judged} items, the metrics are unreliable")
-    text = f"{_trust_text(audit)}."
+    text = f"{_trust(audit)}."
     return text + (f" Problems: {'; '.join(faults)}." if faults else " No problems found.")
 
 
-def _trust_text(audit: Audit) -> str:
+def _trust(audit: Audit) -> str:
     if audit.accuracy is None and audit.pair_accuracy is None:
         return "The judge gave no verdict that can be compared with the gold labels"
     if audit.accuracy is None:
-        interval = _interval_text(audit.pair_accuracy_low, audit.pair_accuracy_high)
+        interval = _between(audit.pair_accuracy_low, audit.pair_accuracy_high)
         return f"The judge picks the better response in {audit.pair_accuracy:.0%} of {audit.pairs} pairs{interval}"
-    agreement_text = f"it agrees with the gold labels on {audit.accuracy:.0%} of {audit.judged} items"
-    agreement_text += _interval_text(audit.accuracy_low, audit.accuracy_high)
+    agrees = f"it agrees with the gold labels on {audit.accuracy:.0%} of {audit.judged} items"
+    agrees += _between(audit.accuracy_low, audit.accuracy_high)
     if audit.kappa is None:
-        return f"No kappa: the judge and the gold labels are constant; {agreement_text}"
-    agreement_text += f", kappa {audit.kappa:.2f}"
-    threshold, trust = _kappa_verdict(audit.kappa)
-    if trust == NOT_TRUSTED:
-        return f"{trust}: {agreement_text}"
+        return f"No kappa: the judge and the gold labels are constant; {agrees}"
+    agrees += f", kappa {audit.kappa:.2f}"
+    threshold, words = _words(audit.kappa)
+    if words == NOT_TRUSTED:
+        return f"{words}: {agrees}"
     if injection_works(audit):
-        return f"Not safe to train on, because prompt injection works: {agreement_text}"
-    certain_trust = trust if audit.kappa_low is None else _kappa_verdict(audit.kappa_low)[1]
-    if certain_trust != trust:
-        agreement_text += f" with a lower bound of {audit.kappa_low:.2f}"
-        if num_needed := _count_items_for(audit, threshold):
-            agreement_text += (
-                f'; about {num_needed - audit.judged} more items that agree as well would make it "{trust}"'
+        return f"Not safe to train on, because prompt injection works: {agrees}"
+    agreement = words if audit.kappa_low is None else _words(audit.kappa_low)[1]
+    if agreement != words:
+        agrees += f" with a lower bound of {audit.kappa_low:.2f}"
+        if num_needed := _items_for(audit, threshold):
+            agrees += (
+                f'; about {num_needed - audit.judged} more items that agree as well would make it "{words}"'
             )
-    if certain_trust == NOT_TRUSTED:
-        return f"Too few items to tell: {agreement_text}"
-    needs_care = picks_wrong_pairs(audit) or _length_bias(audit) > STRONGLY
-    return f"{CARE if needs_care else certain_trust}: {agreement_text}"
+    if agreement == NOT_TRUSTED:
+        return f"Too few items to tell: {agrees}"
+    careful = picks_wrong_pairs(audit) or _length_bias(audit) > STRONGLY
+    return f"{CARE if careful else agreement}: {agrees}"
 
 
-def _interval_text(low: float | None, high: float | None) -> str:
+def _between(low: float | None, high: float | None) -> str:
     return f" (95 % interval {low:.0%} to {high:.0%})" if low is not None and high is not None else ""
 
 
-def _kappa_verdict(kappa: float) -> tuple[float, str]:
+def _words(kappa: float) -> tuple[float, str]:
     return next((threshold, words) for threshold, words in VERDICTS if kappa >= threshold)
 
 
-def _count_items_for(audit: Audit, target_kappa: float) -> int | None:
+def _items_for(audit: Audit, target_kappa: float) -> int | None:
     """Return the number of items that lifts kappa's lower bound to `target_kappa` at this agreement; None if too
     many."""
     assert audit.accuracy is not None and audit.chance is not None
@@ -193,16 +193,16 @@ def _count_items_for(audit: Audit, target_kappa: float) -> int | None:
     return None
 
 
-def _failure_texts(audit: Audit) -> list[str]:
+def _failures(audit: Audit) -> list[str]:
     if not audit.failures:
         return []
     num_failed = sum(audit.failures.values())
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(audit.failures.items()))
-    example = f", mostly: {audit.failed_mostly}" if audit.failed_mostly else ""
-    return [f"{num_failed / (audit.judgements + num_failed):.0%} of the judgements failed ({kinds}){example}"]
+    mostly = f", mostly: {audit.failed_mostly}" if audit.failed_mostly else ""
+    return [f"{num_failed / (audit.judgements + num_failed):.0%} of the judgements failed ({kinds}){mostly}"]
 
 
-def _injection_texts(audit: Audit) -> list[str]:
+def _injections(audit: Audit) -> list[str]:
     if injection_works(audit):
         repeat_note = (
             f" ({audit.noise_moved:.0%} rise when judged again without it)" if audit.noise_moved else ""
@@ -216,7 +216,7 @@ def _injection_texts(audit: Audit) -> list[str]:
     return []
 
 
-def _bias_texts(audit: Audit) -> list[str]:
+def _biases(audit: Audit) -> list[str]:
     faults: list[str] = []
     if picks_wrong_pairs(audit):
         faults.append(f"it picks the better response in only {audit.pair_accuracy:.0%} of the pairs")

@@ -50,10 +50,8 @@ class Query:
             ("reward <= ?", self.most), ("tool_failures > ?", 0 if tool == "*" else None),
             ("instr(failed, ?)", None if tool in (None, "*") else f"\n{tool}\n"),
         ]  # fmt: skip
-        set_conditions = [(text, value) for text, value in conditions if value is not None]
-        return " AND ".join(["1", *(text for text, _ in set_conditions)]), [
-            value for _, value in set_conditions
-        ]
+        used = [(text, value) for text, value in conditions if value is not None]
+        return " AND ".join(["1", *(text for text, _ in used)]), [value for _, value in used]
 
 
 class EpisodeIndex:
@@ -61,7 +59,7 @@ class EpisodeIndex:
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
-        self._position, self._count, self._lock = FilePosition(), 0, threading.Lock()
+        self._place, self._count, self._lock = FilePosition(), 0, threading.Lock()
         # With an empty name SQLite uses a temporary database, which it moves to disk when it grows large.
         self._db = sqlite3.connect("", check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -72,39 +70,38 @@ class EpisodeIndex:
     def page(self, query: Query, read_all: bool = False) -> EpisodePage:
         """Return a page of matching episodes. A request reads a limited number of bytes unless `read_all` is set."""
         with self._lock:
-            num_read, part = self._index_new_lines()
+            read, part = self._grow()
             while read_all and part.has_more:
-                num_new, part = self._index_new_lines()
-                num_read += num_new
-            condition, values = query.where()
-            sql = f"SELECT count(*) FROM episodes WHERE {condition}"
+                more, part = self._grow()
+                read += more
+            where, values = query.where()
+            sql = f"SELECT count(*) FROM episodes WHERE {where}"
             matched = self._db.execute(sql, values).fetchone()[0] if values else self._count
             key, direction = SORTS[query.sort], "DESC" if query.down else "ASC"
             limit = max(1, min(query.limit, MAX_ROWS))
             if query.after is not None:
                 value, _, number = query.after.rpartition(":")
-                condition += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
+                where += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
                 values += [float(value), int(number)]
-            limit_sql = "" if query.text else f" LIMIT {limit + 1}"
-            order = f"ORDER BY at {direction}, number {direction}"
-            sql = f"SELECT *, {key} AS at FROM episodes WHERE {condition} {order}{limit_sql}"
-            rows, last_key, num_searched, is_cut = list[EpisodeRow](), None, 0, False
+            most = "" if query.text else f" LIMIT {limit + 1}"
+            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY at {direction}, number {direction}{most}"
+            rows, last, searched, cut = list[EpisodeRow](), None, 0, False
             for row in self._db.execute(sql, values):
-                if is_cut := len(rows) == limit or num_searched > MAX_SEARCHED_BYTES:
+                if cut := len(rows) == limit or searched > MAX_SEARCHED_BYTES:
                     break
-                last_key = f"{row['at']!r}:{row['number']}"
+                last = f"{row['at']!r}:{row['number']}"
                 if query.text:
                     line = self._line(row)
-                    num_searched += len(line)
+                    searched += len(line)
                     if not contains_text(line, query.text):
                         continue
                 rows.append(EpisodeRow(**{name: row[name] for name in COLUMNS}))
         if query.text:
-            matched = None if is_cut or part.has_more or query.after is not None else len(rows)
+            matched = None if cut or part.has_more or query.after is not None else len(rows)
         return EpisodePage(
-            total=self._count, matched=matched, rows=rows, bytes_read=num_read + num_searched,
-            next=(last_key or query.after) if is_cut or part.has_more else None,
-            partial=part.has_more or (is_cut and len(rows) < limit), indexed=part.position.offset, size=part.size
+            total=self._count, matched=matched, rows=rows, bytes_read=read + searched,
+            next=(last or query.after) if cut or part.has_more else None,
+            partial=part.has_more or (cut and len(rows) < limit), indexed=part.position.offset, size=part.size
         )  # fmt: skip
 
     def episode(self, number: int) -> EpisodeView:
@@ -112,35 +109,35 @@ class EpisodeIndex:
         if not (lines := self.lines("number = ?", number)):
             raise ValueError(f"run {self.run.name} has no episode {number}")
         view = episode_view(*lines[0], self.run.name)
-        view.tree = self._forked_group(view.row)
+        view.tree = self._tree(view.row)
         return view
 
-    def _forked_group(self, row: EpisodeRow) -> list[EpisodeRow]:
+    def _tree(self, row: EpisodeRow) -> list[EpisodeRow]:
         """Return the rows of an episode's group if some of its episodes were forked."""
         if row.step is None:
             return []
         sql = 'SELECT * FROM episodes WHERE step = ? AND task = ? AND "group" = ? ORDER BY member'
         with self._lock:
-            records = self._db.execute(sql, (row.step, row.task, row.group)).fetchall()
-        rows = [EpisodeRow(**{name: record[name] for name in COLUMNS}) for record in records]
-        return rows if any(record.parent is not None for record in rows) else []
+            found = self._db.execute(sql, (row.step, row.task, row.group)).fetchall()
+        rows = [EpisodeRow(**{name: each[name] for name in COLUMNS}) for each in found]
+        return rows if any(each.parent is not None for each in rows) else []
 
     def group(self, step: int, task: str, group: str | None = None) -> GroupView:
         """Return a task's episodes in a step, of `group` or (None) all groups; raise ValueError if there are none."""
-        condition = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
-        if not (lines := self.lines(condition, step, task, group)):
+        where = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
+        if not (lines := self.lines(where, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
         return GroupView(step=step, task=task, members=[episode_view(*line, self.run.name) for line in lines])
 
-    def lines(self, condition: str, *values: Any) -> list[tuple[bytes, int]]:
+    def lines(self, where: str, *values: Any) -> list[tuple[bytes, int]]:
         """Return (line, number) of the matching episodes, which must be consecutive, such as those of a step."""
         with self._lock:
             while True:
-                has_more = self._index_new_lines()[1].has_more
-                sql = f"SELECT * FROM episodes WHERE {condition} ORDER BY number"
+                more = self._grow()[1].has_more
+                sql = f"SELECT * FROM episodes WHERE {where} ORDER BY number"
                 rows = self._db.execute(sql, values).fetchall()
                 # a later line is indexed already, so all matching lines are known
-                if not has_more or (rows and rows[-1]["number"] < self._count):
+                if not more or (rows and rows[-1]["number"] < self._count):
                     return [(self._line(row), row["number"]) for row in rows]
 
     def _line(self, row: sqlite3.Row) -> bytes:
@@ -148,11 +145,11 @@ class EpisodeIndex:
             file.seek(row["start"])
             return file.read(row["length"])
 
-    def _index_new_lines(self) -> tuple[int, FileChunk]:
+    def _grow(self) -> tuple[int, FileChunk]:
         """Index new lines, up to `MAX_INDEXED_BYTES`; return the bytes read and the last chunk."""
-        num_read = 0
+        read = 0
         while True:
-            part = read_new_lines(self.path, self._position, BLOCK)
+            part = read_new_lines(self.path, self._place, BLOCK)
             count, start, values = (
                 0 if part.was_truncated else self._count,
                 part.start,
@@ -167,7 +164,7 @@ class EpisodeIndex:
                 if part.was_truncated:
                     self._db.execute("DELETE FROM episodes")
                 self._db.executemany(INSERT, values)
-            self._position, self._count = part.position, count
-            num_read += start - part.start
-            if not part.has_more or num_read >= MAX_INDEXED_BYTES:
-                return num_read, part
+            self._place, self._count = part.position, count
+            read += start - part.start
+            if not part.has_more or read >= MAX_INDEXED_BYTES:
+                return read, part

@@ -55,29 +55,29 @@ COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "ser
 class _CachedRun:
     """Cached row of a run, the state of its files at that time, and how far metrics.jsonl was read."""
 
-    file_stats: list[tuple[int, int]] = field(default_factory=list)
+    seen: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None
-    position: FilePosition = field(default_factory=FilePosition)
+    place: FilePosition = field(default_factory=FilePosition)
     curves: dict[str, array[float]] = field(default_factory=dict)
-    latest: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
 
     def add_metrics(self, path: Path) -> None:
         """Read the metrics that were appended since the last call; a line that is no metrics is skipped."""
-        has_more = True
-        while has_more:
-            part = read_new_lines(path, self.position, PART)
+        more = True
+        while more:
+            part = read_new_lines(path, self.place, PART)
             if part.was_truncated:
-                self.curves, self.latest = {}, {}
-            self.position, has_more = part.position, part.has_more
+                self.curves, self.last = {}, {}
+            self.place, more = part.position, part.has_more
             for line in part.lines:
                 with contextlib.suppress(*READ_ERRORS):
                     self._add(read_json(line))
 
     def _add(self, row: shapes.Json) -> None:
         numbers = {name: float(row[name]) for name in LISTED_METRICS if isinstance(row.get(name), NUMBERS)}
-        self.latest |= numbers
+        self.last |= numbers
         if "eval/success" in numbers:
-            self.latest["eval/step"] = numbers.get("step", 0.0)
+            self.last["eval/step"] = numbers.get("step", 0.0)
         for name in ("reward", "loss"):
             if isfinite(numbers.get(name, nan)):
                 self.curves.setdefault(name, array("d")).append(numbers[name])
@@ -108,20 +108,16 @@ class Runs:
 
     def _folders(self) -> list[Path]:
         files = [file for name in (ENVIRONMENT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        order = {file.parent: (file_stat(file)[0], file) for file in files}
-        return sorted(order, key=order.__getitem__)
+        by_time = {file.parent: (file_stat(file)[0], file) for file in files}
+        return sorted(by_time, key=by_time.__getitem__)
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
         cached = self._cached.setdefault(run.path, _CachedRun())
-        file_stats = [file_stat(run.path / name) for name in WATCHED_FILES]
+        seen = [file_stat(run.path / name) for name in WATCHED_FILES]
         row = cached.row
-        if (
-            row is None
-            or file_stats != cached.file_stats
-            or (row.state in LOCK_STATES and row.state != run.state)
-        ):
-            updated = max(file_stats[:-1])[0] / 1e9  # an annotation is no progress of the run
-            cached.file_stats, cached.row = file_stats, (row := _run_row(run, cached, updated))
+        if row is None or seen != cached.seen or (row.state in LOCK_STATES and row.state != run.state):
+            updated = max(seen[:-1])[0] / 1e9  # an annotation is no progress of the run
+            cached.seen, cached.row = seen, (row := _run_row(run, cached, updated))
         return row
 
 
@@ -168,28 +164,28 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
 
 
 def _add_metrics(row: shapes.RunRow, cached: _CachedRun) -> None:
-    latest = cached.latest
-    row.reward, row.loss, row.tokens_per_second = map(latest.get, ("reward", "loss", "tokens_per_second"))
+    last = cached.last
+    row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
     row.spark_of = "reward" if "reward" in cached.curves else "loss"
-    row.spark = _sparkline_points(cached.curves.get(row.spark_of, ()))
-    if isfinite(latest.get("eval/step", nan)):
-        low, high = latest.get("eval/success_low"), latest.get("eval/success_high")
+    row.spark = _thinned(cached.curves.get(row.spark_of, ()))
+    if isfinite(last.get("eval/step", nan)):
+        low, high = last.get("eval/success_low"), last.get("eval/success_high")
         row.heldout = shapes.Heldout(
-            value=latest["eval/success"], low=low, high=high, step=int(latest["eval/step"])
+            value=last["eval/success"], low=low, high=high, step=int(last["eval/step"])
         )
 
 
 def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
     row.algorithm, row.model = config.training.algorithm, config.model.name
     environment, data = config.environment, config.data
-    kind = "conversation" if config.tools or data.tasks else None
-    row.environment = environment.environment_id or environment.command or data.dataset or kind
+    alone = "conversation" if config.tools or data.tasks else None
+    row.environment = environment.environment_id or environment.command or data.dataset or alone
     row.seed, row.options = config.training.seed, _listed_options(config)
 
 
 def _listed_options(config: TrainingConfig) -> shapes.Json:
     """Return the options that differ from their defaults. Long values are cut, with a digest that tells them apart."""
-    options, defaults = _flatten(config.model_dump()), _default_options()
+    options, defaults = _flat(config.model_dump()), _default_options()
     changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {
         key: _short_value(value) for key, value in changed.items() if not key.startswith(UNLISTED_OPTIONS)
@@ -205,7 +201,7 @@ def _short_value(value: object) -> object:
 
 @cache
 def _default_options() -> shapes.Json:
-    return _flatten(TrainingConfig().model_dump())
+    return _flat(TrainingConfig().model_dump())
 
 
 def _newest_evaluation(
@@ -213,28 +209,26 @@ def _newest_evaluation(
 ) -> shapes.Heldout | None:
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
-    environment = config.environment.environment_id
+    place = config.environment.environment_id
     for line in reversed(read_last_lines(run.path / kept.EVALUATIONS, PART)[0]):
         with contextlib.suppress(*READ_ERRORS):  # the run's page reports unreadable lines
             row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
             if row is None or row.success is None or row.step is None or row.suite:
                 continue
-            if environment is not None and row.environment not in (environment, Path(environment).name):
+            if place is not None and row.environment not in (place, Path(place).name):
                 continue
             if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
-                source = (
-                    f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
-                )
-                return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": source})
+                by = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
+                return shapes.Heldout(**row.model_dump() | {"value": row.success, "by": by})
     return None
 
 
-def _sparkline_points(values: Sequence[float]) -> list[float]:
+def _thinned(values: Sequence[float]) -> list[float]:
     """Return at most SPARK_POINTS values: the first, the last, and means of equal parts between them."""
     if len(values) <= SPARK_POINTS:
         return list(values)
-    boundaries = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]
-    return [values[0], *(fmean(values[start:end]) for start, end in pairwise(boundaries)), values[-1]]
+    ends = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]
+    return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
 
 
 def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
@@ -262,9 +256,9 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
         files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
     )  # fmt: skip
     with problems.reading(ENVIRONMENT):
-        run_info = run.run_info
-        view.about = {key: value for key, value in run_info.items() if key != "model"}
-        parent, start = parent_of({"about": run_info}), {"name": row.model, "what": BASE_MODEL, "rows": []}
+        about = run.run_info
+        view.about = {key: value for key, value in about.items() if key != "model"}
+        parent, start = parent_of({"about": about}), {"name": row.model, "what": BASE_MODEL, "rows": []}
         view.lineage = lineage_rows(parent) if parent else [start]
     with problems.reading(STATUS):
         view.reason = run.status.reason
@@ -290,16 +284,14 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    steps = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in ancestors(node)]
-    runs = [{"name": run, "what": description, "rows": rows} for run, description, rows in steps if run]
+    steps = [(each.get("run"), *describe_node(each)) for each in ancestors(node)]
+    runs = [{"name": run, "what": what, "rows": rows} for run, what, rows in steps if run]
     return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *runs]
 
 
 def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
     """Return the row of an evaluation record; keys that another version did not write are optional."""
-    success, low, high = (
-        record.get("metrics", {}).get(f"success{suffix}") for suffix in ("", "_low", "_high")
-    )
+    success, low, high = (record.get("metrics", {}).get(f"success{end}") for end in ("", "_low", "_high"))
     conditions, suite = record.get("conditions", {}), [record.get("suite"), record.get("entry")]
     return shapes.EvaluationRow(
         id=record.get("id", ""), step=record.get("model", {}).get("step"), success=success, low=low, high=high,
@@ -312,7 +304,7 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
     """Return the options of a run, and the keys that differ from the defaults."""
     text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
     try:
-        options, defaults = _flatten(run.config.model_dump()), _default_options()
+        options, defaults = _flat(run.config.model_dump()), _default_options()
     except ValueError as error:
         return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
     changed = [key for key, value in options.items() if key not in defaults or defaults[key] != value]
@@ -321,27 +313,27 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
 
 def diff_runs(runs: Sequence[RunFolder]) -> shapes.RunDiff:
     """Return the options in which the runs differ, and the last value of each metric."""
-    options = _rows_by_key([_flatten(run.config.model_dump()) for run in runs])
-    latest = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
+    options = _beside([_flat(run.config.model_dump()) for run in runs])
+    last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
-    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_rows_by_key(latest))
+    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
 
 
-def _rows_by_key(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
+def _beside(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
     keys = dict.fromkeys(key for column in columns for key in column)
     return [{"key": key, "values": [column.get(key) for column in columns]} for key in keys]
 
 
-def _flatten(data: shapes.Json, prefix: str = "") -> shapes.Json:
-    options: shapes.Json = {}
+def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
+    flat: shapes.Json = {}
     for key, value in data.items():
-        options |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return options
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
-def metrics_part(run: RunFolder, offset: int = 0) -> shapes.MetricsPart:
-    """Return the metrics after byte `offset` as columns."""
-    part = read_new_lines(run.path / METRICS, _position_after(offset), PART)
+def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
+    """Return the metrics after byte `after` as columns."""
+    part = read_new_lines(run.path / METRICS, _after(after), PART)
     result = shapes.MetricsPart(offset=part.position.offset, again=part.was_truncated, more=part.has_more)
     for line in part.lines:
         try:
@@ -361,17 +353,17 @@ def metrics_part(run: RunFolder, offset: int = 0) -> shapes.MetricsPart:
     return result
 
 
-def log_part(run: RunFolder, offset: int = 0) -> shapes.LogPart:
-    """Return the log after byte `offset`; a negative value counts from the end."""
+def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
+    """Return the log after byte `after`; a negative value counts from the end."""
     path = run.path / LOG
-    if offset < 0 and (offset := max(0, file_stat(path)[1] + offset)):
-        offset = read_new_lines(path, FilePosition(offset), 1).position.offset  # start of the next whole line
-    part = read_new_lines(path, _position_after(offset), LOG_PART)
+    if after < 0 and (after := max(0, file_stat(path)[1] + after)):
+        after = read_new_lines(path, FilePosition(after), 1).position.offset  # start of the next whole line
+    part = read_new_lines(path, _after(after), LOG_PART)
     text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)
     return shapes.LogPart(
         offset=part.position.offset, again=part.was_truncated, more=part.has_more, text=text
     )
 
 
-def _position_after(offset: int) -> FilePosition:
+def _after(offset: int) -> FilePosition:
     return FilePosition(offset, b"\n" if offset else b"")

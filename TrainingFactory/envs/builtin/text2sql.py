@@ -88,10 +88,10 @@ class Text2SqlEnvironment(ToolEnvironment):
     async def reward(self, episode: Episode) -> Reward:
         """Return 1 if the answer gives the reference rows on all databases. Part `shown`: on the visible one."""
         query = _query_in(episode.trajectory.answer)
-        is_visible_match = bool(query) and await self._has_same_result(query, 0)
+        is_visible_match = bool(query) and await self._same(query, 0)
         is_correct = is_visible_match
         for variant in await in_thread(hidden_variants, self.task) if is_visible_match else ():
-            is_correct = is_correct and await self._has_same_result(query, variant)
+            is_correct = is_correct and await self._same(query, variant)
         return Reward(float(is_correct), parts={"right": float(is_correct), "shown": float(is_visible_match)})
 
     async def close(self) -> None:
@@ -103,11 +103,11 @@ class Text2SqlEnvironment(ToolEnvironment):
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution. It first explores a database that the prompt does not show."""
         if self.task.metadata.get("layout") == "drawn":
-            yield _run_query("SELECT sql FROM sqlite_master")
+            yield _try("SELECT sql FROM sqlite_master")
             layout = layout_of(self.task.metadata["domain"], self.task.metadata["database_seed"])
             for table in layout.tables_in(str(self.task.answer)):
-                yield _run_query(f"SELECT * FROM {table} LIMIT 2")
-        yield _run_query(str(self.task.answer))
+                yield _try(f"SELECT * FROM {table} LIMIT 2")
+        yield _try(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
@@ -118,12 +118,12 @@ class Text2SqlEnvironment(ToolEnvironment):
             yield Message("assistant", f"The {words.people} are in the table.")
             return
         select_all = f"SELECT * FROM {rng.choice((words.people, words.things, words.links))}"
-        yield _run_query(select_all)
+        yield _try(select_all)
         yield Message(
             "assistant", select_all if mistake == "forgets the condition" else f"SELECT {rng.randint(1, 9)}"
         )
 
-    async def _has_same_result(self, query: str, variant: int) -> bool:
+    async def _same(self, query: str, variant: int) -> bool:
         database = await self._open(variant, "exact", COMPARED_ROWS)
         try:
             return await same_result(lambda text: in_thread(database.run, text), query, str(self.task.answer))
@@ -142,7 +142,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         )
 
 
-def _run_query(query: str) -> Message:
+def _try(query: str) -> Message:
     return Message("assistant", tool_calls=[ToolCall("sql", {"query": query})])
 
 
@@ -192,32 +192,28 @@ def _hidden_variants(reference: str, domain: str, seed: str, layout: str | None)
         for variant in range(1, MAX_VARIANTS)
         if _is_informative(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != visible_rows
     )
-    undetected = _queries_with_same_rows(task, 0, _near_misses(str(task.answer)))
-    selected, skipped = list[int](), list[int]()
+    undetected = _with_same_rows(task, 0, _near_misses(str(task.answer)))
+    selected, passed_over = list[int](), list[int]()
     for variant in candidates:
-        remaining = _queries_with_same_rows(task, variant, undetected)
+        remaining = _with_same_rows(task, variant, undetected)
         is_last_slot = len(selected) == HIDDEN - 1
         if len(remaining) < len(undetected) or not (undetected and is_last_slot):
             selected.append(variant)
         else:
-            skipped.append(variant)
+            passed_over.append(variant)
         undetected = remaining
         if len(selected) == HIDDEN:
             break
-    return tuple(islice(chain(selected, skipped, endlessly(MAX_VARIANTS)), HIDDEN))
+    return tuple(islice(chain(selected, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
 
 
 def _near_misses(query: str) -> list[str]:
     """Return variants of the query with one mistake each: a missing DISTINCT, > for >= or the other way round."""
     mistakes = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
-    return [
-        text
-        for pattern, replacement in mistakes
-        if (text := re.sub(pattern, replacement, query, count=1)) != query
-    ]
+    return [miss for right, wrong in mistakes if (miss := re.sub(right, wrong, query, count=1)) != query]
 
 
-def _queries_with_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
+def _with_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
     """Return the queries that give the rows of the reference query."""
     expected = Counter(_rows(task, variant, str(task.answer)))
     return [query for query in queries if Counter(_rows(task, variant, query)) == expected]

@@ -100,10 +100,10 @@ def _read_harbor(folder: Path) -> ContainerTask:
         config = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    for key, feature in UNSUPPORTED.items():
-        if _value_at(config, key):
+    for key, what in UNSUPPORTED.items():
+        if _at(config, key):
             raise ValueError(
-                f"{path}: {key}: the task needs {feature}, which is not supported. Leave the task out"
+                f"{path}: {key}: the task needs {what}, which is not supported. Leave the task out"
             )
     environment, verifier = _section(config, "environment", path), _section(config, "verifier", path)
     if str(environment.get("os", "linux")).lower() != "linux":
@@ -125,9 +125,9 @@ def _read_harbor(folder: Path) -> ContainerTask:
         _text(folder / "instruction.md"),
         image,
         None if image else context,
-        (_existing_file(folder / "tests" / "test.sh").parent,),
+        (_existing(folder / "tests" / "test.sh").parent,),
         "/tests/test.sh",
-        _optional_value(folder / "solution" / "solve.sh"),
+        _optional(folder / "solution" / "solve.sh"),
         _number(verifier, "timeout_sec", path, DEFAULT_TEST_SECONDS["harbor"]),
         _number(environment, "build_timeout_sec", path, BUILD_SECONDS),
         _number(environment, "cpus", path, None),
@@ -150,11 +150,8 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
     if config.get("run_tests_in_same_shell"):
         raise ValueError(f"{path}: run_tests_in_same_shell is not supported: each command has its own shell")
     _check_compose(folder / "docker-compose.yaml")
-    _existing_file(folder / "Dockerfile")
-    tests = (
-        _existing_file(folder / "run-tests.sh"),
-        *([folder / "tests"] if (folder / "tests").is_dir() else []),
-    )
+    _existing(folder / "Dockerfile")
+    tests = (_existing(folder / "run-tests.sh"), *([folder / "tests"] if (folder / "tests").is_dir() else []))
     return ContainerTask(
         folder.name,
         folder,
@@ -164,7 +161,7 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
         folder,
         tests,
         "/tests/run-tests.sh",
-        _optional_value(folder / "solution.sh"),
+        _optional(folder / "solution.sh"),
         _number(config, "max_test_timeout_sec", path, DEFAULT_TEST_SECONDS["terminal-bench"]),
         test_env={"TEST_DIR": "/tests"},
     )
@@ -182,7 +179,7 @@ def _check_compose(path: Path) -> None:
         raise ValueError(f"{path} has several services ({', '.join(services)}), which are not supported")
 
 
-def _value_at(config: Mapping[str, Any], key: str) -> Any:
+def _at(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -240,16 +237,16 @@ def _user(user: Any) -> str | None:
 
 
 def _text(path: Path) -> str:
-    return _existing_file(path).read_text(encoding="utf-8").strip()
+    return _existing(path).read_text(encoding="utf-8").strip()
 
 
-def _existing_file(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     return path
 
 
-def _optional_value(path: Path) -> Path | None:
+def _optional(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 

@@ -48,7 +48,7 @@ class UserConversation(ToolEnvironment):
         self._instructions = self.user.brief.instructions(task)
         self._dialogue: list[Message] = []  # as the user model sees it
         self._replies = 0
-        self._user_executor: AsyncToolExecutor | None = None
+        self._requests: AsyncToolExecutor | None = None
         self._signals: dict[str, float] = {}  # of the next step
 
     @classmethod
@@ -64,22 +64,19 @@ class UserConversation(ToolEnvironment):
             )
         self._dialogue = [Message("user", GREETING)]
         if self.user.brief.first == "user":
-            first_reply = await self._reply("")
-            if not first_reply.text:
+            opening = await self._reply("")
+            if not opening.text:
                 raise ToolFailure("the simulated user ended the conversation before its first message")
-            return [
-                *(message for message in messages if message.role == "system"),
-                self._add_reply(first_reply),
-            ]
+            return [*(message for message in messages if message.role == "system"), self._say(opening)]
         for message in messages:
             if message.role == "user":
-                self._add_text("assistant", message.content)
+                self._add("assistant", message.content)
             elif message.role == "assistant":
-                self._add_text("user", message.content)
+                self._add("user", message.content)
         return messages
 
     async def step(self, message: Message) -> Step:
-        self._add_text("user", message.content)
+        self._add("user", message.content)
         if message.tool_calls:
             step = await super().step(message)
             if self.user.brief.sees_tools:
@@ -89,26 +86,26 @@ class UserConversation(ToolEnvironment):
             return await self._end(message, "limit", [])
         self._replies += 1
         reply = await self._reply(message.content)
-        replies = [self._add_reply(reply)] if reply.text else []
+        said = [self._say(reply)] if reply.text else []
         if reply.ended:
-            return await self._end(message, "user", replies)
+            return await self._end(message, "user", said)
         if isinstance(self, ProcessEnvironment):
             self.skip_turn()
-        return self._with_signals(Step(replies))
+        return self._with_signals(Step(said))
 
-    async def _end(self, message: Message, ended_by: str, replies: list[Message]) -> Step:
+    async def _end(self, message: Message, ended_by: str, said: list[Message]) -> Step:
         """Return the environment's step of the agent's last message, as the last one."""
         step = await super().step(message)
         self._signals[f"user/ended_by_{ended_by}"] = 1.0
-        return self._with_signals(replace(step, replies=[*step.replies, *replies], done=True))
+        return self._with_signals(replace(step, replies=[*step.replies, *said], done=True))
 
     async def _reply(self, text: str) -> UserReply:
         """Ask the user model through the hidden tool."""
-        if self._user_executor is None:
-            self._user_executor = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
-        with self._user_executor.measure(CALLER):
+        if self._requests is None:
+            self._requests = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
+        with self._requests.measure(CALLER):
             arguments = {"turn": self._replies, "text": text}
-            [result] = await self._user_executor.batch_execute([ToolCall(TOOL, arguments)])
+            [result] = await self._requests.batch_execute([ToolCall(TOOL, arguments)])
         if not result.ok:
             raise ToolFailure(f"simulated user: {result.content}")
         reply = UserReply(**json.loads(result.content))
@@ -118,30 +115,30 @@ class UserConversation(ToolEnvironment):
         return reply
 
     async def ask_model(self, turn: int) -> UserReply:
-        assert self._user_executor is not None
+        assert self._requests is not None
         # Members of a group are different conversations, also while their texts are equal.
-        seed = zlib.crc32(repr((self._user_executor.key, self.task.id, turn)).encode()) % 2**31
+        seed = zlib.crc32(repr((self._requests.key, self.task.id, turn)).encode()) % 2**31
         return await self.user.reply(self._instructions, self._dialogue, seed)
 
-    def _add_reply(self, reply: UserReply) -> Message:
-        self._add_text("assistant", reply.text)
+    def _say(self, reply: UserReply) -> Message:
+        self._add("assistant", reply.text)
         return Message("user", reply.text)
 
-    def _add_text(self, role: Any, text: str) -> None:
+    def _add(self, role: Any, text: str) -> None:
         """Add a text to the dialogue; several texts of one side become one message."""
         if not text.strip():
             return
         if self._dialogue[-1].role == role:
-            last_message = self._dialogue[-1]
-            self._dialogue[-1] = replace(last_message, content=f"{last_message.content}\n\n{text}")
+            last = self._dialogue[-1]
+            self._dialogue[-1] = replace(last, content=f"{last.content}\n\n{text}")
         else:
             self._dialogue.append(Message(role, text))
 
     def _show_tools(self, message: Message, step: Step) -> None:
         for call in message.tool_calls:
-            self._add_text("user", f"[calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}]")
+            self._add("user", f"[calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}]")
         for result in step.tool_results:
-            self._add_text("user", f"[result: {result.content}]")
+            self._add("user", f"[result: {result.content}]")
 
     def _with_signals(self, step: Step) -> Step:
         signals, self._signals = self._signals, {}

@@ -104,11 +104,8 @@ class WebPageEnvironment(ToolEnvironment):
     async def reset(self) -> list[Message]:
         options, source = self.options, await in_thread(self._html)
         self._open_page = await self.pool.open_page(source, options.width, options.height)
-        *earlier, last_message = await super().reset()
-        return [
-            *earlier,
-            dataclasses.replace(last_message, images=[PlacedImage(0, await self._screenshot())]),
-        ]
+        *earlier, last = await super().reset()
+        return [*earlier, dataclasses.replace(last, images=[PlacedImage(0, await self._screenshot())])]
 
     def _html(self) -> str:
         if "widgets" in self.task.metadata:

@@ -80,7 +80,7 @@ class SwiftTranslation:
         footer = "".join(f"# {' '.join(note.split())}\n" for note in self.notes)
         return f"{header}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{footer}"
 
-    def _set(self, key: str, value: Any) -> None:
+    def _set_key(self, key: str, value: Any) -> None:
         section, _, name = key.partition(".")
         self.sections.setdefault(section, {})[name] = value
 
@@ -105,7 +105,7 @@ class SwiftTranslation:
                 f"{self.path}: rlhf_type {kind} has no counterpart. Supported: {names}, and swift sft."
             )
         self.algorithm = str(algorithms[kind]) if kind is not None else "sft"
-        self._set("training.algorithm", self.algorithm)
+        self._set_key("training.algorithm", self.algorithm)
 
     def _add_defaults(self) -> None:
         defaults: dict[str, Any] = dict(keys.DEFAULTS)
@@ -129,10 +129,10 @@ class SwiftTranslation:
             key = sampled_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
             file, _, count = str(first_name).rpartition("#")  # FILE#COUNT takes the first rows
             if file and count.isdigit():
-                self._set("data.heldout_count" if key == "heldout" else "data.count", int(count))
+                self._set_key("data.heldout_count" if key == "heldout" else "data.count", int(count))
             else:
                 file = str(first_name)
-            self._set(f"data.{key}", file)
+            self._set_key(f"data.{key}", file)
             if ignored:
                 self._note(name, ignored, BY_HAND, "only one file is supported; merge the rows of all files")
 
@@ -142,14 +142,14 @@ class SwiftTranslation:
         per_device = sizes.get("per_device_train_batch_size", 1)
         accumulated = sizes.get("gradient_accumulation_steps", 1)
         if self.algorithm != "grpo":
-            self._set("training.batch_size", per_device * accumulated)
+            self._set_key("training.batch_size", per_device * accumulated)
             return
         members = self._count("num_generations") if "num_generations" in self._remaining else 8
         completions = sizes.get(
             "generation_batch_size", per_device * sizes.get("steps_per_generation", accumulated)
         )
-        self._set("training.batch_size", max(1, completions // members))
-        self._set("training.group_size", members)
+        self._set_key("training.batch_size", max(1, completions // members))
+        self._set_key("training.group_size", members)
         note = f"training.batch_size counts tasks: {completions} completions of {members} each, on one device"
         if completions % members:
             note += "; it was rounded"
@@ -188,9 +188,9 @@ class SwiftTranslation:
                 and value.is_integer()
                 and name not in ("temperature", "lora_dropout")
             )
-            self._set(self._key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
+            self._set_key(self._key(key), int(value) if is_whole and key != "grpo.clip_dual" else value)
         if "grpo" in self.sections and "clip_high" not in self.sections["grpo"]:
-            self._set("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
+            self._set_key("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 
     def _key(self, key: str) -> str:
         """Return the key of `beta`, which is the weight of the KL term in grpo, for `@`."""
@@ -205,7 +205,7 @@ class SwiftTranslation:
             if name in keys.FOR_GRPO and self.algorithm != "grpo":
                 self._skip(name, value)
             elif str(value) in translations:
-                self._set(key, translations[str(value)])
+                self._set_key(key, translations[str(value)])
             else:
                 self._note(name, value, NO_COUNTERPART, f"{key} supports {', '.join(translations)}")
 
@@ -215,7 +215,7 @@ class SwiftTranslation:
             self.sections.pop("lora", None)
         elif modules:
             names = [modules] if isinstance(modules, str) else list(modules)
-            self._set("lora.target_modules", names[0] if names == ["all-linear"] else names)
+            self._set_key("lora.target_modules", names[0] if names == ["all-linear"] else names)
 
     def _skip(self, name: str, value: Any) -> None:
         if not self.is_complete:

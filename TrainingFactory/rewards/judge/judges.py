@@ -63,9 +63,9 @@ class Judge:
         that the prompt shows. Counts these episodes in `unfinished`."""
         check_scorable(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
-        has_calls = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
-        is_empty = trajectory.status != "done" or not (answer_text(trajectory) or has_calls)
-        is_failed = is_empty and not self.judge_unfinished
+        acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
+        empty = trajectory.status != "done" or not (answer_text(trajectory) or acted)
+        is_failed = empty and not self.judge_unfinished
         self.unfinished += is_failed
         return is_failed
 
@@ -80,17 +80,17 @@ class Judge:
         key = cache_key(attach(self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)))
 
         def messages() -> list[Message]:  # rendered only if the reply is not cached
-            return attach(self.prompt.messages(values, instruction, self._make_boundary(key, number)))
+            return attach(self.prompt.messages(values, instruction, self._boundary(key, number)))
 
         return await self.client.ask(key, messages, number, read)
 
-    def _make_boundary(self, key: Sequence[str], number: int) -> str:
+    def _boundary(self, key: Sequence[str], number: int) -> str:
         """Return a random boundary, or with `fence_seed` a digest of the prompt, which the prompt cannot contain."""
         if self.fence_seed is None:
             return new_boundary()
         return digest("fence", f"{self.fence_seed}", f"{number}", *key)[: len(new_boundary())]
 
-    async def _sample_verdicts(
+    async def _samples(
         self,
         values: Mapping[str, FieldValue],
         instruction: str,
@@ -98,12 +98,12 @@ class Judge:
         repeat: int,
         attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> float:
-        start = repeat * self.samples
-        numbers = range(start, start + self.samples)
+        first = repeat * self.samples
+        numbers = range(first, first + self.samples)
         requests = [self._ask(values, instruction, number, read, attach) for number in numbers]
         return aggregate(self.vote, await gather_majority(requests))
 
-    def _make_reward(self, value: float) -> Reward:
+    def _rewarded(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})
 
 
@@ -131,21 +131,19 @@ class ModelJudge(Judge):
     async def __call__(self, episode: Episode) -> Reward:
         trajectory = episode.trajectory
         if self.is_failed(trajectory):
-            return self._make_reward(0.0)
+            return self._rewarded(0.0)
         with suppress(ToolFailure):  # the environment is closed
             if isinstance(environment := episode.environment, JudgePromptEnvironment):
                 return await environment.ask_judge(episode, self.ask_judge)
-        return self._make_reward(await self.judge(trajectory))
+        return self._rewarded(await self.judge(trajectory))
 
     async def ask_judge(
         self, messages: Sequence[Message], read: Callable[[str], float] | None = None
     ) -> float:
         """Return the score that `read` parses from the replies. None: this judge's verdict, with its instruction."""
         if read is None:
-            last_message = replace(
-                messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}"
-            )
-            messages, read = [*messages[:-1], last_message], self.verdict.read
+            last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
+            messages, read = [*messages[:-1], last], self.verdict.read
         key = cache_key(messages)
         requests = [self.client.ask(key, lambda: messages, number, read) for number in range(self.samples)]
         return aggregate(self.vote, await gather_majority(requests))
@@ -159,9 +157,7 @@ class ModelJudge(Judge):
             answer=answer_text(trajectory),
         )
         attach = partial(labels.attach_last, self.images)
-        return await self._sample_verdicts(
-            values, self.verdict.instruction, self.verdict.read, repeat, attach
-        )
+        return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat, attach)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -171,7 +167,7 @@ class PairJudge(Judge):
 
     opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 
-    async def compare_once(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
+    async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
         """Return the verdict with the texts in this order only: 1 if the first is better, 0 if the second is."""
         verdict = PairwiseVerdict()
         values = self.prompt.values(
@@ -179,19 +175,17 @@ class PairJudge(Judge):
             first=trajectory_text(first, self.prompt.reasoning, prompt=False),
             second=trajectory_text(second, self.prompt.reasoning, prompt=False),
         )
-        return await self._sample_verdicts(values, verdict.instruction, verdict.read, repeat)
+        return await self._samples(values, verdict.instruction, verdict.read, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
         """Return the mean over both orders: 1 if the first is better, 0 if the second is."""
-        forward, backward = await asyncio.gather(
-            self.compare_once(first, second), self.compare_once(second, first)
-        )
+        forward, backward = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
         return (forward + 1 - backward) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Return each episode's share of wins, or the failure if half or more of its comparisons failed. Raise if no
         episode has a share."""
-        trajectories = _check_group(episodes)
+        trajectories = _several(episodes)
         failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
         reach = min(self.opponents or count, count - 1)
@@ -208,17 +202,17 @@ class PairJudge(Judge):
         for (first, second), result in zip(pairs, results, strict=True):
             wins[first].append(result)
             wins[second].append(result if isinstance(result, BaseException) else 1 - result)
-        rewards = [self._win_share(comparisons) for comparisons in wins]
+        rewards = [self._share(comparisons) for comparisons in wins]
         if all(isinstance(reward, Exception) for reward in rewards):
             require_majority(wins[0])  # raises the first failure
         return rewards
 
-    def _win_share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
+    def _share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
         try:
             values = require_majority(wins)
         except JudgeFailure as failure:
             return failure
-        return self._make_reward(sum(values) / len(values))
+        return self._rewarded(sum(values) / len(values))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,7 +221,7 @@ class RankingJudge(Judge):
     are not shown."""
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
-        trajectories = _check_group(episodes)
+        trajectories = _several(episodes)
         failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
         candidates = [
             trajectory
@@ -235,7 +229,7 @@ class RankingJudge(Judge):
             if not is_failed
         ]
         scores = iter(await self.rank(candidates))
-        return [self._make_reward(0.0 if is_failed else next(scores)) for is_failed in failed_flags]
+        return [self._rewarded(0.0 if is_failed else next(scores)) for is_failed in failed_flags]
 
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
         count = len(trajectories)
@@ -244,11 +238,11 @@ class RankingJudge(Judge):
         if count < 2:
             return [1.0] * count
         rankings = await gather_majority(
-            [self._sample_ranking(trajectories, number) for number in range(self.samples)]
+            [self._ranked(trajectories, number) for number in range(self.samples)]
         )
         return [aggregate(self.vote, column) for column in zip(*rankings, strict=True)]
 
-    async def _sample_ranking(self, trajectories: Sequence[Trajectory], number: int) -> list[float]:
+    async def _ranked(self, trajectories: Sequence[Trajectory], number: int) -> list[float]:
         count = len(trajectories)
         verdict = RankingVerdict()
         order = [(offset + number) % count for offset in range(count)]
@@ -262,7 +256,7 @@ class RankingJudge(Judge):
         return [scores[order.index(index)] for index in range(count)]
 
 
-def _check_group(episodes: Sequence[Episode]) -> list[Trajectory]:
+def _several(episodes: Sequence[Episode]) -> list[Trajectory]:
     if len(episodes) < 2:
         raise ValueError("the judge compares the episodes of a group and needs at least 2; raise group_size")
     return [episode.trajectory for episode in episodes]

@@ -60,10 +60,10 @@ class SplitTest:
     conditions: Sequence[Condition]  # the condition on each value
     size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
 
-    def hold(self, stdout: str) -> bool:
+    def hold(self, printed: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
         try:
-            values = ast.literal_eval(stdout)
+            values = ast.literal_eval(printed)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return False
         if not isinstance(values, list) or len(values) != len(self.conditions):
@@ -149,20 +149,16 @@ class _Splitter:
 
     def sandbox_statements(self) -> list[ast.stmt]:
         """Return the statements that the sandbox runs; fills `conditions`."""
-        rewritten = [node for statement in self.statements for node in self._rewrite(statement)]
-        used_names = {
-            name.id for node in rewritten if self._literal_target(node) is None for name in _names(node)
-        }
-        return [
-            node for node in rewritten if (name := self._literal_target(node)) is None or name in used_names
-        ]
+        rewritten = [node for statement in self.statements for node in self._rewritten(statement)]
+        used_names = {name.id for node in rewritten if self._expected(node) is None for name in _names(node)}
+        return [node for node in rewritten if (name := self._expected(node)) is None or name in used_names]
 
-    def _literal_target(self, statement: ast.stmt) -> str | None:
+    def _expected(self, statement: ast.stmt) -> str | None:
         """Return the name to which the statement assigns a literal of the test, which the code must not see."""
         pair = _assigned(statement)
         return pair[0] if pair is not None and pair[0] in self.constants else None
 
-    def _rewrite(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+    def _rewritten(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.Assert):
             for expression, condition in self._conditions(statement.test):
                 self.conditions.append(condition)
@@ -180,10 +176,10 @@ class _Splitter:
         elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             yield self._call(test.operand), operator.not_
         elif isinstance(test, ast.Compare) and len(test.ops) == 1:
-            yield self._split_comparison(test.left, type(test.ops[0]), test.comparators[0])
+            yield self._comparison(test.left, type(test.ops[0]), test.comparators[0])
         elif _called(test) in ("math.isclose", "isclose"):
             assert isinstance(test, ast.Call)
-            yield self._split_isclose(test)
+            yield self._isclose(test)
         elif not (isinstance(test, ast.Constant) and test.value):  # assert True tests nothing
             yield self._call(test), bool
 
@@ -198,14 +194,14 @@ class _Splitter:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
 
-    def _split(self, first: ast.expr, second: ast.expr) -> tuple[ast.expr, Any]:
+    def _split(self, one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any]:
         """Return the computed side and the value of the literal side, in either order."""
-        for left, right in ((first, second), (second, first)):
+        for left, right in ((one, other), (other, one)):
             if expected := self.literal(right):
-                return self._check_computed(left), expected[0]
+                return self._computed(left), expected[0]
         raise _NotSplittable
 
-    def _split_comparison(
+    def _comparison(
         self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr
     ) -> tuple[ast.expr, Condition]:
         expected = self.literal(right)
@@ -219,10 +215,10 @@ class _Splitter:
                 computed, reference = self._split(one, other)
                 return computed, lambda result: compare(abs(result - reference), value)
         guessable = kind is not ast.Eq or (isinstance(value, bool) and self._calls_own(left))
-        computed = self._call(left) if guessable else self._check_computed(left)
+        computed = self._call(left) if guessable else self._computed(left)
         return computed, lambda result: compare(result, value)
 
-    def _split_isclose(self, node: ast.Call) -> tuple[ast.expr, Condition]:
+    def _isclose(self, node: ast.Call) -> tuple[ast.expr, Condition]:
         options = {keyword.arg: self.literal(keyword.value) for keyword in node.keywords}
         if len(node.args) != 2 or not options.keys() <= {"rel_tol", "abs_tol"} or None in options.values():
             raise _NotSplittable
@@ -230,7 +226,7 @@ class _Splitter:
         computed, reference = self._split(*node.args)
         return computed, lambda value: math.isclose(value, reference, **tolerances)
 
-    def _check_computed(self, node: ast.expr) -> ast.expr:
+    def _computed(self, node: ast.expr) -> ast.expr:
         """Return the expression; raise if it compares or subtracts, which an object of the code could override."""
         if any(isinstance(inner, _COMPARING | ast.BoolOp | ast.NamedExpr) for inner in ast.walk(node)):
             raise _NotSplittable
@@ -242,12 +238,12 @@ class _Splitter:
         nested = any(isinstance(part, ast.Call | ast.comprehension | ast.Lambda) for part in parts)
         if nested or not isinstance(node, ast.Call) or not self._is_of_code(node):
             raise _NotSplittable
-        return self._check_computed(node)
+        return self._computed(node)
 
     def _is_of_code(self, node: ast.expr) -> bool:
         """Return whether the node calls or names an object of the code: neither a builtin nor bound by the test."""
-        root = (_called(node) or _dotted(node) or "").partition(".")[0]
-        return bool(root) and not hasattr(builtins, root) and root not in self.local_names
+        first = (_called(node) or _dotted(node) or "").partition(".")[0]
+        return bool(first) and not hasattr(builtins, first) and first not in self.local_names
 
     def _calls_own(self, node: ast.expr) -> bool:
         return any(

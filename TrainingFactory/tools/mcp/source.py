@@ -70,9 +70,7 @@ class MCPTools:
             await self._connect()
             await asyncio.gather(*(source.open() for source in self._sources()))
             if self._offers is None:
-                by_server = [
-                    make_offers(server.config, server.offered) for server in self.servers_of_loop().values()
-                ]
+                by_server = [make_offers(server.config, server.offered) for server in self.here().values()]
                 self._offers = [offer for offers in by_server for offer in offers]
                 session = self.session()
                 self._offers += [
@@ -95,7 +93,7 @@ class MCPTools:
                 hint = '\n  (if it uses the older SSE transport, write "type": "sse")' if is_http else ""
                 problems.append(f"{server.config.origin}: {error}{hint}")
 
-        await asyncio.gather(*map(connect, self.servers_of_loop().values()))
+        await asyncio.gather(*map(connect, self.here().values()))
         if problems:
             raise ValueError("\n".join(problems))
 
@@ -110,7 +108,7 @@ class MCPTools:
     def session(self) -> MCPSession:
         return MCPSession(self)
 
-    def servers_of_loop(self) -> dict[str, AnyServer]:
+    def here(self) -> dict[str, AnyServer]:
         """Return the servers of the running event loop. Every loop has its own, because connections cannot move."""
         loop = asyncio.get_running_loop()
         if loop not in self._servers:
@@ -137,7 +135,7 @@ class MCPSession:
     def connections(self, name: str) -> SharedServer | EpisodeConnection:
         """Return the object that sends this episode's calls to the server."""
         if name not in self._bindings:
-            server = self._source.servers_of_loop()[name]
+            server = self._source.here()[name]
             if isinstance(server, SharedServer):
                 return server
             self._bindings[name] = EpisodeConnection(server)
