@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from TrainingFactory.common.image_tokens import VIRTUAL, from_disk, to_disk
+from TrainingFactory.common.image_tokens import VIRTUAL, from_disk, images_in, picture_of, to_disk
 from TrainingFactory.common.images import ImageStore, images_from_rows, images_to_rows
 from TrainingFactory.common.openai_format import (
     message_from_dict,
@@ -22,7 +22,17 @@ from TrainingFactory.common.openai_format import (
     spec_to_dict,
 )
 from TrainingFactory.data.disk import naming_file_on_error
-from TrainingFactory.types import Completion, Image, Message, Reward, Task, ToolResult, Trajectory, Turn
+from TrainingFactory.types import (
+    Completion,
+    Image,
+    Message,
+    PlacedImage,
+    Reward,
+    Task,
+    ToolResult,
+    Trajectory,
+    Turn,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -119,8 +129,11 @@ def task_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Task
 def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) -> dict[str, Any]:
     """Return a trajectory as JSON. Its images are put into the store; without a store, their data is in the JSON."""
     turns, previous_ids = [], []
-    for turn in trajectory.turns:
-        turns.append(_turn_to_dict(turn, previous_ids, store))
+    for number, turn in enumerate(trajectory.turns):
+        row = _turn_to_dict(turn, previous_ids, store)
+        if "image_tokens" in row:
+            _add_prompt_images(row, trajectory, number, store)
+        turns.append(row)
         previous_ids = turn.prompt_ids + turn.completion.token_ids
     reward = trajectory.reward
     return {
@@ -277,7 +290,9 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
 def _turn_from_dict(
     row: dict[str, Any], previous_ids: list[int], store: ImageStore | None, images: dict[str, Image]
 ) -> Turn:
-    """`images` are those of the messages before the turn, by digest; those of its replies are added."""
+    """`images` are those of the messages before the turn, by digest; those of its prompt and replies are added."""
+    prompt_images = images_from_rows(row.get("prompt_images", ()), store)
+    images.update({image.digest: image for _, image in prompt_images})
     placed_images = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
     new_ids = from_disk(row["new_ids"], placed_images)
     turn = Turn(
@@ -291,6 +306,21 @@ def _turn_from_dict(
     )
     images.update(_collect_images(turn.replies))
     return turn
+
+
+def _add_prompt_images(
+    row: dict[str, Any], trajectory: Trajectory, number: int, store: ImageStore | None
+) -> None:
+    """Store the images of a turn's new prompt ids that no earlier message has: an agent program may begin a
+    conversation of its own."""
+    replies = [reply for turn in trajectory.turns[:number] for reply in turn.replies]
+    digests = {digest for digest, _ in row["image_tokens"]} - _collect_images(
+        [*trajectory.prompt, *replies]
+    ).keys()
+    if digests:
+        shown = [picture_of(tokens) for tokens in images_in(trajectory.turns[number].prompt_ids)]
+        images = [PlacedImage(0, image) for image in shown if image.digest in digests]
+        row["prompt_images"] = images_to_rows(images, store)
 
 
 def _collect_images(messages: Iterable[Message]) -> dict[str, Image]:

@@ -277,6 +277,24 @@ def test_trajectories_hold_digests(tmp_path: Path) -> None:
         _ = read.prompt[0].images[0].image.data
 
 
+def test_an_image_of_a_prompt_that_is_in_no_message_is_stored(tmp_path: Path) -> None:
+    """An agent program began a second conversation, whose messages the trajectory does not have."""
+    answer = Message("assistant", "red")
+    turns = [
+        Turn([1, 2], Completion([3], [-1.0], "stop"), answer),
+        Turn([1, *number_image(A, 5).ids, 2], Completion([4], [-1.0], "stop"), answer),
+        Turn([7, *number_image(A, 5).ids, *number_image(B, 4).ids], Completion([5], [-1.0], "stop"), answer),
+    ]
+    episode = Trajectory(Task("t", "colour?"), "g", prompt=[Message("user", "colour?")], turns=turns)
+    rows = json.loads(json.dumps(trajectory_to_dict(episode)))
+    assert [[i["digest"] for i in t.get("prompt_images", ())] for t in rows["turns"]] == [
+        [], [A.digest], [A.digest, B.digest],
+    ]  # fmt: skip
+    assert trajectory_from_dict(rows) == episode
+    save_trajectories(tmp_path / "episodes.jsonl", [episode])
+    assert list(load_trajectories(tmp_path / "episodes.jsonl")) == [episode]
+
+
 def test_image_tokens_are_stored_independently_of_the_process(tmp_path: Path) -> None:
     episode, path = seen_episode(), tmp_path / "t.jsonl"
     number_image(C, 7)  # so that the numbers of the others are not the first ones
