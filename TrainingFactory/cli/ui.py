@@ -105,8 +105,8 @@ def _token(file: Path | None, no_token: bool) -> str | None:
 def _stored_token(file: Path, new: str) -> str:
     """Return the token stored in a file; create the file with `new` if it does not exist. Raise ValueError if other
     users can read or write it."""
-    is_private = partial(os.open, mode=0o600)
-    with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8", opener=is_private) as stream:
+    opener = partial(os.open, mode=0o600)
+    with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8", opener=opener) as stream:
         stream.write(f"{new}\n")
     info = file.stat()
     if hasattr(os, "getuid") and (info.st_uid != os.getuid() or info.st_mode & 0o077):

@@ -225,7 +225,7 @@ def test_a_run_in_full(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a", training={"learning_rate": 0.5})
     view = run_view(run, Runs(tmp_path))
     assert view.checkpoints[1] == {"name": "step-000002", "step": 2, "best": True}
-    assert view.tools == ["search"] and view.info["digest"] == "d" and not view.notes
+    assert view.tools == ["search"] and view.about["digest"] == "d" and not view.notes
     assert view.commands["resume"] == f"tfactory runs resume {run.path}" and "model" not in view.about
     found = config_view(run)
     assert found.options["training.learning_rate"] == 0.5 and "training.learning_rate" in found.changed
@@ -355,7 +355,7 @@ def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path)
     run = made_run(tmp_path, "a")
     (run.path / ENVIRONMENT).write_text(json.dumps(run.run_info | {"model": 3}))
     view = run_view(run, Runs(tmp_path))
-    assert view.checkpoints and view.info["digest"] == "d" and ENVIRONMENT in view.notes[0]
+    assert view.checkpoints and view.about["digest"] == "d" and ENVIRONMENT in view.notes[0]
 
 
 def test_findings_that_are_gone_before_they_came_are_left_out(tmp_path: Path) -> None:
