@@ -236,7 +236,7 @@ def text2sql(*, out: Path = Path("text2sql")) -> int:
 @data.command
 def screen(*, out: Path = Path("screen"), model: str | None = None) -> int:
     """Write the data of the recipe `screen`: demonstrations of taps in pictures, tasks, and a SmolVLM of a text model's
-    weights and of a vision part with random ones.
+    weights and of a new vision part that is aligned with its words.
 
     ```
     tfactory data screen --out screen

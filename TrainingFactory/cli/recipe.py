@@ -41,8 +41,8 @@ def recipe(
             with data.noun and index.noun; default /usr/share/wordnet (Debian package wordnet-base). text2sql
             and screen generate their tasks.
         model: Model to train. Default: smollm2-135m, for text2sql qwen2.5-coder-1.5b. gsm8k has settings for both
-            and for gemma3-270m; another model is trained with the settings of the default. screen puts a vision part
-            with random weights before a text model; with the settings so far it has not learned the task.
+            and for gemma3-270m; another model is trained with the settings of the default. screen puts a new
+            vision part before a text model and aligns it with the model's words.
         out: Folder for the datasets, the runs and results.json. Default: runs/TASK, or runs/TASK-small.
         seed: Random seed for the order of rows and tasks, and for sampling.
         scale: small runs only a few steps, to test the whole recipe on a CPU.

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows, prepare
-from TrainingFactory.apps.recipes.screen import MODEL, prepare_screen, write_model
+from TrainingFactory.apps.recipes.screen import ALIGNMENT_STEPS, MODEL, prepare_screen, write_model
 from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
 from TrainingFactory.assembly.datasets import write_rows
@@ -82,6 +82,7 @@ SMALL_OVERRIDES: dict[str, dict[str, Any]] = {
         "sampling.max_tokens": 12,
     },
 }  # fmt: skip
+SMALL_ALIGNMENT = 2  # steps of the screen recipe's alignment in a smoke test
 # Overrides without tools: a task is one turn that holds the whole solution.
 PLAIN_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": {"model.tools_format": None},
@@ -118,9 +119,11 @@ def write_text2sql(source: str | Path, folder: Path, plain: bool = False) -> Pre
     return _write_parts(PreparedRows(parts), source, folder)
 
 
-def write_screen(options: Mapping[str, Any], model: str | None, folder: Path, seed: int = 0) -> PreparedRows:
-    """Write the rows of each part, and the model with a random tower before the text model `model`."""
-    write_model(folder / "model", model or MODEL, seed)
+def write_screen(
+    options: Mapping[str, Any], model: str | None, folder: Path, seed: int = 0, steps: int = ALIGNMENT_STEPS
+) -> PreparedRows:
+    """Write the rows of each part, and the text model `model` with a tower that is aligned in that many steps."""
+    write_model(folder / "model", options, model or MODEL, seed, steps)
     return _write_parts(run(lambda: prepare_screen(options)), GENERATED, folder)
 
 
@@ -233,7 +236,8 @@ class Recipe:
             return write(self.source, folder, self.plain)
         requested = self.state["asked"]
         options = self.configs["grpo"].environment.options
-        return write_screen(options, requested["model"], folder, requested["seed"])
+        steps = SMALL_ALIGNMENT if requested["scale"] == "small" else ALIGNMENT_STEPS
+        return write_screen(options, requested["model"], folder, requested["seed"], steps)
 
     def train(self, name: str, watcher: Watcher) -> None:
         """Train the run `name`, or resume it; skip it if it has finished."""

@@ -1,56 +1,60 @@
-"""The recipe `screen`: a vision tower with random weights is put before a pretrained text model, in SmolVLM's layout.
-SFT on demonstrations is to teach both to see, GRPO to tap the right button. With the settings so far, SFT does not.
+"""The recipe `screen`: a new vision tower is put before a pretrained text model, in SmolVLM's layout. The tower is
+first aligned with the text model's word embeddings (alignment.py), so that the text model reads a picture as a text.
+A few demonstrations teach it to look up the named button and to tap it, GRPO to do so without mistakes.
 
-    OUT/data/model/        the checkpoint before training
-    OUT/data/sft.jsonl     demonstrations by stages, from screens with one button to those of the tasks
+    OUT/data/model/        the checkpoint before SFT, with the aligned tower
+    OUT/data/sft.jsonl     demonstrations of taps
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from TrainingFactory.apps.recipes.gsm8k import PreparedRows
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
 from TrainingFactory.models import load_model
+from TrainingFactory.models.tools_format import TAGS
 from TrainingFactory.types import Message
 
 MODEL = "smollm2-135m"
 IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")
 IMAGE_SIZE, PATCH, MERGED = 128, 16, 2  # pixels of the tile and of a patch; patches along the edge of a token
 TOWER = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "num_attention_heads": 3}
-TASKS = {"tasks": 4000, "dev": 400, "test": 1000}
+TASKS = {"tasks": 4000, "dev": 200, "test": 1000}
 SEEDS = {"tasks": 1, "dev": 2, "test": 3, "sft": 100}  # of the tasks of each part
+ALIGNMENT_STEPS = 300  # about 2 minutes on a CPU core
+DEMONSTRATIONS = 80
+MISTAKES = 0.4  # share of the demonstrations that tap a random cell, which leaves GRPO something to improve
 
 
-class Stage(NamedTuple):
-    """Demonstrations that follow each other."""
-
-    rows: int
-    widgets: tuple[int | None, ...]  # numbers of buttons on a screen, in turn; None: all cells have one
-    mistakes: float = 0.0  # share that taps a random cell
-
-
-# From one button a model learns first what places are, from a few to connect them with words. The mistakes of the last
-# stage leave GRPO something to improve.
-STAGES = (Stage(4096, (1, 1, 2)), Stage(4096, (1, 2, 4)), Stage(8192, (2, None)), Stage(2048, (None,), 0.55))
-
-
-def write_model(folder: Path, text_model: str = MODEL, seed: int = 0) -> None:
-    """Write a SmolVLM whose text model has the weights of `text_model`. Its tower and connector are random."""
+def write_model(
+    folder: Path,
+    options: Mapping[str, Any],
+    text_model: str = MODEL,
+    seed: int = 0,
+    steps: int = ALIGNMENT_STEPS,
+) -> float:
+    """Write a SmolVLM whose text model has the weights of `text_model`, and whose tower and connector are aligned with
+    its words in that many `steps`. Return the share of the words' variance that its image tokens leave unexplained."""
     import torch
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil
 
+    from TrainingFactory.apps.recipes.alignment import align_tower
+
+    _named_colors(options)
     loaded = load_model(text_model, dtype="float32", device="cpu")
     text, tokenizer = loaded.model, loaded.tokenizer
     known = text.get_input_embeddings().weight[: len(tokenizer)]
+    tags = _first_pieces(tokenizer)
     tokenizer.add_tokens(
         [token for token in IMAGE_TOKENS if token not in tokenizer.get_vocab()], special_tokens=True
     )
+    tokenizer.add_tokens(list(tags))  # not as special tokens, as model.tools_format adds them
     tokenizer.chat_template = Path(__file__).with_name("smolvlm.jinja").read_text(encoding="utf-8")
     config = SmolVLMConfig(
         text_config=text.config.to_dict(),
@@ -65,25 +69,39 @@ def write_model(folder: Path, text_model: str = MODEL, seed: int = 0) -> None:
         model.resize_token_embeddings(max(len(tokenizer), len(known)), mean_resizing=False)
         embeddings: Any = model.get_input_embeddings()
         embeddings.weight[len(known) :] = known.mean(0)
-        # Tokens of images as large as those of texts, in which positions are not lost among the differences of pixels.
-        core: Any = model.model
-        connector = core.connector.modality_projection.proj.weight
-        connector.normal_(0, known.std().item() / connector.shape[1] ** 0.5)
-        core.vision_model.embeddings.position_embedding.weight.normal_(0, 0.5)
+        for tag, piece in tags.items():
+            embeddings.weight[tokenizer.convert_tokens_to_ids(tag)] = known[piece]
     model.generation_config.eos_token_id = list(loaded.stop_ids) or tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    SmolVLMImageProcessorPil(
+    processor = SmolVLMImageProcessorPil(
         size={"longest_edge": IMAGE_SIZE},
         max_image_size={"longest_edge": IMAGE_SIZE},
         do_image_splitting=True,
-    ).save_pretrained(folder)
+    )
+    unexplained = align_tower(model, tokenizer, processor, options, steps, seed)
+    for part in (model, tokenizer, processor):
+        part.save_pretrained(folder)
+    return unexplained
+
+
+def _first_pieces(tokenizer: Any) -> dict[str, int]:
+    """Return the tags of calls that are not tokens yet, with the first token of their text. A tag that begins with its
+    embedding is as likely as that token; one with the mean of all embeddings takes dozens of steps to become likely."""
+    vocabulary = tokenizer.get_vocab()
+    return {
+        tag: tokenizer(tag, add_special_tokens=False)["input_ids"][0]
+        for tag in TAGS["hermes"]
+        if tag not in vocabulary
+    }
 
 
 async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     """Return the demonstrations and tasks of screens with these options of the environment."""
-    environment = Screens.from_options(options).as_environment()
-    prepared = PreparedRows({"sft": await _demonstrations(options, random.Random("screen recipe"))})
+    environment = _named_colors(options)
+    rng, rows = random.Random("screen recipe"), []
+    for task in environment.tasks("train", SEEDS["sft"], DEMONSTRATIONS):
+        screen = environment(task)
+        rows.append(await _row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert()))
+    prepared = PreparedRows({"sft": rows})
     for part, count in TASKS.items():
         tasks = list(environment.tasks("train" if part == "tasks" else "heldout", SEEDS[part], count))
         prepared.rows[part] = [asdict(task) for task in tasks]
@@ -93,28 +111,25 @@ async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     return prepared
 
 
-async def _demonstrations(options: Mapping[str, Any], rng: random.Random) -> list[dict[str, Any]]:
-    """Return the rows of all stages, in order."""
-    rows: list[dict[str, Any]] = []
-    for stage in STAGES:
-        screens = [
-            Screens.from_options({**options, "widgets": widgets}).as_environment()
-            for widgets in stage.widgets
-        ]
-        sources = [
-            iter(screen.tasks("train", SEEDS["sft"] + len(rows) + n, stage.rows))
-            for n, screen in enumerate(screens)
-        ]
-        for number in range(stage.rows):
-            kind = number % len(screens)
-            screen = screens[kind](next(sources[kind]))
-            is_mistake = rng.random() < stage.mistakes
-            rows.append(await _row(screen, screen.novice(rng) if is_mistake else screen.expert()))
-    return rows
+def _named_colors(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
+    """Return the environment. Raise ValueError if its tasks do not name a color, or its taps not a cell."""
+    screens = Screens.from_options(options)
+    for key, needed in (("kinds", ["color"]), ("tap", "cell")):
+        if getattr(screens.options, key) != needed:
+            raise ValueError(
+                f"the recipe screen aligns colors with numbers of cells; remove environment.options.{key}, or set "
+                f"environment.options.{key}={needed if isinstance(needed, str) else '[color]'}"
+            )
+    return screens.as_environment()
 
 
 async def _row(screen: ScreenEnvironment, turns: Iterator[Message]) -> dict[str, Any]:
-    messages = [*await screen.reset(), next(turns)]
+    """Return a demonstration that writes the named color and the number of its cell before it taps. The number follows
+    the color as it does in the image tokens: a language model copies what followed a word before."""
+    metadata, turn = screen.task.metadata, next(turns)
+    [color] = [widget["color"] for widget in metadata["widgets"] if widget["cell"] in metadata["targets"]]
+    turn = replace(turn, content=f"The cell is {color}{turn.tool_calls[0].arguments['cell']}.")
+    messages = [*await screen.reset(), turn]
     return {
         "id": screen.task.id,
         "messages": [message_to_dict(message) for message in messages],

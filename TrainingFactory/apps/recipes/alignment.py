@@ -1,0 +1,119 @@
+"""Alignment of a new vision tower with the words of a language model, before SFT through the language model.
+
+The image tokens are regressed on the word embeddings of a caption: the colors and numbers of all cells in reading
+order. A language model reads such tokens as it reads a text, so it can look up in them what it can look up in a text.
+Only the tower and the connector run: a step costs a fraction of an SFT step, and all image tokens are supervised.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from PIL import Image as Pillow
+
+from TrainingFactory.envs.builtin.drawing import COLORS
+from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
+from TrainingFactory.models.vision import tower_parameters
+
+BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 16, 1e-3, 20
+EMPTY = "none"  # the color of a cell without a button
+WIDGETS = (1, 2, 4, None, None, None)  # numbers of buttons on a screen, in turn; None: all cells have one
+
+
+def align_tower(
+    model: Any, tokenizer: Any, processor: Any, options: Mapping[str, Any], steps: int, seed: int = 0
+) -> float:
+    """Train the new tower and connector of a SmolVLM, and return the squared error of the last step as a share of the
+    variance among the words of colors. `options` are those of the environment `screen`."""
+    target = WordTargets(model, tokenizer, options)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        _initialize(model)
+    weights = [weight for _, weight in tower_parameters(model)]
+    for weight in model.parameters():
+        weight.requires_grad_(False)
+    for weight in weights:
+        weight.requires_grad_(True)
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    screens, unexplained = _screens(options, seed), math.nan
+    for _ in range(steps):
+        batch = [next(screens) for _ in range(BATCH_SIZE)]
+        outputs = _image_tokens(model, processor, batch)
+        loss = (outputs - torch.stack([target(screen) for screen in batch])).pow(2).mean() / target.variance
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        schedule.step()
+        unexplained = float(loss.detach())
+    for weight in model.parameters():
+        weight.requires_grad_(True)
+    return unexplained
+
+
+class WordTargets:
+    """The embeddings [image tokens, D] that the tokens of a screen are to have: in reading order the color of each
+    cell's button and the number of the cell, " red", "1", " blue", "2", ... as a text would have them."""
+
+    def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        vision, screen = model.config.vision_config, Screens.from_options(options).options
+        cells = screen.columns * screen.rows
+        edge = vision.image_size // vision.patch_size // model.config.scale_factor
+        if (tokens := edge**2) < 2 * cells:
+            raise ValueError(
+                f"a screen of {screen.columns} x {screen.rows} cells has {2 * cells} words, more than the {tokens} "
+                "tokens of a picture; reduce environment.options.columns or rows"
+            )
+        embeddings = model.get_input_embeddings().weight.detach()
+
+        def embedding(text: str) -> torch.Tensor:
+            return embeddings[tokenizer(text, add_special_tokens=False)["input_ids"]].mean(0)
+
+        self._colors = {color: embedding(f" {color}") for color in (*COLORS, EMPTY)}
+        self._numbers = [embedding(str(cell + 1)) for cell in range(cells)]
+        self._rest = [self._colors[EMPTY]] * (tokens - 2 * cells)
+        self.variance = torch.stack(list(self._colors.values())).var(0, correction=0).mean().item()
+
+    def __call__(self, screen: ScreenEnvironment) -> torch.Tensor:
+        colors = {widget["cell"]: widget["color"] for widget in screen.task.metadata["widgets"]}
+        words = [
+            word
+            for cell, number in enumerate(self._numbers)
+            for word in (self._colors[colors.get(cell, EMPTY)], number)
+        ]
+        return torch.stack([*words, *self._rest])
+
+
+def _initialize(model: Any) -> None:
+    """Draw image tokens as large as those of texts, in which positions are not lost among the differences of pixels."""
+    connector = model.model.connector.modality_projection.proj.weight
+    connector.normal_(0, model.get_input_embeddings().weight.std().item() / connector.shape[1] ** 0.5)
+    model.model.vision_model.embeddings.position_embedding.weight.normal_(0, 0.5)
+
+
+def _screens(options: Mapping[str, Any], seed: int) -> Iterator[ScreenEnvironment]:
+    rng = random.Random(f"alignment {seed}")
+    kinds = [Screens.from_options({**options, "widgets": widgets}).as_environment() for widgets in WIDGETS]
+    while True:
+        for kind in kinds:
+            [task] = kind.tasks("train", rng.getrandbits(32), 1)
+            yield kind(task)
+
+
+def _image_tokens(model: Any, processor: Any, screens: Sequence[ScreenEnvironment]) -> torch.Tensor:
+    """Return the connector's outputs [screens, image tokens, D]."""
+    pictures = [Pillow.open(io.BytesIO(screen.screenshot().data)).convert("RGB") for screen in screens]
+    pixels = processor(images=[[picture] for picture in pictures], return_tensors="pt")["pixel_values"]
+    outputs = model.model.get_image_features(pixel_values=pixels, return_dict=True).pooler_output
+    return outputs.reshape(len(screens), -1, outputs.shape[-1])
+
+
+def _rate(step: int, steps: int) -> float:
+    """Return the multiplier of the learning rate: a linear warm-up, then half a cosine."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))
