@@ -173,8 +173,8 @@ class Catalogue:
     def set_alias(
         self, name: str, alias: str, kind: str = "alias", evidence: Any = None, expected: int | None = -1
     ) -> tuple[Version, int | None]:
-        """Point an alias to a version; return the version and the previous number of the alias. Raise ValueError if
-        that is not `expected` (None: the alias must be new; -1: any)."""
+        """Point an alias to a version; return the version and the previous number of the alias. Raise ValueError if the
+        previous number is not `expected` (None: the alias must be new; -1: any)."""
         check_name(alias, "alias")
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
