@@ -1,4 +1,4 @@
-"""Evaluation of a model on held-out tasks, and the config for it."""
+"""Evaluation of a model on held-out tasks, and the config of such an evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from TrainingFactory.types import Trajectory
 
 
 class Evaluation(Rollouts):
-    """Episodes of a model on held-out tasks, scored like the evaluations of a run."""
+    """Runs episodes of a model on held-out tasks, scored like the evaluations during training."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Evaluation(Rollouts):
 
 
 def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
-    """Return the config sections for evaluating a model; for the checkpoint of a run, with the run's environment,
-    held-out data, sampling and tools."""
+    """Return the config sections for evaluating a model. For the checkpoint of a run they include the run's
+    environment, held-out data, sampling and tools."""
     if resolved.run is None:
         return {"model": resolved.section}
     training_config = with_original_paths(resolved.run.config, resolved.run.run_info)
