@@ -1,4 +1,5 @@
-"""The textbook's reward functions: from `completions` and the dataset's columns to one number per completion."""
+"""The textbook's reward functions. They take `completions` and the dataset's columns and return one number per
+completion."""
 
 from __future__ import annotations
 
