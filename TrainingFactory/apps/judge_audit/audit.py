@@ -124,7 +124,7 @@ def _agree(result: Audit, items: Sequence[GoldItem], clean: Values) -> None:
 
 
 def _complete_rows(rows: Values) -> list[list[float]]:
-    """Return the rows without missing verdicts."""
+    """Return the rows in which no verdict is missing."""
     return [[value for value in row if value is not None] for row in rows if None not in row]
 
 
@@ -145,8 +145,8 @@ def _resist(result: Audit, clean: Values, attacked_scores: Values) -> None:
 
 
 def _swap(result: Audit, betters: Sequence[float], ordered_scores: Values) -> None:
-    """Compare both orders of each pair. A row of `ordered_scores` holds the verdicts for the response shown first: in
-    the given order, then swapped."""
+    """Compare the verdicts on both orders of each pair. A row of `ordered_scores` holds the verdicts for the response
+    that is shown first: in the gold file's order, then in swapped order."""
     score_rows = _complete_rows([(better, *row) for better, row in zip(betters, ordered_scores, strict=True)])
     result.pairs = len(score_rows)
     if not score_rows:

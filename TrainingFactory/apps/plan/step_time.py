@@ -43,9 +43,9 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class StepModel:
-    """A step: `groups` groups of `group_size` episodes on `samplers` engines with `slots` slots each, then the
-    learner's part. A step waits for its last episode, so the expected maximum of the durations counts, not the mean. Up
-    to `1 + max_staleness` steps overlap."""
+    """A step: sampling `groups` groups of `group_size` episodes on `samplers` engines with `slots` slots each, then the
+    learner's part. A step waits for its last episode, so its time depends on the expected maximum of the episodes'
+    durations, not on their mean. Up to `1 + max_staleness` steps overlap."""
 
     episodes: Workload
     costs: Costs
@@ -69,8 +69,8 @@ class StepModel:
     def seconds(self) -> float:
         """Return the seconds of a step.
 
-        The more rows decode concurrently, the longer an episode takes; by Little's law the number of rows in turn is
-        episodes x seconds of decoding / seconds of sampling. Both are iterated to a fixed point.
+        An episode takes longer if more rows decode concurrently. By Little's law the number of concurrently decoding
+        rows is episodes x seconds of decoding / seconds of sampling. Both values are iterated to a fixed point.
         """
         count, costs, depth = self.count / self.samplers, self.costs, 1 + self.max_staleness
         running = max(1.0, min(self.slots, depth * count))  # episodes of a sampler at a time

@@ -18,8 +18,8 @@ from TrainingFactory.types import Trajectory
 
 
 def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
-    """Return the learner's log-probs of all sampled tokens, by episode and turn, before it trained on them; raise
-    ValueError if the weights that sampled them are no longer stored."""
+    """Return the learner's log-probs of all sampled tokens, by episode and turn, under the weights before it trained on
+    these tokens. Raise ValueError if the weights that sampled them are no longer stored."""
     config = _sampling_params_of(run, episodes)
     loaded_model = load(config)
     temperature = config.sampling.temperature
@@ -44,7 +44,7 @@ def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[lis
 
 
 def _sampling_params_of(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
-    """Return the run's config with the weights that sampled these episodes."""
+    """Return the run's config with its model set to the weights that sampled these episodes."""
     turns = [turn.completion for episode in episodes for turn in episode.turns]
     versions = sorted({version for sampled in turns for version in sampled.token_versions})
     config = with_original_model(run)
