@@ -220,7 +220,8 @@ class AgentEndpoint:
         self.base_url = ""  # set by `open`
 
     def api(self, token: str | None = None, local: bool = True) -> Api:
-        """Return the HTTP routes for the clients of episodes."""
+        """Return the HTTP API that agent programs call: the sampling routes of all dialects, the reward and the list of
+        models."""
         api = Api(token, local)
         for route in ROUTES:
             api.post_by_key(route.path, partial(self._episode_handler, route), route.dialect)

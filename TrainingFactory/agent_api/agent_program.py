@@ -187,7 +187,7 @@ class ProgramEpisode(SelfScoredEpisode):
             raise ProgramFailed(text)
 
     def _placeholders(self, work: Path, home: str) -> dict[str, str]:
-        """Return the values of `PLACEHOLDERS`."""
+        """Return the values that replace the `PLACEHOLDERS` in the command and the variables."""
         prompt = self.task.prompt
         text = (
             prompt if isinstance(prompt, str) else "\n\n".join(as_text(m.content, m.images) for m in prompt)

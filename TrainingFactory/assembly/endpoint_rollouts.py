@@ -27,7 +27,7 @@ class EndpointStopped(ValueError):
 
 
 class TextFormat:
-    """A chat format without tokens: endpoints take messages."""
+    """A chat format without tokens for models behind endpoints, which take messages."""
 
     stop_ids: tuple[int, ...] = ()
     sees_images = True  # or the endpoint rejects the request

@@ -145,7 +145,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
 
 
 def _reject_uncalled_methods(environment: Any) -> None:
-    """Raise for RL-Factory's scoring methods on a class of ours: nothing would call them."""
+    """Raise if a `ToolEnvironment` has RL-Factory's scoring methods and no reward of its own, because nothing would
+    call these methods."""
     if not (inspect.isclass(environment) and issubclass(environment, ToolEnvironment)):
         return
     uncalled = [name for name in RL_FACTORY_METHODS if hasattr(environment, name)]

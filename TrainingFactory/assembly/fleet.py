@@ -160,8 +160,8 @@ def engine_hosts(
     compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
-    """Return the hosts of `count` engines: processes of this machine, or actors on the Ray cluster. Engines log into
-    `logs`."""
+    """Return the launcher of `count` engines: as processes of this machine, or as actors on the Ray cluster. Engines
+    log into the folder `logs`."""
     seconds = compute.start_timeout
     if compute.backend != "ray":
         return LocalEngineLauncher(spec, start_timeout=seconds, notify=notify, folder=logs, role=role)

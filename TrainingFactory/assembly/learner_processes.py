@@ -41,7 +41,8 @@ PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
 def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) -> TrainingConfig:
-    """Return the config with the number of learner processes: the launcher's under torchrun and the like."""
+    """Return the config with the number of learner processes. Under a launcher such as torchrun it is the launcher's
+    number of processes."""
     for note in launcher_notes():
         notify(f"note: {note}")
     launch, requested = launched_process(), config.compute.learners
@@ -166,7 +167,8 @@ class Learners:
     async def policy(
         self, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool
     ) -> tuple[LocalPolicy, Policy]:
-        """Make the policy of this process, and the one over all processes. `has_episodes`: the run samples episodes."""
+        """Make the policy of this process. Return it and the policy over all processes, which are the same if there is
+        one process. `has_episodes`: the run samples episodes."""
         ranks, gathered = self._ranks, None
         if ranks is not None and has_episodes and not samples_elsewhere(self._config):
             device = _device(self._config)  # the engine's copy is made before the weights are sharded

@@ -27,7 +27,7 @@ MIN_CACHE_SHARE = 0.25  # of the free memory, for the KV cache, even if the lear
 
 
 class WeightCounts(NamedTuple):
-    """Number and size of a model's weights."""
+    """The number of a model's weights, and their size in memory."""
 
     weights: int
     stored: float  # bytes of all weights
@@ -129,9 +129,9 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
 def image_bytes(
     config: TrainingConfig, tower: TowerShape, images: ImageUse, tokens: int, size: int
 ) -> dict[str, float]:
-    """Return the bytes of the images of a run: encoded ones in the engine's cache and in a pack of `tokens` tokens, and
-    what the tower keeps while it encodes. A frozen tower encodes one image at a time, layer by layer; a trained one
-    keeps the layers of all images of the pack for backward."""
+    """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `tokens` tokens,
+    and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
+    layer. A trained one keeps the layers of all images of the pack for backward."""
     in_pack = images.share * tokens  # image tokens
     image_tokens = min(images.tokens, config.model.image_tokens)
     cached = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * size)

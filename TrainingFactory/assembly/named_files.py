@@ -45,7 +45,7 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
 
 def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
-    """Return the config with `move` applied to every file that it names."""
+    """Return the config with each file that it names replaced by the result of `move`."""
 
     def map_name(name: str) -> str:
         if not is_file_name(name):
@@ -124,7 +124,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
-    """Return a run's config with the file paths of its start."""
+    """Return a run's config in which each file name is replaced by the file's current path; see `_present_paths`."""
     paths = _present_paths(run_info)
     return map_files(config, lambda name: paths.get(name, name))
 

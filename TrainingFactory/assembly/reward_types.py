@@ -1,5 +1,5 @@
-"""Constructors of every `reward.type`, with typed options. An invalid option raises an OptionError with its name; here
-`model`, `outcome_weight` and `step_rewards` are options like the others."""
+"""Constructors of every `reward.type`, with typed options. An invalid option raises an OptionError with its name. In
+this module `model`, `outcome_weight` and `step_rewards` count as options too."""
 
 from __future__ import annotations
 

@@ -188,8 +188,9 @@ def make_publishing_policy(
     config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool,
     gathers: Any = None
 ) -> LocalPolicy:  # fmt: skip
-    """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share its weights,
-    the policy publishes them: into folders, or in this process to an engine with the model `gathers`."""
+    """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share the policy's
+    weights, the policy publishes them: into folders for engines in other processes, or, if the learner is sharded, to
+    an engine in this process whose model is `gathers`."""
     sharded = (config.compute.learners or 1) > 1
     policy = make_policy(config, loaded_model, algorithm, steps, sharded)
     if not (

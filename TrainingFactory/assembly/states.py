@@ -82,7 +82,7 @@ def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
 
 
 def _delta_flops(key_width: int, value_width: int) -> int:
-    """Return the FLOPs per token of one head. With the state: what it holds for a key, the answer to a query, and the
-    update. Within a chunk: products of keys with keys, queries with keys and of the inverse with keys (all
-    `key_width` wide); of the inverse and of the attention with values."""
+    """Return the FLOPs per token of one head. With the state: its value for a key, its answer to a query, and its
+    update. Within a chunk: products of keys with keys, of queries with keys and of the inverse with keys (all
+    `key_width` wide); products of the inverse and of the attention with values."""
     return 6 * key_width * value_width + DELTA_CHUNK * (6 * key_width + 4 * value_width)

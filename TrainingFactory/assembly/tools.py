@@ -221,8 +221,8 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
 
 
 def fill_variables(options: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Replace ${NAME} in options by environment variables. Secrets must be given that way, because the run folder
-    stores the config."""
+    """Replace ${NAME} in options by the value of the environment variable. Secrets must be written as ${NAME}, because
+    the run folder stores the config."""
     return {key: _fill(key, value, f"{location}.{key}") for key, value in options.items()}
 
 

@@ -27,7 +27,8 @@ def restart_delays() -> Iterator[float]:
 
 
 class FleetSession:
-    """Sampling session of one episode. Engines know it by `number`; all its requests go to `engine_number`."""
+    """Sampling session of one episode. `number` identifies it in every engine; all its requests go to engine
+    `engine_number`."""
 
     def __init__(self, fleet: Fleet, number: int, engine_number: int) -> None:
         self._fleet, self.number, self.engine_number = fleet, number, engine_number

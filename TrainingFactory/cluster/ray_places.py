@@ -217,7 +217,8 @@ class EngineActor:
     async def start(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
     ) -> dict[str, Any]:
-        """Start the engine and return its description. Without `folder` on this machine, log to a temporary folder."""
+        """Start the engine and return its description. If `folder` does not exist on this machine, log to a temporary
+        folder."""
         if config and not os.path.isdir(spec.model):
             self._model = _write_files(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)

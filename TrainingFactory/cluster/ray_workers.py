@@ -46,7 +46,7 @@ class RayWorker:
             raise
 
     async def ready(self) -> Any:
-        """Return the actor; the first caller starts it."""
+        """Return the actor; start it if it is not running."""
         async with self._starting:
             if self._closed or not require_ray().is_initialized():  # a call would start Ray implicitly
                 raise WorkerDied("was closed")

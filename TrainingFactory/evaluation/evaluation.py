@@ -72,8 +72,8 @@ def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def training_task_options(run: TrainedBy) -> dict[str, Any]:
-    """Return data options for the training tasks of a run. They are used only if the run has no held-out tasks and its
-    environment generates none; otherwise the result is empty."""
+    """Return the data options that select a run's training tasks. The result is empty if the run has no file of tasks,
+    if it has held-out tasks or a dataset, or if its environment generates tasks."""
     config = with_original_paths(run.config, run.run_info)
     data = config.data
     if data.tasks is None or data.heldout or data.dataset:
@@ -84,7 +84,8 @@ def training_task_options(run: TrainedBy) -> dict[str, Any]:
 
 
 def run_reward(run: TrainedBy) -> RewardSection | None:
-    """Return the reward section of a run, valid from any folder; None if its reward was a Python object."""
+    """Return the reward section of a run, with file paths that are valid from any folder; None if its reward was a
+    Python object."""
     if "reward" in run.run_info.get("objects", []):
         return None
     config = with_original_files(run.config, run)

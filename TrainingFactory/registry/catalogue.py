@@ -151,8 +151,8 @@ class Catalogue:
         self, model: str, parts: list[tuple[Path, str]], digests: list[str], values: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
-        """Rename the copied files to their digests and insert the next version in one transaction. Return None if
-        files stored earlier are gone."""
+        """Rename the copied files to their digests and insert the next version in one transaction. Return None if a
+        model in `digests` is no longer stored."""
         with self._database.writing() as db:
             for part, digest in parts:
                 self.store.name(part, digest)

@@ -1,5 +1,5 @@
-"""Resolution of a config: its ids, files, devices and model name are replaced once by those that the run uses. The
-result is then validated once."""
+"""Resolution and validation of a config, each done once. Resolution replaces ids, file names, devices and the model's
+name by the values that the run uses."""
 
 from __future__ import annotations
 

@@ -134,7 +134,8 @@ class TRLTranslation:
             merge_into_section(options, section, {name: value})
 
     def resolve_objects(self, **user_objects: Any) -> list[Any]:
-        """Return the trainer's own parameters in the given order, with TRL's value for those that are None."""
+        """Return the values of the trainer's own parameters, in the given order. A parameter that is None gets the
+        value that TRL's arguments set."""
         for name in self.parameters.keys() & {
             name for name, value in user_objects.items() if value is not None
         }:

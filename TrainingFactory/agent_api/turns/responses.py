@@ -44,7 +44,7 @@ class EventWriter(ABC):
 
     @abstractmethod
     def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
-        """Return the events for the text of choice `index` that is new since the last call."""
+        """Return the events for the text of choice `index` that was sampled since the last call."""
 
     @abstractmethod
     def finish(self, index: int, choice: SampledChoice) -> Iterable[StreamEvent]:

@@ -29,7 +29,8 @@ class CheckResult:
 
 @dataclass(slots=True)
 class EnvironmentReport:
-    """Results of all checks. `figures` are rewards, episodes and episodes per second."""
+    """Results of all checks of an environment. `figures` are its rewards, number of episodes and episodes per
+    second."""
 
     environment: str
     checks: list[CheckResult] = field(default_factory=list)

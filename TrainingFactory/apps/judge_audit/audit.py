@@ -90,7 +90,8 @@ async def _table(rows: Sequence[Sequence[Awaitable[float | None]]]) -> Values:
 
 
 def _spent(judge: ModelJudge) -> tuple[int, float]:
-    """Return tokens and cost so far. Cached replies count too, because a run does not profit from the audit's cache."""
+    """Return the judge's tokens and cost so far. Cached replies count too, because a training run cannot use the
+    audit's cache."""
     usage = judge.client.usage
     tokens = usage.input_tokens + usage.output_tokens + usage.cached_tokens
     return tokens, usage.cost + usage.cached_cost

@@ -96,8 +96,8 @@ class ModelShape(NamedTuple):
         return self.active or self.params
 
     def adapter(self, rank: int, experts: bool | None = None) -> int:
-        """Return the number of weights of a LoRA adapter on all linear layers, and on `experts`:
-        rank x (inputs + outputs) of each."""
+        """Return the number of weights of a LoRA adapter on all linear layers: rank x (inputs + outputs) for each.
+        `experts`: whether it includes the experts."""
         if self.total:
             with_experts = self.all_linear_has_experts if experts is None else experts
             return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)
@@ -217,7 +217,7 @@ def _recurrence(text: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
 
 
 def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
-    """Return the shape of a loaded model's config; None if its dimensions are not known."""
+    """Return the shape of a dense model from its config; None if its dimensions are not known."""
     try:
         return _read(name, config)
     except ValueError:

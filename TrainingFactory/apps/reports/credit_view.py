@@ -118,7 +118,7 @@ class GroupCredit:
 
     @property
     def overview(self) -> list[str]:
-        """Cells of the group's row in the overview table, in the order of `Credit.columns`."""
+        """Texts of the group's row in the overview table, in the order of `Credit.columns`."""
         low, high = min(self.totals, default=None), max(self.totals, default=None)
         rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
         num_trained = sum(episode.left_out is None for episode in self.episodes)

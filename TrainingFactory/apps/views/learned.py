@@ -1,4 +1,5 @@
-"""The learner's log-probs of sampled tokens, with the weights that sampled them. Needs the model: for a worker."""
+"""The learner's log-probs of sampled tokens under the weights that sampled them. It needs the model, so it runs in a
+worker process."""
 
 from __future__ import annotations
 

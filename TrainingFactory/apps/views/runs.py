@@ -337,7 +337,7 @@ def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
 
 
 def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
-    """Return the metrics after byte `after` as columns."""
+    """Return the metrics after byte `after` of metrics.jsonl, as columns."""
     part = read_new_lines(run.path / METRICS, _after(after), PART)
     result = shapes.MetricsPart(offset=part.position.offset, again=part.was_truncated, more=part.has_more)
     for line in part.lines:
@@ -359,7 +359,7 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
 
 
 def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
-    """Return the log after byte `after`; a negative value counts from the end."""
+    """Return the log after byte `after` of its file; a negative value counts from the end."""
     path = run.path / LOG
     if after < 0 and (after := max(0, file_stat(path)[1] + after)):
         after = read_new_lines(path, FilePosition(after), 1).position.offset  # start of the next whole line

@@ -116,7 +116,7 @@ def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any
 
 
 def script_text() -> str:
-    """Return the script. It asks the Python of ms-swift for the path of our plugin."""
+    """Return the shell script that starts the training. It asks ms-swift's Python for the path of our plugin."""
     return f"""#!/bin/sh
 # Train with ms-swift in the environment of {CONFIG}. Arguments are passed on: sh {SCRIPT} --max_steps 8
 # TrainingFactory must be installed in ms-swift's environment: pip install --no-deps training-factory
