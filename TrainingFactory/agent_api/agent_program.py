@@ -152,8 +152,8 @@ class ProgramEpisode(SelfScoredEpisode):
         self._program = program
 
     async def play(self, calls: EpisodeRequests) -> None:
-        """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. No process is
-        left running in any case."""
+        """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. All their
+        processes are killed at the end, also after an error."""
         program = self._program
         with contextlib.ExitStack() as stack:
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)

@@ -132,7 +132,7 @@ class EndpointSampler:
 
 
 class EndpointRun(EpisodeRun):
-    """An episode whose turns are replies of an endpoint."""
+    """An episode whose turns are replies of a model behind an endpoint."""
 
     def __init__(
         self, rules: EpisodeSettings, trajectory: Trajectory, sampler: EndpointSampler, *args: Any

@@ -121,7 +121,8 @@ def _tools_of_file(name: str) -> list[ToolOrSource]:
 
 
 def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
-    """Return the tools of one MCP file that any entry selects, over one set of connections, and its built-in tools."""
+    """Return the tools of one MCP file: its built-in tools, and one source with the tools of all its servers that an
+    entry of the config selects. The source opens one set of connections for all entries."""
     tool_servers = MCPTools.load_from_config(path)
 
     def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:

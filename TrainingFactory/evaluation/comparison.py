@@ -231,7 +231,7 @@ def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
 
 
 def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
-    """Return the outcomes of the tasks that both records have scored, as pairs."""
+    """Return pairs of the two records' outcomes, for all tasks that both have scored."""
     second = {
         (outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored_episodes
     }

@@ -51,7 +51,8 @@ class BfclEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        """Yield tasks: all 200 in BFCL's order for the split "all", a shuffled part of them for train and heldout."""
+        """Yield at most `count` tasks. The split "all" has all 200 in BFCL's order; train and heldout have separate
+        parts of them, shuffled."""
         rows = list(_rows(cls.category).values())
         if split != "all":
             # Categories are variants of the same tasks, so the task number assigns the split in all of them.

@@ -64,7 +64,7 @@ class SequentialTest:
         return self.is_proved([*differences, *(1 - share for share in self.shares[len(differences) :])])
 
     def is_decided(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether no further task can change the result."""
+        """Return whether the remaining tasks can no longer change the result of the test."""
         successes: dict[str, list[bool]] = {episode.task.id: [] for episode in trajectories}
         for episode in trajectories:
             if episode.reward is not None:

@@ -20,7 +20,7 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded in place of a character with missing
 
 @dataclass(slots=True)
 class StopMatch:
-    """The position of a stop string."""
+    """The position of a stop string in the text and tokens of a turn."""
 
     start: int  # index in the text
     tokens: int  # number of tokens up to and including the stop string

@@ -93,7 +93,7 @@ class StepModel:
         return step
 
     def _busy(self, rows: float, pushes: float) -> Array:
-        """Return the seconds of each episode in its sampler while `rows` episodes decode concurrently."""
+        """Return the seconds that each episode spends in its sampler while `rows` episodes decode concurrently."""
         costs = self.costs
         blocked = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
         return self.episodes.sampled * costs.decode(rows) + rows * blocked
@@ -109,9 +109,9 @@ class StepModel:
         return seconds
 
     def _ahead(self, sampling: float, work: float) -> float:
-        """Return the seconds of a step with overlapping sampling and learning. Latency: a step's episodes and its
-        learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one step. On a shared
-        device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
+        """Return the seconds of a step if sampling and learning overlap: the larger of two bounds. Latency: a step's
+        episodes and its learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one
+        step. On a shared device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
         depth, costs = 1 + self.max_staleness, self.costs
         learning = costs.learner - costs.load
         both = min(work / costs.sampler_overlap, learning / costs.learner_overlap)
