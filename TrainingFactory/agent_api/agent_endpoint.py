@@ -50,9 +50,10 @@ class ReportedReward(BaseModel):
 
 
 class EpisodeRequests:
-    """The requests of one episode. Only the rules decide how turns are sampled, because training assumes the full
-    softmax at their temperature. With `model`, requests for another model are side requests: answered and not trained.
-    `failed` gets an exception of the sampler, which must stop the run."""
+    """The requests of one episode. Only the episode's settings (`rules`) determine how turns are sampled, because
+    training assumes the full softmax at their temperature. If `model` is set, requests for another model are side
+    requests: they are answered and not trained. The future `failed` receives an exception of the sampler, which must
+    stop the run."""
 
     def __init__(
         self, rules: EpisodeSettings, sampler: Sampler, first_session: SamplingSession, seed_of: Callable[[int], int],
@@ -128,7 +129,8 @@ class EpisodeRequests:
             raise ApiError(text, "messages") from error
 
     def _admit(self, request: ParsedRequest, node: RequestNode) -> None:
-        """Refuse the request if no turn or no context is left; count it if it asks for other sampling parameters."""
+        """Raise ApiError if the episode has no turn or no context left. Count the request as `ignored` if one of its
+        sampling parameters or fields is not applied."""
         limit = self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
         tokens_left = limit - len(node.turn.prompt_ids)
@@ -198,7 +200,7 @@ class EpisodeRequests:
         return self._model is not None and request.model not in (None, self._model)
 
     def _session(self, parent: RequestNode | None) -> SamplingSession:
-        """Return the session whose cache has the tokens of the previous turn, or an unused one."""
+        """Return the sampling session whose KV cache holds the tokens of the previous turn; else an unused session."""
         if parent is not None and parent.session is not None:
             session, parent.session = parent.session, None
         elif self._free_sessions:
@@ -218,7 +220,8 @@ class AgentEndpoint:
         self.base_url = ""  # set by `open`
 
     def api(self, token: str | None = None, local: bool = True) -> Api:
-        """Return the HTTP routes for the clients of episodes."""
+        """Return the HTTP API that agent programs call: the sampling routes of all dialects, the reward and the list of
+        models."""
         api = Api(token, local)
         for route in ROUTES:
             api.post_by_key(route.path, partial(self._episode_handler, route), route.dialect)
@@ -249,8 +252,8 @@ class AgentEndpoint:
             del self.open_calls[key]
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the last call. `proxy/extended` is the share of turns with a history whose prompt
-        extends the sampled tokens of the previous turn."""
+        """Return the request counts since the last call. `proxy/extended` is the share of turns with a history whose
+        prompt extends the sampled tokens of the previous turn."""
         counts, metrics = self.counts.copy(), {}
         self.counts.clear()
         if history := counts["extended"] + sum(counts[reason] for reason in RENDERED_AGAIN):
@@ -258,7 +261,8 @@ class AgentEndpoint:
         return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTS}
 
     def _episode_handler(self, route: Route | None, key: str) -> Handler | None:
-        """Return the handler of an episode's requests, or of its reward if `route` is None."""
+        """Return the handler of requests under an episode's API key, or of its reward if `route` is None; None if no
+        open episode has the key."""
         if (calls := self.open_calls.get(key)) is not None:
             return calls.reward if route is None else partial(calls.answer, route)
         self.counts["unknown_key"] += 1

@@ -55,7 +55,7 @@ class ProgramFailed(Exception):
 
 @checked_dataclass(config=STRICT, frozen=True)
 class ProgramOptions:
-    """environment.options of a command."""
+    """The options of an agent program: `environment.options` if `environment.command` is set."""
 
     cwd: str = "."  # working folder of the program
     env: list[Text] = Field(default_factory=list)  # environment variables to pass on
@@ -88,14 +88,15 @@ class AgentProgram:
         self.scores_episodes = verify is None  # the program reports the reward, for which it needs the answer
 
     def scored_by_others(self) -> AgentProgram:
-        """Return this program, with the same endpoint, for episodes whose reward it does not report."""
+        """Return a copy with the same endpoint for episodes that the config's reward scores instead of the program."""
         program = copy.copy(self)
         program.scores_episodes = False
         return program
 
     def visible_columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return what the program sees of a task. The answer is for whoever scores the episode: in another's hands
-        the model could read it with its tools."""
+        """Return the columns of a task that the program receives. A program that does not score its own episode gets
+        only `id`, `prompt` and the columns named in its options, because the model could read the answer with the
+        program's tools."""
         if self.scores_episodes:
             return row
         columns = self.options.columns
@@ -126,7 +127,7 @@ class AgentProgram:
 
 
 class SelfScoredEpisode(ToolEnvironment):
-    """An episode whose client reports the reward itself, at an endpoint and under a key."""
+    """An episode whose client reports the reward itself, to `endpoint` under the API key `key`."""
 
     reported_reward: ReportedReward | None = None
     missing_reason = "no reward was posted"  # error if `reported_reward` is None
@@ -151,8 +152,8 @@ class ProgramEpisode(SelfScoredEpisode):
         self._program = program
 
     async def play(self, calls: EpisodeRequests) -> None:
-        """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. No process is
-        left running in any case."""
+        """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. All their
+        processes are killed at the end, also after an error."""
         program = self._program
         with contextlib.ExitStack() as stack:
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
@@ -186,7 +187,7 @@ class ProgramEpisode(SelfScoredEpisode):
             raise ProgramFailed(text)
 
     def _placeholders(self, work: Path, home: str) -> dict[str, str]:
-        """Return the values of `PLACEHOLDERS`."""
+        """Return the values that replace the `PLACEHOLDERS` in the command and the variables."""
         prompt = self.task.prompt
         text = (
             prompt if isinstance(prompt, str) else "\n\n".join(as_text(m.content, m.images) for m in prompt)
@@ -242,7 +243,7 @@ class ProgramProcess:
         self._argv, self._cwd, self._env, self._task = argv, cwd, env, task
 
     async def run(self, subject: str) -> tuple[int, str, str]:
-        """Return the exit status and the ends of stdout and stderr."""
+        """Run the process; return its exit status and the ends of its stdout and stderr."""
         with contextlib.ExitStack() as stack:
             # Unnamed files, not pipes, because a child of the program can keep a pipe open forever.
             stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
@@ -259,7 +260,8 @@ class ProgramProcess:
             return status, _end_of(stdout), _end_of(stderr)
 
     async def _run(self, lifeline: int, stdin: Any, *outputs: Any) -> int:
-        """Return the exit status. The process group is killed at the end, also if this process dies (`lifeline`)."""
+        """Run the process and return its exit status. Kill its process group at the end. The group is also killed if
+        this process dies, because that closes the pipe `lifeline`."""
         from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
 
         options: dict[str, Any] = {"cwd": self._cwd, "env": self._env, "pass_fds": [lifeline]}
@@ -309,7 +311,7 @@ def _end_of(file: IO[bytes]) -> str:
 
 
 class ProgramRun(EpisodeRun):
-    """An episode whose turns are the requests of a program."""
+    """An episode whose turns are the answers to an agent program's requests."""
 
     def __init__(self, rules: EpisodeSettings, trajectory: Trajectory, sampler: Sampler, *args: Any) -> None:
         super().__init__(rules, trajectory, sampler.session(), sampler.max_length, *args)
@@ -347,7 +349,7 @@ class ProgramRun(EpisodeRun):
             self._end_episode("done" if problem is None else "error", problem)
 
     def _check_prompt_chain(self) -> None:
-        """Check nothing: `Conversations` makes each prompt extend the sampled tokens or start a new row."""
+        """Check nothing, because `Conversations` makes each prompt extend the sampled tokens or start a new row."""
 
 
 class ProgramRollouts(RolloutEngine):

@@ -15,8 +15,9 @@ MIN_QUOTE = 20  # characters: shorter answers, such as "yes", occur in other tex
 
 @dataclass(slots=True, eq=False)
 class RequestNode:
-    """A request. `parent` is the turn that it continues, `replies` the messages after it; `reason` is "extended", or
-    the reason why it continues no turn. Once answered, `session` caches its tokens for a request that continues it."""
+    """A request in an episode's tree of turns. `parent` is the turn that it continues, `replies` are the messages after
+    that turn. `reason` is "extended", or the reason why the request continues no turn. Once it is answered, the KV
+    cache of `session` holds its tokens for a request that continues it."""
 
     turn: Turn
     messages: list[Message]  # of the request, then the answer
@@ -28,14 +29,15 @@ class RequestNode:
 
 
 class Conversations:
-    """Holds the turns in the order in which they ended, so that a turn always follows its parent."""
+    """The turns of one episode, stored in the order in which they ended, so that a turn always follows its parent."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self.answered_nodes: list[RequestNode] = []
 
     def begin(self, messages: list[Message], tools: list[ToolSpec]) -> RequestNode:
-        """Return a node with the prompt of a request; raise ValueError if the chat template cannot render it."""
+        """Return the node of a request, with its prompt tokens; raise ValueError if the chat template cannot render
+        it."""
         parent, reason = self._find_parent(messages, tools)
         no_answer = Completion([], [], "length"), Message("assistant")
         if parent is not None:

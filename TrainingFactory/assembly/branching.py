@@ -1,4 +1,4 @@
-"""The branching of a config: checks before a run, and the settings of the rollout engine."""
+"""Branching (forked episodes) of a config: checks before a run, and the settings of the rollout engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from TrainingFactory.rollout.branching import Branching
 
 
 def make_branching(config: TrainingConfig) -> Branching | None:
-    """Return where episodes fork; None if the config has no branching. Imports the file of `function`."""
+    """Return the branching settings of the rollout engine: where episodes fork. None if the config has no branching.
+    Imports the file of `function`."""
     section = config.training.branching
     if section is None:
         return None
@@ -37,7 +38,7 @@ def _load_function(config: TrainingConfig) -> Any:
 
 
 def max_leaves(config: TrainingConfig) -> int:
-    """Return the maximum number of episodes per task: the group with all its forks."""
+    """Return the maximum number of episodes per task: the group, including all forked episodes."""
     group_size, section = config.training.group_size, config.training.branching
     if section is None:
         return group_size

@@ -1,4 +1,4 @@
-"""Datasets for `tfactory data`: find them, check which forms they fit, write them."""
+"""Datasets for `tfactory data`: find a dataset, check which dataset forms it fits, write its rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from TrainingFactory.types import Image
 
 @dataclass(slots=True)
 class DatasetFit:
-    """The dataset forms that the first rows fit, and the first reason for each form that they do not fit."""
+    """The dataset forms that the first rows of a dataset fit, and for each other form the first reason why they do not
+    fit."""
 
     rows: int
     has_more: bool
@@ -51,7 +52,8 @@ def find_dataset(source: str, runs: str | Path = "runs") -> str:
 
 
 def fit_forms(source: str, split: str, count: int) -> DatasetFit:
-    """Try all dataset forms on the first `count` rows."""
+    """Parse the first `count` rows in each dataset form; return the forms that fit, and the error of each other
+    form."""
     rows = list(islice(read_rows(source, split), count + 1))
     first_rows = rows[:count]
     if not first_rows:

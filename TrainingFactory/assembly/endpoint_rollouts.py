@@ -27,7 +27,7 @@ class EndpointStopped(ValueError):
 
 
 class TextFormat:
-    """A chat format without tokens: endpoints take messages."""
+    """A chat format without tokens for models behind endpoints, which take messages."""
 
     stop_ids: tuple[int, ...] = ()
     sees_images = True  # or the endpoint rejects the request
@@ -60,7 +60,7 @@ class TextFormat:
 
 
 class ClosedSession:
-    """Stands for the sampling session of an episode, which an endpoint does not have."""
+    """Placeholder for an episode's sampling session, because an endpoint has none."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         raise _no_tokens()
@@ -72,8 +72,8 @@ class ClosedSession:
 
 
 class EndpointSampler:
-    """The client of an endpoint in the place of a sampler. `earlier` is spending that counts for the budget; `on_paid`
-    is called with every reply that was not cached."""
+    """The client of a model endpoint, which an endpoint rollout uses instead of a sampler. `earlier` is the usage of
+    earlier processes, which counts for the budget. `on_paid` is called with every reply that was not cached."""
 
     policy_version = 0
     max_length = MAX_LENGTH
@@ -112,7 +112,7 @@ class EndpointSampler:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return what this process has sent."""
+        """Return this process's numbers of requests, retries, cached replies and failures."""
         names = ("requests", "retries", "cached")
         counts = {f"{PREFIX}/{name}": float(getattr(self.client.usage, name)) for name in names}
         failures = self.client.usage.failures.items()
@@ -132,7 +132,7 @@ class EndpointSampler:
 
 
 class EndpointRun(EpisodeRun):
-    """An episode whose turns are replies of an endpoint."""
+    """An episode whose turns are replies of a model behind an endpoint."""
 
     def __init__(
         self, rules: EpisodeSettings, trajectory: Trajectory, sampler: EndpointSampler, *args: Any
@@ -178,7 +178,7 @@ class EndpointRun(EpisodeRun):
 
 
 class EndpointRollouts(RolloutEngine):
-    """Runs episodes of an `EndpointSampler`, except those of `finished`: (task id, member)."""
+    """Runs the episodes of an `EndpointSampler`. Skips the episodes in `finished`, a set of (task id, member)."""
 
     finished: AbstractSet[tuple[str, int]] = frozenset()
 
@@ -193,8 +193,8 @@ class EndpointRollouts(RolloutEngine):
 
 
 def endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the tokens and the cost of all turns, including those that were paid by an earlier process; empty for
-    models without an endpoint."""
+    """Return the total tokens and cost of all turns, including turns that an earlier process paid for; empty for models
+    without an endpoint."""
     totals: dict[str, float] = {}
     for trajectory in trajectories:
         for turn in trajectory.turns:

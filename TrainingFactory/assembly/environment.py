@@ -1,4 +1,4 @@
-"""The environment that a config names."""
+"""The environment of a config."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ RL_FACTORY_METHODS = (
 def make_environment(
     config: TrainingConfig, user_tools: bool = False, notify: Notify = lambda _: None
 ) -> EnvironmentFactory:
-    """Return the environment that the config names. With tasks but no name, or if `user_tools` (the caller has tools or
-    tasks), return a plain conversation. `notify` gets one line per resolved id."""
+    """Return the environment that the config names. If it names none, but tasks (or `user_tools` is set because the
+    caller has tools or tasks), return a plain conversation. `notify` gets one line per resolved id."""
     name = config.environment.environment_id
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
@@ -84,7 +84,8 @@ def is_foreign(name: str) -> bool:
 
 
 def check_name(name: str) -> None:
-    """Raise the error of `find_environment` for an unknown name, without importing a known one."""
+    """Raise the same error as `find_environment` if the name of an environment is unknown. Known names are not
+    imported."""
     if is_foreign(name):
         return
     known_names, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
@@ -144,7 +145,8 @@ def as_environment_factory(environment: Any, options: Mapping[str, Any] | None =
 
 
 def _reject_uncalled_methods(environment: Any) -> None:
-    """Raise for RL-Factory's scoring methods on a class of ours: nothing would call them."""
+    """Raise if a `ToolEnvironment` has RL-Factory's scoring methods and no reward of its own, because nothing would
+    call these methods."""
     if not (inspect.isclass(environment) and issubclass(environment, ToolEnvironment)):
         return
     uncalled = [name for name in RL_FACTORY_METHODS if hasattr(environment, name)]
@@ -194,8 +196,8 @@ def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunc
 async def check_tools(
     factory: EnvironmentFactory, task: Task, chat: ChatFormat, reward: RewardFunction | None = None
 ) -> None:
-    """Raise if the environment cannot be made for `task`, lacks a tool that the reward calls, or has tools that the
-    chat template cannot render."""
+    """Raise if the environment cannot be instantiated for `task`, lacks a tool that the reward calls, or has tools that
+    the chat template cannot render."""
     try:
         environment = factory(task)
         try:

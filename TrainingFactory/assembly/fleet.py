@@ -36,7 +36,8 @@ def samples_elsewhere(config: TrainingConfig) -> bool:
 
 
 def max_open_episodes(config: TrainingConfig) -> int:
-    """Return how many episodes all engines hold at the same time, limited by the number of agent programs."""
+    """Return the maximum number of episodes that all engines hold at the same time. With `environment.command`, it is
+    also limited by the maximum number of concurrent agent programs."""
     slots = config.sampling.slots * config.compute.samplers
     if config.environment.command is None:
         return slots
@@ -47,9 +48,9 @@ def max_open_episodes(config: TrainingConfig) -> int:
 
 
 def max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> int:
-    """Return how many episodes a run plays at the same time: what the engines hold, limited by environment.num_workers
-    and by the `max_episodes` of the environment. On a Ray cluster num_workers is the number of tool processes
-    instead. In self-play, return the number of games: each has an episode per role."""
+    """Return the maximum number of concurrent episodes of a run: the slots of its engines, limited by
+    environment.num_workers and by the `max_episodes` of the environment. On a Ray cluster num_workers is the number of
+    tool processes and no limit. In self-play, return the number of games, because each has an episode per role."""
     slots, workers = max_open_episodes(config), config.environment.num_workers
     slots = min(slots, getattr(environment, "max_episodes", slots))
     limit = slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
@@ -74,7 +75,8 @@ def check_engines(config: TrainingConfig) -> None:
 
 
 async def await_engines(sampler: Sampler) -> None:
-    """Wait until engines in other processes are ready, because their start takes longer than an episode's timeout."""
+    """Wait until engines in other processes are ready. Called before episodes begin, because an engine's start takes
+    longer than an episode's timeout."""
     if isinstance(sampler, Fleet):
         await sampler.start()
 
@@ -111,8 +113,8 @@ def make_training_fleet(
 def make_serving_fleet(
     config: TrainingConfig, loaded_model: LoadedModel, length: int, episodes: int, notify: Notify
 ) -> Fleet:
-    """Make engines that load the model from its folder or the hub, or from a temporary folder if neither has it
-    whole, or has more than the loaded part of it."""
+    """Make engines that load the model from its folder or from the hub. Save the loaded model to a temporary folder for
+    them if neither holds it as it is, for example because it has an adapter or only a part of it was loaded."""
     folder, temporary = None if loaded_model.notes else _readable(config), None
     if folder is None:
         temporary = tempfile.TemporaryDirectory(prefix="tfactory-model-")
@@ -127,7 +129,7 @@ def make_serving_fleet(
 
 
 def _readable(config: TrainingConfig) -> str | None:
-    """Return the hub id or folder from which an engine can load the model as it is; None if there is none."""
+    """Return the hub id or folder from which an engine can load the model without changes; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
     is_modified = model.adapter or model.tools_format or model.revision
@@ -158,8 +160,8 @@ def engine_hosts(
     compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
-    """Return the hosts of `count` engines: processes of this machine, or actors on the Ray cluster. Engines log into
-    `logs`."""
+    """Return the launcher of `count` engines: as processes of this machine, or as actors on the Ray cluster. Engines
+    log into the folder `logs`."""
     seconds = compute.start_timeout
     if compute.backend != "ray":
         return LocalEngineLauncher(spec, start_timeout=seconds, notify=notify, folder=logs, role=role)

@@ -1,4 +1,4 @@
-"""Folding from `environment.context`, checked before a model is loaded."""
+"""Context folding from `environment.context`, checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ KEYS = {  # keys that only some kinds use
 
 
 def make_folding(config: TrainingConfig, max_length: int | None = None) -> Folding | None:
-    """Return the folding of a config, None if it is off; raise ConfigError if it cannot work. `max_length` is the
-    model's, if it is loaded."""
+    """Return the folding settings of a config; None if folding is off. Raise ConfigError if they cannot work.
+    `max_length` is the context of the loaded model; None: no model is loaded yet."""
     context = config.environment.context
     if context is None:
         return None
@@ -88,7 +88,7 @@ def _check_limits(config: TrainingConfig, context: ContextSection, max_length: i
 
 
 def _load_function(name: str | None) -> Any:
-    """Import the fold function; raise ValueError if it cannot be one."""
+    """Import the fold function `FILE.py:NAME`; raise ValueError if it is not a function of one argument."""
     if name is None:
         raise ValueError("is missing: fold=own needs a function, such as fold.py:shorten")
     path, member, [function, *extra] = load_objects("environment.context.function", name)

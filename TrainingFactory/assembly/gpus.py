@@ -20,8 +20,8 @@ def visible_gpus() -> int:
 def with_gpu_division(
     config: TrainingConfig, notify: Callable[[str], None], visible: Callable[[], int] = visible_gpus
 ) -> TrainingConfig:
-    """Return the config with learners and samplers for all of `compute.num_gpus`. The config stays unchanged if it sets
-    either of them, under a launcher, and on the CPU."""
+    """Return the config with `compute.learners` and `compute.samplers` set to use all of `compute.num_gpus`. Return it
+    unchanged if it sets one of these two itself, under a launcher such as torchrun, and on the CPU."""
     compute, count = config.compute, config.compute.num_gpus or 1
     is_set = compute.learners is not None or "samplers" in compute.model_fields_set
     if count == 1 or is_set or launched_process() is not None or config.model.device == "cpu":

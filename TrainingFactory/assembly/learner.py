@@ -121,7 +121,7 @@ def make_learner(
 
 
 def make_processes(config: TrainingConfig) -> Processes:
-    """Make the FSDP2 sharding of weights over the processes of torch.distributed."""
+    """Return the object that shards weights with FSDP2 over the processes of torch.distributed."""
     from TrainingFactory.learning.sharding import ShardedProcesses
     from TrainingFactory.models.dtypes import pick_device
 
@@ -175,8 +175,8 @@ def critic_learning_rate(config: TrainingConfig) -> float:
 async def reference_logprobs(
     policy: Policy, algorithm: Algorithm, dataset: TokenizedDataset, batch_size: int, watcher: Watcher
 ) -> list[list[list[float]]]:
-    """Compute the reference model's log-probs of all rows of each example, so that the run keeps no reference model.
-    Call it before a checkpoint is loaded: until it is trained, the policy is its own reference."""
+    """Compute the reference model's log-probs of all rows of each example, so that the run needs no separate reference
+    model. Call it before a checkpoint is loaded, because only the untrained policy equals the reference model."""
     watcher.phase("reference")
     logprobs: list[list[list[float]]] = []
     progress = ProgressReporter(watcher.say, len(dataset))

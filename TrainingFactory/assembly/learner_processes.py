@@ -1,4 +1,4 @@
-"""Learners in several processes: starting them, and what each of them runs."""
+"""Learners in several processes: their start, and the code that each of them runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ PACKAGES = ("torch", "transformers", "peft", "numpy")
 
 
 def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) -> TrainingConfig:
-    """Return the config with the number of learner processes: the launcher's under torchrun and the like."""
+    """Return the config with the number of learner processes. Under a launcher such as torchrun it is the launcher's
+    number of processes."""
     for note in launcher_notes():
         notify(f"note: {note}")
     launch, requested = launched_process(), config.compute.learners
@@ -61,8 +62,8 @@ def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) ->
 
 
 class Learners:
-    """The learner processes of a run: this one, and others that mirror it. `written` is the config that the processes
-    of a launcher have read too; None if they have not."""
+    """The learner processes of a run: this one (rank 0), and others that repeat its calls. `written_config` is the
+    config as the user wrote it if the processes of a launcher have read it too, else None."""
 
     def __init__(self, written_config: TrainingConfig | None) -> None:
         self._written, self._config = written_config, TrainingConfig()
@@ -166,7 +167,8 @@ class Learners:
     async def policy(
         self, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool
     ) -> tuple[LocalPolicy, Policy]:
-        """Make the policy of this process, and the one over all processes. `has_episodes`: the run samples episodes."""
+        """Make the policy of this process. Return it and the policy over all processes, which are the same if there is
+        one process. `has_episodes`: the run samples episodes."""
         ranks, gathered = self._ranks, None
         if ranks is not None and has_episodes and not samples_elsewhere(self._config):
             device = _device(self._config)  # the engine's copy is made before the weights are sharded
@@ -188,13 +190,13 @@ class Learners:
         return ranks.local_policy, cast(Policy, ranks)
 
     async def end(self, report: TrainingReport) -> None:
-        """End the other processes; those of a launcher get the report."""
+        """End the other processes; processes of a launcher receive the report."""
         if self._ranks is not None:
             await self._ranks.close(report)
 
 
 async def _serve_and_end(worker: Any, address: list[Any]) -> str:
-    """Let a worker serve, and return how it ended."""
+    """Run a learner in a worker process until it ends; return the reason of its end."""
     try:
         return await worker.ask(address, None) or "ended"
     except (WorkerDied, WorkerError) as error:
@@ -208,7 +210,8 @@ def _device(config: TrainingConfig) -> Any:
 
 
 def shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
-    """Return what must be equal in all processes: versions, and the config as the user wrote it."""
+    """Return the values that must be equal in all learner processes: package versions, and the config as the user wrote
+    it."""
     values: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
     values |= {name: version(name) for name in PACKAGES}
     for section, part in ({} if config is None else config.model_dump(mode="json")).items():
@@ -218,7 +221,8 @@ def shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
 
 
 class LearnerRank:
-    """A serving learner process: the same learner as rank 0's, over its own share of the weights."""
+    """A learner process other than rank 0. It executes the calls of rank 0 on a learner with its own share of the
+    weights."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -245,14 +249,14 @@ class LearnerRank:
 
 
 def serve_started(address: list[Any]) -> None:
-    """Serve in a process that `Learners` started."""
+    """Execute the calls of rank 0 in a learner process that `Learners` started."""
     *shape, device = address
     asyncio.run(_serve(shape, device, None))
 
 
 def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
-    """In a launcher's process other than rank 0: serve until the run has ended, and return its report. Elsewhere return
-    None. `config` is as the user wrote it."""
+    """In a launcher's process other than rank 0, execute the calls of rank 0 until the run has ended, and return the
+    run's report. Return None in any other process. `config` is the config as the user wrote it."""
     launch = launched_process()
     if launch is None or launch.rank == 0:
         return None

@@ -93,8 +93,8 @@ def find_judge_model(model_name: str, config: TrainingConfig) -> str:
 
 
 class LocalJudge:
-    """A judge on engines of the run, or another model with the same role in it, such as the simulated user. The engines
-    start with `open` or the first request, also after `close`."""
+    """A judge model on engines that the run starts; also used for other models with the same interface, such as the
+    simulated user. `open` or the first request starts the engines, also after `close`."""
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ MIN_CACHE_SHARE = 0.25  # of the free memory, for the KV cache, even if the lear
 
 
 class WeightCounts(NamedTuple):
-    """Number and size of a model's weights."""
+    """The number of a model's weights, and their size in memory."""
 
     weights: int
     stored: float  # bytes of all weights
@@ -57,8 +57,8 @@ def needed(
     config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], max_length: int,
     tower: TowerShape | None = None, images: ImageUse | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Return the bytes by part on a device that learns and samples; `shape` has the attributes of a text config, and
-    `images` are those that the run shows, by default as many and as large as possible."""
+    """Return the bytes of each part on a device that learns and samples. `shape` has the attributes of a text config.
+    `images` are the images of the run's episodes, by default as many and as large as possible."""
     training, learners, max_staleness = (
         config.training,
         config.compute.learners or 1,
@@ -129,9 +129,9 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
 def image_bytes(
     config: TrainingConfig, tower: TowerShape, images: ImageUse, tokens: int, size: int
 ) -> dict[str, float]:
-    """Return the bytes of the images of a run: encoded ones in the engine's cache and in a pack of `tokens` tokens, and
-    what the tower keeps while it encodes. A frozen tower encodes one image at a time, layer by layer; a trained one
-    keeps the layers of all images of the pack for backward."""
+    """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `tokens` tokens,
+    and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
+    layer. A trained one keeps the layers of all images of the pack for backward."""
     in_pack = images.share * tokens  # image tokens
     image_tokens = min(images.tokens, config.model.image_tokens)
     cached = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * size)
@@ -157,7 +157,8 @@ def active_experts(shape: Any) -> int:
 
 
 def mlp_width(shape: Any) -> int:
-    """Return the width of the MLP that a token passes, or of all its experts together."""
+    """Return the width of the MLP that computes a token; with experts, the total width of all experts that compute
+    it."""
     dense: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
     if not (num_routed := active_experts(shape)):
         return dense
@@ -177,13 +178,14 @@ def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
 
 
 def state_bytes(shape: Any, slots: int, size: int) -> int:
-    """Return the bytes of the states of recurrent layers in the native engine: of all slots, their snapshots, and a row
-    for padding."""
+    """Return the bytes of the recurrent layers' states in the native engine: the states of all slots, their snapshots,
+    and one row for padding."""
     return ((1 + SNAPSHOTS) * slots + 1) * row_bytes(shape, size)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return the total width of a token's queries and of its keys, over all heads; the mean of layers that differ."""
+    """Return the total widths of a token's queries and of its keys, over all heads. If the layers differ, return their
+    mean."""
     if getattr(shape, "is_heterogeneous", False):  # foreign object: the config of a Gemma 4
         widths = [attention_widths(layer) for layer in shape.per_layer_config]
         queries, keys = (sum(column) // len(widths) for column in zip(*widths, strict=True))
@@ -194,8 +196,8 @@ def attention_widths(shape: Any) -> tuple[int, int]:
 
 
 def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length: int) -> int:
-    """Return the largest size of the KV cache beside the learner: `sampling.cache_gib`, or what is free of the memory
-    after the learner's peak."""
+    """Return the maximum bytes of a KV cache that shares the device with the learner: `sampling.cache_gib`, or the
+    memory that is free at the learner's peak."""
     if config.sampling.cache_gib is not None:
         return int(config.sampling.cache_gib * GIB)
     device = next(model.parameters()).device

@@ -1,5 +1,5 @@
-"""Files that a config names: searched in the current folder, then beside the config. A run stores their paths, and what
-else it was started with, so that it can be resumed from any folder."""
+"""Files that a config names: searched in the current folder, then beside the config. A run stores their paths, and the
+other inputs of its start, so that it can be resumed from any folder."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ABOUT = "files"  # key of the run's environment.json
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Load a config, and replace names of files that are only beside it by their paths."""
+    """Load a config. Replace the name of each file that exists only beside the config by its path."""
     config = load_config(path, overrides)
     return config if path is None else with_files_beside(config, Path(path).parent)
 
 
 def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
-    """Replace names of files that are not in the current folder but in `folder` by their paths."""
+    """Replace the name of each file that exists in `folder` but not in the current folder by its path."""
 
     def move(name: str) -> str:
         candidate = folder / Path(name).expanduser()
@@ -45,7 +45,7 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
 
 def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
-    """Return the config with `move` applied to every file that it names."""
+    """Return the config with each file that it names replaced by the result of `move`."""
 
     def map_name(name: str) -> str:
         if not is_file_name(name):
@@ -124,7 +124,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
-    """Return a run's config with the file paths of its start."""
+    """Return a run's config in which each file name is replaced by the file's current path; see `_present_paths`."""
     paths = _present_paths(run_info)
     return map_files(config, lambda name: paths.get(name, name))
 
@@ -141,7 +141,7 @@ def changed_files(run_info: Mapping[str, Any]) -> list[str]:
 
 
 def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
-    """Return the present path of each file: its original path, or its name in the current folder if that is gone."""
+    """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
     paths = {name: file["path"] for name, file in run_info.get(ABOUT, {}).items()}
     in_place = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
     return {name: path if name not in in_place and _exists(path) else name for name, path in paths.items()}
@@ -158,7 +158,7 @@ def _digest(path: Path) -> str:
 def describe_start(
     config: TrainingConfig, objects: UserObjects, tools: RunTools, data: Dataset
 ) -> dict[str, Any]:
-    """Return what a run is started with besides its config, and needs again to resume."""
+    """Return the inputs of a run besides its config, which it needs again to resume."""
     folder = reward_model_folder(config)
     return {
         "objects": objects.given_objects,

@@ -28,8 +28,8 @@ NEW_PROCESS = f"[new process: the previous one died{STATE_LOST}]\n"
 
 
 class RemoteTools:
-    """All tools of a run that are called on the cluster, in `count` processes or one per machine. The same tools in
-    this process provide the specs for the model, and the checks and limits of a call."""
+    """All tools of a run that are called on the cluster, in `count` processes or one per machine. The run's own process
+    holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
 
     def __init__(self, count: int | None) -> None:
         self._count = count
@@ -73,7 +73,8 @@ class RemoteSession:
         self._worker: RayWorker | None = None
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
-        """Return the result, and the number of the worker's process that gave it."""
+        """Run a tool call in the episode's process on the cluster. Return the result, and the number of that
+        process."""
         if self._worker is None:
             self._worker = self._source.least_used()
             self._source.episodes[self._worker] += 1
@@ -113,14 +114,15 @@ class _RemoteTool:
 
 
 class HostedTools:
-    """The remote side: the tools, and an executor per episode."""
+    """The tools in a process on the cluster, with an executor per episode."""
 
     def __init__(self, tools: Sequence[Tool | ToolSource]) -> None:
         self._tools = tools
         self._episodes: dict[str, AsyncToolExecutor] = {}
 
     async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
-        """Return the result of a call, or the reason why its tools failed; without a tool name, end the episode."""
+        """Return the result of a call, or the reason why its tool failed. A message without a tool name ends the
+        episode."""
         episode, name, arguments = message
         if name is None:
             if (episode_tools := self._episodes.pop(episode, None)) is not None:

@@ -1,4 +1,4 @@
-"""A pool of reward workers for a model that is given by name."""
+"""A pool of workers that score episodes with a reward model, a judge or a function."""
 
 from __future__ import annotations
 

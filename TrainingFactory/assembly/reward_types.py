@@ -1,5 +1,5 @@
-"""Constructors of every `reward.type`, with typed options. An invalid option raises an OptionError with its name; here
-`model`, `outcome_weight` and `step_rewards` are options like the others."""
+"""Constructors of every `reward.type`, with typed options. An invalid option raises an OptionError with its name. In
+this module `model`, `outcome_weight` and `step_rewards` count as options too."""
 
 from __future__ import annotations
 
@@ -52,14 +52,15 @@ Options = dict[str, Any]
 
 @plain_dataclass(slots=True, frozen=True)
 class RewardContext:
-    """The context in which rewards are made. Without `load` options are checked and no reward model is loaded."""
+    """The config and mode in which rewards are made. If `load` is false, options are checked and no reward model is
+    loaded."""
 
     config: TrainingConfig
     load: bool
 
     @property
     def processes(self) -> int:
-        """Return the default number of worker processes of a reward."""
+        """Return the default number of worker processes of a reward; 0 if distributed rewards are off."""
         optimization = self.config.optimization
         if not optimization.distributed_reward:
             return 0
@@ -79,14 +80,14 @@ class RewardContext:
         return RewardWorkerPool(processes)
 
     def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
-        """Move the rule into worker processes if distributed rewards are on and it calls no tools."""
+        """Move a reward rule into worker processes if distributed rewards are on and the rule calls no tools."""
         if not self.processes or issubclass(type(rule), ToolRule):
             return rule
         return self.in_processes(RULE_MAKER, as_reward(rule), self.processes, options=options)
 
     def spread_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
-        """Score the steps in worker processes if distributed rewards are on. `rules` maps the reward's own rules to
-        `FILE.py:FUNCTION`."""
+        """Make a process reward score its steps in worker processes if distributed rewards are on. `rules` maps the
+        reward's own rules to `FILE.py:FUNCTION`."""
         if not self.processes:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}

@@ -44,7 +44,8 @@ IDENTIFIED_BY = {"function": "function", "rule_based": "rule", "tool_verified": 
 
 
 def check_reward(config: TrainingConfig) -> RewardFunction | None:
-    """Raise what `make_reward` would raise, without loading a model. Return the reward for further checks."""
+    """Check the reward section without loading a model: raise the same errors as `make_reward`. Return the reward for
+    further checks."""
     return _make_reward(RewardContext(config, load=False))
 
 
@@ -94,8 +95,8 @@ def check_group_size(reward: RewardFunction | None, group_size: int) -> None:
 def check_tasks(
     reward: RewardFunction | None, tasks: Sequence[Task], environment: EnvironmentFactory | None = None
 ) -> None:
-    """Raise if the tasks lack a column that the reward reads, or the answers that it or the environment's own reward
-    compares with."""
+    """Raise if the tasks lack a column that the reward reads, or lack the answers to which the reward or the
+    environment's own reward compares."""
     compares_answers = getattr(environment, "reward", None) is ToolEnvironment.reward
     has_answers = any(task.answer is not None or "expression" in task.metadata for task in tasks)
     for part in _all_parts(reward):
@@ -115,8 +116,8 @@ def check_tasks(
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
-    """Raise if the environment lacks a tool that the reward calls, or writes judge prompts and the reward has no
-    judge."""
+    """Raise if the environment lacks a tool that the reward calls. Raise also if the environment writes judge prompts
+    and the reward has no judge."""
     parts = _all_parts(reward)
     if isinstance(environment, JudgePromptEnvironment) and not any(
         isinstance(part, ModelJudge) for part in parts
@@ -153,7 +154,7 @@ def uses_environment_reward(reward: RewardFunction | None) -> bool:
 
 
 def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
-    """Return whether no part of the reward is another one than the environment's own."""
+    """Return whether every part of the reward is the environment's own reward."""
     leaves = [part for part in _all_parts(reward) if not isinstance(part, tuple(INNER))]
     return all(leaf is None or leaf is environment_reward for leaf in leaves)
 
@@ -161,8 +162,8 @@ def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
 def evaluation_reward(
     reward: RewardFunction | None, notify: Callable[[str], None] = lambda _: None
 ) -> RewardFunction | None:
-    """Return the reward for evaluation: without comparisons within a group, because their mean does not depend on the
-    model. None, the environment's own reward, if nothing else is left."""
+    """Return the reward for evaluation. Parts that compare the episodes of a group are removed, because the mean of
+    such a reward does not depend on the model. If no part is left, return None, the environment's own reward."""
     if not compares(reward):
         return reward
     inner: Any = reward.function if isinstance(reward, AdaptedReward) else reward
@@ -190,7 +191,7 @@ def _describe_parts(names: Iterable[str]) -> str:
 
 
 def _all_parts(reward: Any) -> list[Any]:
-    """Return a reward and all parts that it is made of, each once, because workers may share one."""
+    """Return a reward and all of its nested parts. A part that several workers share is returned once."""
     parts = [reward]
     for part in parts:
         inner = next((inner_of(part) for kind, inner_of in INNER.items() if isinstance(part, kind)), [])
@@ -257,7 +258,7 @@ def _default(key: str) -> Any:
 
 
 class _Problems(list[Problem]):
-    """All problems of the section. If there are any, the reward that was made is not used."""
+    """All problems of the reward section. If there are any, the reward that was made must not be used."""
 
     @contextmanager
     def attribute_to(self, key: Key, options: Key | None = None) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""A rollout engine that needs no run: it loads its own model and tools."""
+"""A rollout engine for use outside of a run: it loads its own model and tools."""
 
 from __future__ import annotations
 

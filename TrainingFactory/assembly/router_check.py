@@ -1,4 +1,4 @@
-"""Comparison of the experts that sampling and training choose for the same tokens under the same weights."""
+"""Comparison of the expert choices of sampling and of training, for the same tokens under the same weights."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def make_router_check(sampler: Sampler, policy: LocalPolicy, interval: int) -> R
 async def measure_router_mismatch(
     engine: NativeEngine, learner: Learner, row: Sample, thread: OneThread | None = None
 ) -> float | None:
-    """Return the share of routes that differ between the engine's forward pass over the beginning of a row and the
-    learner's, which runs on `thread` if given. Call it before an update, while the engine samples nothing else. None:
-    the model has no experts."""
+    """Return the share of (token, layer) pairs whose experts differ between the engine's forward pass over the
+    beginning of a row and the learner's; None if the model has no experts. The learner runs on `thread` if given. Call
+    this before an update, while the engine samples nothing else."""
     if learner.routers is None:
         return None
     # Another first token, so that nothing is in the engine's cache.

@@ -27,9 +27,9 @@ from TrainingFactory.types import Task, ToolSpec
 
 
 class RunTools:
-    """The tools of a run. `given` are tools as Python objects; `cache` replaces the config's. With `replay`, a run or a
-    folder with a recording, no tool is started: specs and results come from the recording. Call `equip` and `close` on
-    the run's event loop."""
+    """The tools of a run. `user_tools` are tools as Python objects; `cache` replaces the config's. With `replay`, a run
+    or a folder with a recording, no tool is started: specs and results come from the recording. Call `equip` and
+    `close` on the run's event loop."""
 
     def __init__(
         self,
@@ -69,7 +69,8 @@ class RunTools:
         return run if run.config.optimization.effective_max_staleness and run.ledger() else None
 
     async def equip(self, environment: Any) -> Any:
-        """Make the tools, start their servers, and return the environment with the tools added."""
+        """Make the tools, start their servers, and return the environment with the tools added. Start the endpoint of
+        an agent program, and a simulated user that the run serves itself."""
         if isinstance(environment, AgentProgram):
             if self._recording is not None:
                 raise ValueError("a run with environment.command has no recording to replay")
@@ -97,7 +98,7 @@ class RunTools:
         return environment
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise for a task without a column that the simulated user needs."""
+        """Raise for a task that lacks a column that the simulated user needs."""
         if self._user is not None:
             for task in tasks:
                 self._user.brief.instructions(task)
@@ -108,26 +109,27 @@ class RunTools:
         self._recorder.record_to(folder)
 
     def commit(self, is_trained: Callable[[EpisodeKey], bool] = lambda _: True) -> None:
-        """Write the calls of finished episodes that are `is_trained`; the calls of others stay in memory."""
+        """Write the calls of finished episodes for which `is_trained` is true; the calls of others stay in memory."""
         self._recorder.commit(is_trained)
 
     def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
-        """Discard the calls of `unwanted` episodes."""
+        """Discard the recorded calls and metrics of `unwanted` episodes."""
         self._recorder.drop(unwanted)
         self.runtime.metrics.drop(unwanted)
 
     def metrics(self, is_included: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
-        """Return the metrics of tool calls in the `is_included` episodes, of requests by agent programs, and those of
-        an environment with a class method `run_metrics`; empty if there were none."""
+        """Return the metrics of tool calls in the `is_included` episodes, the request counts of agent programs, and the
+        result of the environment's class method `run_metrics`; empty if there were none."""
         programs = {} if self._program is None else self._program.endpoint.metrics()
         return self.runtime.snapshot(is_included) | programs | self._environment_metrics()
 
     def totals(self) -> dict[str, float]:
-        """Return those of all calls up to the last `metrics`."""
+        """Return the metrics of all tool calls up to the last call of `metrics`."""
         return self.runtime.metrics.totals()
 
     async def close(self) -> None:
-        """Stop servers and processes; a second call does nothing. The caller's objects reopen when they are used."""
+        """Stop servers and processes; a second call does nothing. The caller's own tool objects open again on their
+        next use."""
         sources, self._sources = self._sources, []
         try:
             await asyncio.gather(*(source.close() for source in sources))

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 
 def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
-    """Load the model of a config, with `model.tools_format` applied; `notify` reports what that changes, and the parts
-    of a composite model that were left out."""
+    """Load the model of a config, and apply `model.tools_format`. `notify` reports the changes that the format makes,
+    and the parts of a composite model that were not loaded."""
     # Imported here, because torch and transformers take seconds, and errors in names should not wait for them.
     from TrainingFactory.models import load_model
 
@@ -99,8 +99,8 @@ def check_chat_template(config: TrainingConfig) -> str | None:
 
 
 def load_trainable(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
-    """Load the model to train. For several learners it is loaded on the CPU, from where each takes its share layer by
-    layer."""
+    """Load the model to train. For several learners it is loaded on the CPU, and each learner takes its share of the
+    weights from there layer by layer."""
     from TrainingFactory.models.dtypes import pick_device, pick_dtype
 
     model = config.model
@@ -147,9 +147,9 @@ def make_engine(
     gathered_model: Any = None,
     needs: Set[str] | None = None,
 ) -> NativeEngine:
-    """Make the native engine. With `samples_ahead` it samples while the model is trained, from its own copy of the
-    weights. With `gathered_model` it uses that object's whole model, because the learner's is sharded. `needs` are the
-    algorithm's, if a learner shares the device."""
+    """Make the native engine. With `samples_ahead` it samples from its own copy of the weights, because the model is
+    trained meanwhile. With `gathered_model` it uses that object's whole model, because the learner's is sharded.
+    `needs` are the inputs of the algorithm; set them if a learner shares the device, to limit the KV cache."""
     from TrainingFactory.assembly.memory import GIB, cache_limit
     from TrainingFactory.sampling import NativeEngine
 
@@ -188,8 +188,9 @@ def make_publishing_policy(
     config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool,
     gathers: Any = None
 ) -> LocalPolicy:  # fmt: skip
-    """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share its weights,
-    the policy publishes them: into folders, or in this process to an engine with the model `gathers`."""
+    """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share the policy's
+    weights, the policy publishes them: into folders for engines in other processes, or, if the learner is sharded, to
+    an engine in this process whose model is `gathers`."""
     sharded = (config.compute.learners or 1) > 1
     policy = make_policy(config, loaded_model, algorithm, steps, sharded)
     if not (
@@ -226,7 +227,8 @@ def make_sampler(
 def make_sampler_and_model(
     config: TrainingConfig, episodes: int, notify: Notify = lambda _: None
 ) -> tuple[Any, Sampler, Any]:
-    """Like `make_sampler`; also return the model if the engine runs in this process, else None."""
+    """Load the model; return its chat format, a sampler, and the model if the engine runs in this process, else
+    None."""
     check_engines(config)
     loaded_model = load(config, notify)
     chat = make_chat(config, loaded_model, notify=notify)

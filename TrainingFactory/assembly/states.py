@@ -1,4 +1,4 @@
-"""Sizes and costs of recurrent layers, from a text config: the doctor has no model to probe."""
+"""Sizes and costs of recurrent layers, computed from a text config because the doctor has no model to probe."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK = 256  # the same of other recurrent layers, if the config does not set it
 
 
 class RecurrentSizes(NamedTuple):
-    """Sizes of a recurrent layer, and its cost beside that of its weights."""
+    """Sizes of a recurrent layer, and its FLOPs in addition to those of its weights."""
 
     channels: int = 0  # of the convolution
     kernel: int = 0
@@ -32,12 +32,13 @@ def attention_layers(shape: Any) -> int:
 
 
 def recurrent_layers(shape: Any) -> int:
-    """Return the number of layers with a state."""
+    """Return the number of layers with a recurrent state."""
     return sum(kind in STATE_TYPES for kind in _types(shape))
 
 
 def row_bytes(shape: Any, size: int) -> int:
-    """Return the bytes of one sequence's states in all recurrent layers; convolutions have `size` bytes a number."""
+    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state takes `size`
+    bytes."""
     if not (layers := recurrent_layers(shape)):
         return 0
     layer = recurrent_layer(shape, size)
@@ -45,7 +46,8 @@ def row_bytes(shape: Any, size: int) -> int:
 
 
 def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
-    """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` may know them already."""
+    """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` with an attribute
+    `recurrent` holds them already."""
     if (sizes := getattr(shape, "recurrent", None)) is not None:  # foreign object
         return sizes
 
@@ -80,7 +82,7 @@ def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
 
 
 def _delta_flops(key_width: int, value_width: int) -> int:
-    """Return the FLOPs per token of one head. With the state: what it holds for a key, the answer to a query, and the
-    update. Within a chunk: products of keys with keys, queries with keys and of the inverse with keys (all
-    `key_width` wide); of the inverse and of the attention with values."""
+    """Return the FLOPs per token of one head. With the state: its value for a key, its answer to a query, and its
+    update. Within a chunk: products of keys with keys, of queries with keys and of the inverse with keys (all
+    `key_width` wide); products of the inverse and of the attention with values."""
     return 6 * key_width * value_width + DELTA_CHUNK * (6 * key_width + 4 * value_width)

@@ -40,8 +40,8 @@ def as_list(tools: Any) -> list[Any]:
 def make_tools(
     config: TrainingConfig, user_tools: Sequence[Any] = (), environment: EnvironmentFactory | None = None
 ) -> list[ToolOrSource]:
-    """Return the tools of the config and the `user_tools` objects; sources are not open yet. An entry that only names
-    one of the environment's own tools adds nothing."""
+    """Return the tools of the config and the `user_tools` objects; tool sources are not open yet. An entry that names a
+    tool of the environment and sets no options adds nothing."""
     own_names = _own_tools(environment)
     files: set[str] = set()
     remote = RemoteTools(config.environment.num_workers)
@@ -74,8 +74,8 @@ def make_tools(
 
 
 def make_hosted_tools(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
-    """Make tools on another machine, with that machine's environment variables; return the function that answers
-    calls."""
+    """Make tools in a process on another machine, with that machine's environment variables. Return the function that
+    answers calls."""
     uncached_entries = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
     return HostedTools([tool for entry in uncached_entries for tool in _tools_of(entry, entry.name)]).answer
 
@@ -121,7 +121,8 @@ def _tools_of_file(name: str) -> list[ToolOrSource]:
 
 
 def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
-    """Return the tools of one MCP file that any entry selects, over one set of connections, and its built-in tools."""
+    """Return the tools of one MCP file: its built-in tools, and one source with the tools of all its servers that an
+    entry of the config selects. The source opens one set of connections for all entries."""
     tool_servers = MCPTools.load_from_config(path)
 
     def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:
@@ -139,7 +140,7 @@ def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSou
 
 
 class SelectedTools:
-    """A source restricted to the tools that `choose` selects when it opens."""
+    """A tool source restricted to the tools that `choose` selects when it opens."""
 
     def __init__(self, source: ToolSource, choose: ToolSelector) -> None:
         self._source = source
@@ -193,8 +194,8 @@ class _Cacheable:
 
 
 def mark_cacheable(tool: Tool) -> Tool:
-    """Mark a tool as pure, unless it declares itself how it may be cached. An ordered tool has state, so its results
-    are keyed by the preceding calls too: it is marked as stateful."""
+    """Mark a tool as pure, unless it declares itself pure or stateful. An ordered tool is marked as stateful, because
+    the preceding calls may change its results and must be part of the cache key."""
     options = options_of(tool)
     if options.pure or options.stateful:
         return tool
@@ -221,8 +222,8 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
 
 
 def fill_variables(options: Mapping[str, Any], location: str) -> dict[str, Any]:
-    """Replace ${NAME} in options by environment variables. Secrets must be given that way, because the run folder
-    stores the config."""
+    """Replace ${NAME} in options by the value of the environment variable. Secrets must be written as ${NAME}, because
+    the run folder stores the config."""
     return {key: _fill(key, value, f"{location}.{key}") for key, value in options.items()}
 
 

@@ -32,8 +32,8 @@ class UserClient(EndpointClient):
 
 
 def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser | None:
-    """Return the simulated user of a config, None without one; raise ConfigError if it cannot work. Nothing is started
-    yet. A `replaying` run reads the replies from its recording and needs no API key."""
+    """Return the simulated user of a config; None if the config has none. Raise ConfigError if it cannot work. No
+    engine is started yet. A `replaying` run reads the replies from its recording and needs no API key."""
     section = config.environment.user
     if section is None:
         return None

@@ -19,8 +19,8 @@ def with_vision(
     tasks: Iterable[Task] = (),
     examples: Examples | None = None,
 ) -> TrainingConfig:
-    """Return the config with `model.vision` set, if it is null and the environment, a task or a row shows images. An
-    environment has the attribute `shows_images`."""
+    """Return the config with `model.vision` set to true, if it is null and the environment, a task or a dataset row
+    contains images. An environment declares images by its attribute `shows_images`."""
     if config.model.vision is None and (
         getattr(environment, "shows_images", False)
         or any(_shows_images(task.prompt) for task in tasks if not isinstance(task.prompt, str))

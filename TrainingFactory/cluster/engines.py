@@ -1,4 +1,4 @@
-"""Engine factory, called in the process that samples."""
+"""Factory of sampling engines, called in the process that runs the engine."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ def restart_delays() -> Iterator[float]:
 
 
 class FleetSession:
-    """Sampling session of one episode. Engines know it by `number`; all its requests go to `engine_number`."""
+    """Sampling session of one episode. `number` identifies it in every engine; all its requests go to engine
+    `engine_number`."""
 
     def __init__(self, fleet: Fleet, number: int, engine_number: int) -> None:
         self._fleet, self.number, self.engine_number = fleet, number, engine_number
@@ -49,11 +50,11 @@ class FleetSession:
 
 
 class Fleet:
-    """A `Sampler` over `count` engines, started on first use. The requests of a lost engine are retried on another one
-    with the same seed; it restarts in the background with growing delays, and serves again once it has the current
-    weights. If no engine is alive for `patience` seconds, pending requests raise SamplersLost; meanwhile `clock` is
-    paused. An engine is also lost if loading weights takes longer than `patience` seconds, or if its log-probs of the
-    canary differ from the learner's by more than `tolerance` on average."""
+    """A `Sampler` over `count` engines, which start on first use. The requests of a lost engine are retried on another
+    engine with the same seed. The lost engine restarts in the background with growing delays, and serves again once it
+    has the current weights. If no engine is alive for `patience` seconds, pending requests raise SamplersLost;
+    meanwhile `clock` is paused. An engine also counts as lost if it needs more than `patience` seconds to load weights,
+    or if its log-probs of the canary differ from the learner's by more than `tolerance` on average."""
 
     def __init__(
         self, launcher: EngineLauncher, count: int, max_length: int, notify: Callable[[str], None] = lambda _: None,
@@ -95,7 +96,7 @@ class Fleet:
             session.close()
 
     async def update(self, weights: Weights) -> None:
-        """Load the weights on every engine and verify the canary; restart engines where this fails."""
+        """Load the weights on every engine and verify the canary; restart each engine for which this fails."""
         start = time.perf_counter()
         await self.start()
         self._weights = weights
@@ -193,7 +194,7 @@ class Fleet:
             )
 
     def _handle_loss(self, number: int, engine: EngineHandle, error: Exception) -> None:
-        """Remove a lost engine and restart it in the background, unless another caller already has."""
+        """Remove a lost engine and restart it in the background, unless another caller has already done so."""
         if self._alive.get(number) is not engine:
             return
         del self._alive[number]

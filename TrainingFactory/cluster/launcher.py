@@ -18,7 +18,7 @@ IGNORED_VARIABLES = {
 
 @dataclass(slots=True, frozen=True)
 class LaunchedProcess:
-    """Rank of this process among `count`; `device` is its local rank on its machine."""
+    """The rank of this process among `count` processes of a launcher; `device` is its local rank on its machine."""
 
     rank: int
     count: int

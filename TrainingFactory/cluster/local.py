@@ -74,7 +74,8 @@ class LocalEngineLauncher:
 
 
 class LocalEngine:
-    """An engine in a child process. The process ends with `close`, or when this program ends, even by a kill."""
+    """An engine in a child process. `close` ends the process. It also ends when this program ends, even if this program
+    is killed."""
 
     def __init__(self, number: int, folder: Path | None, role: str) -> None:
         self.name = f"{role} {number}"
@@ -159,7 +160,8 @@ class LocalEngine:
                 answer.set_exception(EngineLost(f"{self.name} {self._loss}"))
 
     def last_error(self) -> tuple[str, str]:
-        """Return the last error in this engine's log, except the errors in which vLLM wraps it, and the log's tail."""
+        """Return the last error in this engine's log and the end of the log. Errors in which vLLM wraps another error
+        are skipped."""
         lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()
         causes = [
             match[0] for line in lines if (match := CAUSE.search(line)) and not VLLM_WRAPPER.search(line)

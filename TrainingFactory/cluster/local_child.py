@@ -62,8 +62,9 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
 
 
 def start_watcher(lifeline: int) -> int:
-    """Fork the watcher process. Return a pipe on which to send it the segments that exist after `start`, since their
-    owners may end before the cleanup; until then it polls for them. The end of `lifeline` starts the cleanup."""
+    """Fork the watcher process, which cleans up when `lifeline` closes or this process ends. Return a pipe on which to
+    send it the shared-memory segments that exist after `start`, because their owners may end before the cleanup. Until
+    they are sent, the watcher polls for them."""
     watched, (receiver, sender) = os.getpid(), os.pipe()
     if os.fork():
         os.close(lifeline)

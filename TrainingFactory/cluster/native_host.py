@@ -1,4 +1,4 @@
-"""The native engine as an `Engine`, with its own copy of the model in another process than the learner's."""
+"""The native engine as an `Engine` in another process than the learner's, with its own copy of the model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weight
 
 
 class NativeHost:
-    """Loads the model of a spec and samples from it. Sessions are kept by number, so that a turn prefills only its new
-    tokens; the least recently used ones are closed when there are more than twice as many as slots."""
+    """Loads the model of a spec and samples from it. Sampling sessions are kept by number, so that a turn prefills only
+    its new tokens. If there are more than twice as many sessions as slots, the least recently used ones are closed."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._empty = spec, spec.pushed

@@ -14,7 +14,7 @@ class EngineHandle(Protocol):
 
     @property
     def name(self) -> str:
-        """Return a name with which a user can find it, such as "sampler 0 on node-a, process 4711"."""
+        """Return a name that tells the user where the engine runs, such as "sampler 0 on node-a, process 4711"."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any:

@@ -45,8 +45,8 @@ def open_store(host: str) -> tuple[Store, int]:
 
 class RankGroup:
     """Process groups of the ranks that train together. Weights and gradients use torch's default group. Two further
-    ones carry messages: calls from rank 0 to all, and answers to rank 0; receiving there fails at once if the peer has
-    ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
+    groups carry messages: one the calls from rank 0 to all ranks, one the answers to rank 0. Receiving in them fails at
+    once if the peer has ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
 
     def __init__(self, rank: int, count: int, store: Store | int | None, host: str, cuda: bool) -> None:
         self.count, self.ended = count, False
@@ -63,8 +63,8 @@ class RankGroup:
         self._answers: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
 
     def broadcast(self, *call: Any) -> list[Any]:
-        """Send a call to all ranks; on other ranks than 0, receive and return it. Torch pickles it, twice as fast for
-        rows as other formats, and safe because all ranks belong to one program."""
+        """Send a call from rank 0 to all ranks; on other ranks, receive and return it. Torch pickles the call, because
+        pickle is twice as fast for rows as other formats, and safe because all ranks belong to one program."""
         container = [call]
         dist.broadcast_object_list(container, 0, group=self._calls)
         return [*container[0]]
@@ -85,9 +85,9 @@ class RankGroup:
 
 
 class ShardedPolicy:
-    """Rank 0's `Policy` over all ranks: every call runs here, on the policy `local_policy`, and on all other ranks.
-    `on_lost` is called on the running event loop when a rank is lost, whatever runs meanwhile; `log_note` names its
-    log for the user."""
+    """Rank 0's `Policy` over all ranks: every call runs on `local_policy` in this process and on the policies of all
+    other ranks. When a rank is lost, `on_lost` is called on the running event loop at once, even during a call.
+    `log_note` tells the user where the rank's log is."""
 
     def __init__(self, group: RankGroup, on_lost: Callable[[OSError], object], log_note: str) -> None:
         self._group, self._on_lost, self._log_note = group, on_lost, log_note
@@ -108,8 +108,9 @@ class ShardedPolicy:
         self.rank_infos = dict(zip(self._answers, introductions, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
-        """Broadcast the call, run `run_local` here and return its result. If the previous caller was cancelled, such
-        as an evaluation, wait for its call to end first, or its answers would be taken for this call's."""
+        """Broadcast the call, run `run_local` here and return its result. If the previous caller, such as an
+        evaluation, was cancelled, wait for its call to end first, because its answers would be taken for this
+        call's."""
         if self._running_call is not None and not self._running_call.done():
             await asyncio.wait({self._running_call, self._loss}, return_when=FIRST)
         self._reset_answers()
@@ -132,7 +133,7 @@ class ShardedPolicy:
     publish = partialmethod(_call_policy, "publish")
 
     async def close(self, report: Any = None) -> None:
-        """End the other ranks, immediately if they are in the middle of a call. Further calls do nothing."""
+        """End the other ranks; if a call is running, end them immediately. Further calls of `close` do nothing."""
         if self._group.ended:
             return
         self._group.ended, last_message = True, "failed"
@@ -199,7 +200,8 @@ class ShardedPolicy:
         self._on_lost(self._loss.result())
 
     def _disconnect(self, last_message: str) -> None:
-        """Send the last message and join the listening threads: one that waits in torch at interpreter exit crashes."""
+        """Send the last message to all ranks and join the listening threads, because a thread that waits in torch at
+        interpreter exit crashes."""
         for rank in self._threads:
             with suppress(RuntimeError):  # the rank has ended
                 self._group.send(last_message, rank)
@@ -209,8 +211,8 @@ class ShardedPolicy:
 
 
 async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Mapping[str, Any]) -> Any:
-    """Introduce this process to rank 0 and run `call(method, *args)` for each of its broadcasts until it ends; return
-    its report. If rank 0 is lost, this process exits immediately, whatever it is doing."""
+    """Introduce this process to rank 0, run `call(method, *args)` for each of its broadcasts until rank 0 ends, and
+    return rank 0's report. If rank 0 is lost, this process exits immediately, even during a call."""
     thread, process_info = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
     watch_thread = _start_thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
@@ -256,8 +258,9 @@ def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread
 
 
 class GatheringPublisher:
-    """Publishes to an engine on rank 0 that has its own copy `model` (None on other ranks): all ranks gather the
-    trained weights, and the engine reads them from `parameters` at its next update."""
+    """Publishes a sharded learner's weights to an engine on rank 0 that samples from its own copy `model` (None on
+    other ranks). All ranks gather the trained weights, and the engine reads them from `parameters` at its next
+    update."""
 
     model_folder = dtype = ""
     rank: int | None = None

@@ -30,9 +30,10 @@ Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayEngineLauncher:
-    """Starts `RayEngine`s, each in one bundle of a placement group for `count` of them. gpus=None: 1 for vLLM if the
-    cluster has any. Machines without the folder `spec.model` receive its config if weights are pushed; otherwise the
-    path must exist on every machine. `folder` keeps the engines' logs; machines without it use a temporary folder."""
+    """Starts `RayEngine`s, each in one bundle of a placement group with `count` bundles. gpus=None: 1 GPU for vLLM if
+    the cluster has any, else 0. If weights are pushed, machines without the folder `spec.model` receive the model's
+    config; otherwise the path must exist on every machine. `folder` keeps the engines' logs; machines without it use a
+    temporary folder."""
 
     def __init__(
         self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
@@ -94,7 +95,8 @@ class RayEngineLauncher:
 
 
 class RayEngine:
-    """An engine in an actor. The actor ends with `close`, or when this program ends, even by a kill."""
+    """An engine in a Ray actor. `close` ends the actor. It also ends when this program ends, even if this program is
+    killed."""
 
     def __init__(self, ray: Any, actor: Any, name: str, pack_weights: Callable[[Weights], Any]) -> None:
         self.name, self.info, self._log_note = name, {}, ""
@@ -126,7 +128,8 @@ class RayEngine:
         return await self._await_ref(self._actor.call.remote(method, args))
 
     async def _sample_turn(self, args: tuple[Any, ...]) -> Completion:
-        """Sample one turn. Simultaneous requests share one Ray call, which costs as much as many tokens."""
+        """Sample one turn. Simultaneous requests share one Ray call, because a Ray call takes as long as sampling many
+        tokens."""
         if self._loss is not None:
             raise self._loss
         self._reader = self._reader or asyncio.create_task(self._read())
@@ -201,7 +204,8 @@ class RayEngine:
 
 
 class EngineActor:
-    """Runs an engine in a Ray actor; vLLM in a `LocalEngine`, whose watcher ends vLLM's processes after a kill."""
+    """Runs an engine in a Ray actor. vLLM runs in a `LocalEngine`, because its watcher ends vLLM's processes if the
+    actor is killed."""
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
@@ -213,7 +217,8 @@ class EngineActor:
     async def start(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
     ) -> dict[str, Any]:
-        """Start the engine and return its description. Without `folder` on this machine, log to a temporary folder."""
+        """Start the engine and return its description. If `folder` does not exist on this machine, log to a temporary
+        folder."""
         if config and not os.path.isdir(spec.model):
             self._model = _write_files(config, None)
             spec = dataclasses.replace(spec, model=self._model.name)
@@ -239,7 +244,7 @@ class EngineActor:
         return await self._call(method, *args)
 
     async def post(self, turns: list[tuple[int, Turn]]) -> None:
-        """Start turns; args=None cancels the turn."""
+        """Start the sampling of turns, given as (ticket, args); args=None cancels the turn of that ticket."""
         for ticket, args in turns:
             if args is not None:
                 self._turns[ticket] = asyncio.create_task(self._sample(ticket, args))
@@ -259,7 +264,7 @@ class EngineActor:
         self._has_answers.set()
 
     async def answers(self) -> list[Answer]:
-        """Wait until a turn has ended, and return the results of all ended turns."""
+        """Wait until at least one turn has ended; return the results of all ended turns."""
         await self._has_answers.wait()
         self._has_answers.clear()
         answers, self._answers = self._answers, []

@@ -34,7 +34,7 @@ def require_ray() -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Return this process's versions of everything that must be equal on all machines of a cluster."""
+    """Return the versions of Python and packages in this process that must be equal on all machines of a cluster."""
     python = ".".join(platform.python_version_tuple()[:2])
     return {"Python": python, "Ray": require_ray().__version__, "TrainingFactory": __version__}
 
@@ -98,7 +98,8 @@ class RaySession:
                 self._began.pop().cleanup()
 
     def gpus(self, requested: float | None, usual: bool = True) -> float:
-        """Return the number of GPUs per process. asked=None: 1 if `usual` and the cluster has GPUs, else 0."""
+        """Return the number of GPUs per process: `requested`, or if that is None, 1 if `usual` and the cluster has
+        GPUs, else 0."""
         return float(usual and "GPU" in require_ray().cluster_resources()) if requested is None else requested
 
     async def check(self, bundles: Sequence[Resources], role: str) -> None:
@@ -144,8 +145,9 @@ class RaySession:
             ray.util.remove_placement_group(group)
 
     def options(self, role: str, group: Any = None, bundle: int = 0, **actor_options: Any) -> dict[str, Any]:
-        """Return the options of an actor that `tfactory cluster status` shows as `role`, in a bundle of a placement
-        group if one is given. Ray must not restart it or retry its calls, because its state would be lost."""
+        """Return the options of an actor that `tfactory cluster status` shows as `role`. If a placement group is given,
+        the actor runs in its bundle number `bundle`. The options forbid Ray to restart the actor or retry its calls,
+        because its state would be lost."""
         if group is not None:
             strategy = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
             actor_options["scheduling_strategy"] = strategy(group, bundle)
@@ -159,7 +161,8 @@ class RaySession:
 
 @contextmanager
 def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
-    """Inside the block, show Ray only the last `count` GPUs, because the run's own process uses the first one."""
+    """Make only the last `count` GPUs visible to Ray inside the block, because the run's own process uses the first
+    one."""
     previous = os.environ.get(VISIBLE)
     manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
     installed = range(manager.get_current_node_num_accelerators())

@@ -1,4 +1,4 @@
-"""Functions in Ray actors: rewards and tools that run on the machines of a cluster. Ray must be connected already."""
+"""Functions that run in Ray actors on the machines of a cluster: rewards and tools. Ray must be connected already."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ MAX_CONCURRENCY = 1000  # concurrent calls of one actor
 
 
 class RayWorker:
-    """A `workers.Worker` in a Ray actor, which starts with the first call and again after it has died. `what` is its
-    name for users. It reserves no CPU, so that it never waits for one, unless Ray's `options` say so."""
+    """A `workers.Worker` in a Ray actor. The first call starts the actor, and the next call after its death restarts
+    it. `role` is its name for users. It reserves no CPU unless Ray's `options` say so, because it would have to wait
+    for a free one."""
 
     def __init__(self, target: str, settings: Any = None, *, role: str, **options: Any) -> None:
         self.target, self.settings, self._role, self._options = target, settings, role, options
@@ -33,8 +34,9 @@ class RayWorker:
         return self._actor is not None
 
     async def ask(self, message: Any, seconds: float | None = None) -> Any:
-        """Return the function's result. Raise WorkerError if it fails; raise WorkerDied or WorkerTooSlow, and drop the
-        actor, if it dies or exceeds `seconds`. Without `seconds` a cancelled call keeps the actor, which others use."""
+        """Return the function's result. Raise WorkerError if the function fails. If the actor dies or exceeds
+        `seconds`, drop it and raise WorkerDied or WorkerTooSlow. If `seconds` is None, a cancelled call keeps the
+        actor, because other calls use it."""
         actor = await self.ready()
         try:
             return await _await_ref(actor.ask.remote(message), seconds)
@@ -44,7 +46,7 @@ class RayWorker:
             raise
 
     async def ready(self) -> Any:
-        """Return the actor; the first caller starts it."""
+        """Return the actor; start it if it is not running."""
         async with self._starting:
             if self._closed or not require_ray().is_initialized():  # a call would start Ray implicitly
                 raise WorkerDied("was closed")

@@ -38,15 +38,16 @@ class StoredRecord(NamedTuple):
 
 @dataclass(slots=True)
 class ComparedModel:
-    """One model of a comparison. `stored` has a record for each entry of the suite, or one without a suite; None if
-    the evaluation at the same index of `pending` has not run yet."""
+    """One model of a comparison. `stored` has an evaluation record for each entry of the suite; without a suite, one
+    record. A record is None if the evaluation at the same index of `pending` has not run yet."""
 
     name: str
     stored: list[StoredRecord | None] = field(default_factory=list)
     pending: list[RecordedEvaluation | None] = field(default_factory=list)
 
     def add(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
-        """Reuse the record of an equal earlier evaluation, or schedule this one. `rerun`: never reuse."""
+        """Reuse the record of an earlier evaluation under the same conditions, or schedule this evaluation. `rerun`:
+        never reuse a record."""
         earlier_record = None if rerun else _earlier(evaluation)
         if earlier_record is not None:
             evaluation.discard()
@@ -72,7 +73,8 @@ class ComparedModel:
 
 
 class Flip(NamedTuple):
-    """A task with different success rates on both sides. `members` are the episodes that show it, one of each side."""
+    """A task with different success rates on both sides. `members` are the group members of the two episodes that show
+    the difference, one of each side."""
 
     entry_index: int  # index of the suite entry
     task: str
@@ -82,7 +84,7 @@ class Flip(NamedTuple):
 
 @dataclass(slots=True)
 class Comparison:
-    """Result of a comparison: a positive difference means that the second side is better."""
+    """Result of a comparison of two models. A positive difference means that the second model is better."""
 
     first: ComparedModel
     second: ComparedModel
@@ -109,7 +111,7 @@ class Comparison:
         }
 
     def episodes(self, flips: Iterable[Flip]) -> list[tuple[Flip, list[Trajectory | None]]]:
-        """Return the flips with the episode of each side; None if the episode was not saved."""
+        """Return each flip with the episodes of both sides; an episode is None if it was not saved."""
         flips = list(flips)
         sides = [_episodes(self.first, flips, 0), _episodes(self.second, flips, 1)]
         return [
@@ -192,7 +194,8 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
 
 
 def _recorded(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
-    """Return the evaluation record with this id, or the last record of a file; None if the name is neither."""
+    """Return the evaluation record that `name` identifies: a record id, or a JSONL file, of which the last record is
+    returned. Return None for any other name."""
     if name.endswith(".jsonl"):
         records = read_records(Path(name).expanduser(), notify)
         if not records:
@@ -208,7 +211,7 @@ def _recorded(name: str, runs: str | Path, notify: Notify) -> StoredRecord | Non
 
 
 def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
-    """Return the last record of the same model under the same conditions."""
+    """Return the last record of the same model under the same conditions as an evaluation; None if there is none."""
     file, model = evaluation.request.records, evaluation.model
     for record in reversed(read_records(file)):
         recorded_model = record.model
@@ -228,7 +231,7 @@ def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
 
 
 def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
-    """Return the outcomes of the tasks that both records have scored, as pairs."""
+    """Return pairs of the two records' outcomes, for all tasks that both have scored."""
     second = {
         (outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored_episodes
     }
@@ -237,7 +240,7 @@ def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOut
 
 
 def _differences(one: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
-    """Return notes on everything besides the model that differs between two records."""
+    """Return one note for each difference between two records other than their models."""
     notes = []
     if differences := one.conditions.differences(other.conditions):
         texts = [text for text in differences if not text.startswith(("tasks ", "count "))]

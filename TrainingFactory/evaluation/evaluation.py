@@ -1,4 +1,4 @@
-"""Evaluation of a model on held-out tasks, and the config for it."""
+"""Evaluation of a model on held-out tasks, and the config of such an evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from TrainingFactory.types import Trajectory
 
 
 class Evaluation(Rollouts):
-    """Episodes of a model on held-out tasks, scored like the evaluations of a run."""
+    """Runs episodes of a model on held-out tasks, scored like the evaluations during training."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Evaluation(Rollouts):
 
 
 def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
-    """Return the config sections for evaluating a model; for the checkpoint of a run, with the run's environment,
-    held-out data, sampling and tools."""
+    """Return the config sections for evaluating a model. For the checkpoint of a run they include the run's
+    environment, held-out data, sampling and tools."""
     if resolved.run is None:
         return {"model": resolved.section}
     training_config = with_original_paths(resolved.run.config, resolved.run.run_info)
@@ -72,8 +72,8 @@ def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def training_task_options(run: TrainedBy) -> dict[str, Any]:
-    """Return data options for the training tasks of a run. They are used only if the run has no held-out tasks and its
-    environment generates none; otherwise the result is empty."""
+    """Return the data options that select a run's training tasks. The result is empty if the run has no file of tasks,
+    if it has held-out tasks or a dataset, or if its environment generates tasks."""
     config = with_original_paths(run.config, run.run_info)
     data = config.data
     if data.tasks is None or data.heldout or data.dataset:
@@ -84,7 +84,8 @@ def training_task_options(run: TrainedBy) -> dict[str, Any]:
 
 
 def run_reward(run: TrainedBy) -> RewardSection | None:
-    """Return the reward section of a run, valid from any folder; None if its reward was a Python object."""
+    """Return the reward section of a run, with file paths that are valid from any folder; None if its reward was a
+    Python object."""
     if "reward" in run.run_info.get("objects", []):
         return None
     config = with_original_files(run.config, run)

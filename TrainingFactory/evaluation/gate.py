@@ -65,7 +65,8 @@ class Gate(Section):
         return 0.0 - (self.not_worse or 0.0)
 
     def problems(self, entries: Sequence[str]) -> list[Problem]:
-        """Return unknown entries and guards without a limit; `entries` are the names in the suite."""
+        """Return a problem for each unknown entry and for each guard without a limit; `entries` are the names in the
+        suite."""
         references = [(("gate", "entry"), self.entry)]
         references += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
         text = f"is not an entry of the suite. Its entries: {', '.join(entries)}"

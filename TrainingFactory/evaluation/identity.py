@@ -1,4 +1,4 @@
-"""Identity of an evaluated model and of the conditions, as digests that are the same on every machine."""
+"""Digests that identify an evaluated model and the conditions of its evaluation; they are the same on every machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def identity(
     step: int | None = None,
     is_saved: bool = True,
 ) -> ModelIdentity:
-    """Return the identity of a model: the digest of its weights, if they are `is_saved`, and its run and step."""
+    """Return the identity of a model: its name and options, its run and step, and the digest of its weights if these
+    are saved (`is_saved`)."""
     options = {key: value for key in OUTPUT_OPTIONS if (value := getattr(model, key)) is not None}
     if model.chat_template is not None:
         options["chat_template"] = _by_content(model.chat_template)
@@ -46,7 +47,7 @@ def conditions(
     config: TrainingConfig, tasks: Sequence[Task], episodes: int, extra_inputs: Sequence[str | None] = ()
 ) -> Conditions:
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
-    Python objects that the config does not name by `extra_inputs`."""
+    and Python objects that the config does not name by `extra_inputs`."""
     hashed = map_files(config, _by_content)
     environment = config.environment.environment_id
     if environment is not None and is_file_name(environment):

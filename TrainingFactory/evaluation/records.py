@@ -131,7 +131,8 @@ def make_record(
     metrics: dict[str, float],
     **fields: Any,
 ) -> EvaluationRecord:
-    """Summarise episodes in a record. `metrics` are additional ones, such as seconds and the cost of judges."""
+    """Summarise episodes in a record. `metrics`, such as seconds and the cost of judges, are stored together with the
+    metrics computed from the episodes."""
     by_task: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.id, []).append(episode)

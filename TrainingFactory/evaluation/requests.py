@@ -1,4 +1,4 @@
-"""Evaluation requests: the config for a model that a user names, and an evaluation that saves a record."""
+"""Evaluation requests: the config for evaluating a model that a user names, and an evaluation that saves a record."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ NAMED_BY = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'
 
 @dataclass(slots=True)
 class EvaluationRequest:
-    """A model by the name that a user wrote, the config of its evaluation, and the run that trained it, if any."""
+    """A request to evaluate a model: its name as the user wrote it, the config of the evaluation, and the run that
+    trained the model, if any."""
 
     name: str
     config: TrainingConfig
@@ -53,7 +54,7 @@ class EvaluationRequest:
 
     @property
     def records(self) -> Path:
-        """Return the file for the record."""
+        """Return the JSONL file to which the evaluation's record is appended."""
         folder = Path(self.config.logging.output_dir).expanduser() if self.run is None else self.run.path
         return folder / EVALUATIONS
 
@@ -66,7 +67,7 @@ class EvaluationRequest:
     def with_conditions(
         self, config: TrainingConfig, suite: str | None = None, entry: str | None = None
     ) -> EvaluationRequest:
-        """Return the same model under the conditions of another config."""
+        """Return a request for the same model under the conditions of another config."""
         config = config.model_copy(update={"model": self.config.model})
         return replace(self, config=config, suite=suite, entry=entry)
 
@@ -122,7 +123,8 @@ def append_training_record(
 def request_model(
     model: str, overrides: Sequence[str] = (), runs: str | Path = "runs", registry: str | Path | None = None
 ) -> EvaluationRequest:
-    """Return a request with only the model's own options, for a suite or the conditions of another request."""
+    """Return a request whose config has only the model's own options. A suite or another request adds the
+    conditions."""
     resolved = find_model(model, runs, registry)
     defaults = evaluations.overrides_of({"model": evaluations.config_sections(resolved)["model"]})
     model_overrides = [option for option in overrides if _key(option).startswith(MODEL_KEYS)]
@@ -133,8 +135,8 @@ def ask(
     model: str, overrides: Sequence[str] = (), env: str | None = None, notify: Notify = lambda _: None,
     runs: str | Path = "runs", registry: str | Path | None = None,
 ) -> EvaluationRequest:  # fmt: skip
-    """Return a request to evaluate a model on held-out tasks. For the checkpoint of a run, the environment, tasks,
-    sampling and reward are by default the run's."""
+    """Return a request to evaluate a model on held-out tasks. For the checkpoint of a run, the defaults of environment,
+    tasks, sampling and reward are those of the run."""
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
     resolved, task_options = find_model(model, runs, registry), {}
     sections |= evaluations.config_sections(resolved)
@@ -167,7 +169,8 @@ def _request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> Ev
 
 
 def _reward(run: TrainedBy, other_reward: bool, notify: Notify) -> dict[str, dict[str, Any]]:
-    """Return the reward section of the run; empty if the user chose another reward."""
+    """Return the config's section `reward` of the run; empty if the user chose another reward or the run's was a Python
+    object."""
     for name in changed_files(run.run_info):
         notify(f"note: {name} has changed since run {run.name} was started")
     reward = None if other_reward else evaluations.run_reward(run)

@@ -1,4 +1,4 @@
-"""Episodes without training: each is saved when it ends, and metrics summarise them."""
+"""Episodes without training. Each episode is saved when it ends, and metrics summarise all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ from TrainingFactory.types import Task, Trajectory
 
 @dataclass(slots=True)
 class RolloutReport:
-    """Episodes and their metrics; if `interrupted`, only the episodes that had ended."""
+    """The episodes of a `Rollouts` run and their metrics. If `interrupted`, only the episodes that had ended are
+    included."""
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
@@ -52,8 +53,8 @@ class RolloutReport:
 
 class Rollouts:
     """Runs `group_size` episodes per task and saves them to the JSONL file `out`, by default a new one. If
-    logging.record_tools is set to true, tool calls are recorded in a folder beside it; `replay` is such a folder.
-    `choose` selects the part of the config's reward that scores the episodes."""
+    logging.record_tools is set to true, tool calls are recorded in a folder beside it; `replay` is such a folder, whose
+    recorded calls are replayed. `choose` selects the part of the config's reward that scores the episodes."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class Rollouts:
 
     @property
     def loads_model(self) -> bool:
-        """Return whether this process loads the model, instead of asking an endpoint."""
+        """Return whether this process loads the model; it does not if the model is behind an endpoint."""
         return not is_endpoint(self.config.model.name)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
@@ -190,7 +191,7 @@ class Rollouts:
             self.tools.record_to(self._recording)
 
     def discard(self) -> None:
-        """Remove the temporary file."""
+        """Remove the temporary file of episodes."""
         self._partial_file.unlink(missing_ok=True)
 
     def _finish(self) -> None:
@@ -204,7 +205,7 @@ class Rollouts:
 
 
 def _release_gpu() -> None:
-    """Free the GPU memory of the sampler, so that evaluations can follow each other in one process."""
+    """Free the GPU memory of the sampler, so that one process can run several evaluations in sequence."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         from TrainingFactory.assembly.memory import release_models
@@ -213,7 +214,7 @@ def _release_gpu() -> None:
 
 
 def create_part_file(path: Path) -> Path:
-    """Create a temporary file beside `path` and return it; raise ValueError if it cannot be written."""
+    """Create an empty temporary file beside `path` and return its path; raise ValueError if it cannot be written."""
     if path.exists() and not path.is_file():  # a device or pipe must not be replaced
         raise ValueError(f"{path} is not a regular file. Choose a file name, such as episodes.jsonl")
     partial_file = path.with_name(path.name + ".part")

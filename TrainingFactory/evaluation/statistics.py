@@ -39,7 +39,7 @@ def success(tasks: Sequence[TaskSuccesses]) -> Estimate:
 def effective_size(tasks: Sequence[TaskSuccesses]) -> float:
     """Return the effective sample size: the number of independent episodes that would give the same variance of the
     success rate. It lies between the number of tasks and the number of episodes. If all episodes succeeded or all
-    failed, the variance is unknown, and it is the number of tasks."""
+    failed, the variance is unknown, and the effective size is the number of tasks."""
     episodes, successes = sum(map(len, tasks)), sum(map(sum, tasks))
     rate, count = successes / episodes, len(tasks)
     if count == episodes:

@@ -57,7 +57,7 @@ class SuiteEntry(Section):
         return self.name or self.environment or Path(self.tasks or "tools").stem
 
     def config(self, base: TrainingConfig) -> TrainingConfig:
-        """Return `base`, which holds the model, with the sections of this entry."""
+        """Return a config with the model of `base` and the sections of this entry."""
         tasks, split = self.tasks, self.split or ("test" if self.tasks else "heldout")
         data = {"tasks": tasks, "count": self.count or (None if tasks else 64), "seed": self.task_seed}
         data["dataset_split" if tasks else "split"] = split
@@ -109,7 +109,8 @@ BUILTIN: dict[str, dict[str, Any]] = {
 
 
 def load_suite(source: str) -> tuple[Suite, Path | None]:
-    """Load a suite by name or file; return it and its folder, None if built in. Raise ConfigError if it is invalid."""
+    """Load a suite by name or file; return it and its folder (None if it is built in). Raise ConfigError if it is
+    invalid."""
     path, known_names = Path(source).expanduser(), ", ".join(BUILTIN)
     if source in BUILTIN and not path.exists():
         return Suite(**BUILTIN[source]), None
@@ -132,7 +133,7 @@ def load_suite(source: str) -> tuple[Suite, Path | None]:
 
 
 def _problems(suite: Suite) -> list[Problem]:
-    """Return entries without tasks, duplicate names, and the problems of the gate."""
+    """Return the problems of a suite: entries without tasks, duplicate names, and problems of the gate."""
     problems: list[Problem] = []
     titles: list[str] = []
     for number, entry in enumerate(suite.entries):
@@ -158,7 +159,8 @@ def check_overrides(overrides: Sequence[str]) -> None:
 def suite_evaluations(
     suite: Suite, model: EvaluationRequest, folder: Path | None = None, notify: Notify = lambda _: None
 ) -> list[RecordedEvaluation]:
-    """Return an evaluation for each entry; raise ValueError with the name of an invalid entry before anything runs."""
+    """Return an evaluation for each entry of a suite. If an entry is invalid, raise ValueError with its name before any
+    evaluation runs."""
     evaluations: list[RecordedEvaluation] = []
     for request in suite.requests(model, folder):
         try:

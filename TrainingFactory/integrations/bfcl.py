@@ -43,15 +43,16 @@ NEW_TOOLS = "These functions are new; call them like the others:"
 
 
 class BfclEnvironment(ToolEnvironment):
-    """One conversation with several user requests and tools that share state; each category has a subclass. An answer
-    without a tool call ends the present request, and the user sends the next one."""
+    """One conversation with several user requests and tools that share state; each category of BFCL has a subclass. An
+    answer without a tool call ends the current request, and the user sends the next one."""
 
     category: ClassVar[str]
     short: ClassVar[bool]  # show only names and types of functions, for models with a short context
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        """Yield tasks: all 200 in BFCL's order for the split "all", a shuffled part of them for train and heldout."""
+        """Yield at most `count` tasks. The split "all" has all 200 in BFCL's order; train and heldout have separate
+        parts of them, shuffled."""
         rows = list(_rows(cls.category).values())
         if split != "all":
             # Categories are variants of the same tasks, so the task number assigns the split in all of them.
@@ -90,7 +91,7 @@ class BfclEnvironment(ToolEnvironment):
         return Step(self._next_request())
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Run one call of the model on the state of this episode."""
+        """Run one of the model's calls on the state of this episode."""
         result = self._model_scenario.call(name, arguments)
         self._results.append(result.content)
         return result
@@ -144,7 +145,7 @@ class _Function:
 
 
 class _Scenario:
-    """The objects behind the tools of a task, in their initial state, and their callable methods."""
+    """The BFCL objects behind the tools of a task, initialized for the task, and their callable methods."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self._objects = {name: _class(name)() for name in row["involved_classes"]}
@@ -231,7 +232,8 @@ def _shortened(spec: ToolSpec) -> ToolSpec:
 
 
 def _schema(doc: dict[str, Any]) -> dict[str, Any]:
-    """Convert documented parameters to a JSON schema, which has no types `dict`, `float` and `tuple`."""
+    """Convert documented parameters to a JSON schema; BFCL's types `dict`, `float` and `tuple` are replaced by those of
+    JSON schemas."""
     schema: dict[str, Any] = dict(doc)
     if "type" in doc:
         schema["type"] = JSON_TYPES.get(doc["type"], doc["type"])

@@ -109,7 +109,7 @@ def _answer_of(entry: dict[str, Any]) -> str:
 
 
 def _scorer_fault(name: str, partial: bool) -> str | None:
-    """Test a scorer with junk and with correct answers. Return its fault; None: it passed."""
+    """Test a scorer with junk answers and with correct answers. Return a description of its fault; None: it passed."""
     entries = [_entry(name, number) for number in range(PROBES)]
     answers = [_answer_of(entry) for entry in entries]
     wrong_answers = [
@@ -136,7 +136,8 @@ def _scorer_fault(name: str, partial: bool) -> str | None:
 
 
 def _probe_scores(name: str, texts: Sequence[str | None]) -> list[float]:
-    """Score one text per entry. Skip None and texts on which the scorer raises: an unscored episode earns nothing."""
+    """Score one text per entry. Skip texts that are None and texts on which the scorer raises, because an unscored
+    episode earns nothing."""
     scores = []
     for number, text in enumerate(texts):
         if text is not None:
@@ -147,7 +148,7 @@ def _probe_scores(name: str, texts: Sequence[str | None]) -> list[float]:
 
 @cache
 def _evaluators_of(name: str) -> set[str]:
-    """Return the EVALUATORS that the module of a dataset calls, without functions that the module itself defines."""
+    """Return the names in EVALUATORS that a dataset's module calls, except functions that the module itself defines."""
     tree = ast.parse(inspect.getsource(sys.modules[_datasets()[name].__module__]))
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     callees = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
@@ -196,5 +197,5 @@ def _dataset(name: str, chunk: int) -> Any:
 
 @lru_cache(maxsize=4096)
 def _entry(name: str, number: int) -> dict[str, Any]:
-    """Return the entry of a number, which is deterministic."""
+    """Return entry `number` of a dataset; it is deterministic."""
     return _dataset(name, number // CHUNK)[number % CHUNK]

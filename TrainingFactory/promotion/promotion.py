@@ -1,4 +1,5 @@
-"""Promotion: an alias moves to a version only if that version passes a suite's gate against the present one."""
+"""Promotion: an alias moves to a version only if that version passes a suite's gate against the alias's present
+version."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Decision:
 
 @dataclass(slots=True)
 class SequentialTest:
-    """Sequential test against the champion's success rate on each task, in an order that depends only on the seed."""
+    """Sequential test of a challenger against the champion's success rate on each task. The order of the tasks depends
+    only on the seed."""
 
     order: list[str]
     shares: list[float]
@@ -62,7 +64,7 @@ class SequentialTest:
         return self.is_proved([*differences, *(1 - share for share in self.shares[len(differences) :])])
 
     def is_decided(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether no further task can change the result."""
+        """Return whether the remaining tasks can no longer change the result of the test."""
         successes: dict[str, list[bool]] = {episode.task.id: [] for episode in trajectories}
         for episode in trajectories:
             if episode.reward is not None:
@@ -72,9 +74,9 @@ class SequentialTest:
 
 
 class Promotion:
-    """A promotion of `name` to `alias`. The constructor checks all arguments and runs nothing; `criteria` is the gate
-    as text. The champion plays all tasks, or an earlier record is reused. The challenger plays in rounds until the
-    sequential test is decided."""
+    """The promotion of model version `name` to `alias`. The constructor checks all arguments and runs no evaluation;
+    `criteria` is the gate as text. The champion plays all tasks, unless an equal evaluation of it is recorded. The
+    challenger plays in rounds until the sequential test is decided."""
 
     def __init__(
         self, registry: Catalogue, name: str, alias: str, suite: str, first: bool = False,
@@ -170,7 +172,7 @@ class Promotion:
         )
 
     def _run_entry(self, model: ComparedModel, index: int, play: Play) -> None:
-        """Run the evaluation of a side on one entry, unless it has a record."""
+        """Evaluate one side on the suite entry at `index`, unless it has a record of it."""
         evaluation = model.pending[index]
         if model.stored[index] is None and evaluation is not None:
             play(model.name, evaluation)

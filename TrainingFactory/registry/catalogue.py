@@ -151,8 +151,8 @@ class Catalogue:
         self, model: str, parts: list[tuple[Path, str]], digests: list[str], values: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
-        """Rename the copied files to their digests and insert the next version in one transaction. Return None if
-        files stored earlier are gone."""
+        """Rename the copied files to their digests and insert the next version in one transaction. Return None if a
+        model in `digests` is no longer stored."""
         with self._database.writing() as db:
             for part, digest in parts:
                 self.store.name(part, digest)
@@ -173,8 +173,8 @@ class Catalogue:
     def set_alias(
         self, name: str, alias: str, kind: str = "alias", evidence: Any = None, expected: int | None = -1
     ) -> tuple[Version, int | None]:
-        """Point an alias to a version; return the version and the previous number of the alias. Raise ValueError if
-        that is not `expected` (None: the alias must be new; -1: any)."""
+        """Point an alias to a version; return the version and the previous number of the alias. Raise ValueError if the
+        previous number is not `expected` (None: the alias must be new; -1: any)."""
         check_name(alias, "alias")
         with self._database.writing() as db:
             version = get_version(db, name, self.path)

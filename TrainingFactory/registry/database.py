@@ -52,7 +52,8 @@ class RegistryDatabase:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Yield the only writing connection; commit at the end, or roll back if an exception is raised."""
+        """Yield a connection for writing, while no other connection can write. Commit at the end, or roll back if an
+        exception is raised."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._open() as connection:
             connection.execute("BEGIN IMMEDIATE")

@@ -27,7 +27,7 @@ RESERVED_ALIASES = re.compile(r"step-\d+|best|last|latest|\d+")
 
 @dataclass(slots=True, frozen=True)
 class Version:
-    """One version of a registered model; `str` gives `agent:3`."""
+    """One version of a registered model; `str(version)` is a name such as `agent:3`."""
 
     model: str
     number: int

@@ -66,7 +66,8 @@ class ModelStore:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[Path]:
-        """Yield a new temporary folder, locked until it is renamed or removed. Enter it in a transaction."""
+        """Yield a new temporary folder, locked until it is renamed or removed. Enter this context in a transaction of
+        the database."""
         self.path.mkdir(parents=True, exist_ok=True)
         part = self.path / f".part-{uuid4().hex}"
         part.mkdir()

@@ -53,7 +53,8 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
 
 
 def _artifacts(uri: str) -> str | None:
-    """Return the folder for artifacts, beside a local SQLite database; None lets the MLflow server decide."""
+    """Return the URI of the artifact folder beside a local SQLite database; None for any other `uri`, so that the
+    MLflow server decides."""
     if not uri.startswith("sqlite:///"):
         return None
     return (Path(uri.removeprefix("sqlite:///")).expanduser().resolve().parent / "mlartifacts").as_uri()

@@ -94,7 +94,8 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
 
 
 def as_config(kind: str, value: Any) -> TrainingConfig:
-    """Return the config fragment of an entry, which is a text, the keys of one section, or several sections."""
+    """Return the config fragment of an entry in factories.yaml. The entry is a text, the keys of one section, or
+    several sections."""
     section, key = _split(KINDS[kind][0])
     if not isinstance(value, Mapping):
         value = {key: value}
@@ -108,7 +109,8 @@ def as_config(kind: str, value: Any) -> TrainingConfig:
 
 
 def target_of(kind: str, config: TrainingConfig) -> str | None:
-    """Return the target of an entry in one line; None for an environment that consists only of tools."""
+    """Return the target of an entry in factories.yaml as one line; None for an environment that consists only of
+    tools."""
     if kind == "compute":
         section = config.compute
         gpus = "all GPUs" if section.num_gpus is None else f"{section.num_gpus} GPUs"
@@ -148,7 +150,7 @@ def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> Trai
 
 
 def _fill(config: TrainingConfig, entry: TrainingConfig, id_keys: Sequence[str]) -> TrainingConfig:
-    """Return the config with the keys of an entry that it does not set itself, except `id_keys`."""
+    """Return the config with an entry's keys where the config does not set them itself. `id_keys` are not filled in."""
     for name in entry.model_fields_set:
         section, defaults = getattr(config, name), getattr(entry, name)
         if isinstance(defaults, BaseModel):
@@ -167,8 +169,8 @@ def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> Trai
 def with_dataset_rows(
     config: TrainingConfig, given: UserObjects, notify: Notify = lambda _: None
 ) -> UserObjects:
-    """Return a copy of `given` with the rows of datasets that DataFactory resolves. Files, and data that is given as
-    Python objects, stay as they are. Report each resolved id with `notify`."""
+    """Return a copy of the objects `given` that adds the rows of each dataset id that DataFactory resolves. Files, and
+    data that the caller passed as Python objects, stay unchanged. `notify` gets one line per resolved id."""
     objects = dataclasses.replace(given)
     no_heldout = given.heldout is None and given.heldout_tasks is None
     evaluates = no_heldout and config.training.eval_every is not None
@@ -226,7 +228,7 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
 
 @contextmanager
 def listing_searched_places(kind: str) -> Iterator[None]:
-    """Extend the error for an unknown name with the other places that were searched."""
+    """Add the other places that were searched to the error for an unknown name raised in the block."""
     try:
         yield
     except UnknownNameError as error:
@@ -234,7 +236,8 @@ def listing_searched_places(kind: str) -> Iterator[None]:
 
 
 def unknown_id_error(kind: str, name: str, last: object) -> ValueError:
-    """Return the error for an unknown id: `last`, the error of the last lookup, and the other places searched."""
+    """Return the error for an unknown id. Its text contains `last`, the error of the last lookup, and the other places
+    that were searched."""
     near = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
     result = f"not under {kind}{near}" if Path(FILE).is_file() else "no such file in this folder"
     places = f"in {FILE} ({result})"

@@ -53,7 +53,7 @@ class TrainedBy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class RecordedRun:
-    """Copy of a run in the registry; the run itself may be deleted."""
+    """The registry's copy of a run's config and metadata; the run itself may be deleted."""
 
     name: str
     config: TrainingConfig
@@ -62,7 +62,8 @@ class RecordedRun:
 
 @dataclass(slots=True, frozen=True)
 class ResolvedModel:
-    """A resolved model name. `name` is the argument for `load_model`: the model, or the base model of `adapter`."""
+    """A resolved model name. `name` is the argument for `load_model`; if `adapter` is set, it is the adapter's base
+    model."""
 
     requested: str
     name: str
@@ -169,7 +170,7 @@ def model_provenance(config: TrainingConfig) -> dict[str, Any]:
 
 
 def _lineage_of(model: ResolvedModel) -> dict[str, Any] | None:
-    """Return the lineage of a model that was trained here; None for other models."""
+    """Return the lineage of a model that a run of this project trained; None for other models."""
     if model.version is not None:
         return model.version.lineage | {"version": str(model.version)}
     if isinstance(model.run, RunFolder) and model.folder is not None:
@@ -208,7 +209,7 @@ def check_original_model(run: TrainedBy) -> None:
 
 
 def _model_folder(section: Mapping[str, Any]) -> Path | None:
-    """Return the folder of the adapter or model that a model section names."""
+    """Return the folder that a model section names: the adapter's if it has one, else the model's."""
     name = section.get("adapter") or section.get("name")
     return Path(name) if name else None
 
@@ -227,7 +228,8 @@ def _resolve_run(name: str, runs: Path) -> ResolvedModel | None:
 
 
 def find_checkpoint(run: RunFolder, name: str) -> Path:
-    """Return a checkpoint of a run: "last", "step-40" or "best". Without evaluations, "best" is the last one."""
+    """Return a checkpoint of a run by name: "last", "step-40" or "best". If the run has no evaluations, "best" is the
+    last checkpoint."""
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet. Wait for the first one, or use another run")
@@ -279,7 +281,7 @@ def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> Resol
 
 
 def _resolve_folder(name: str, path: Path, runs: Path) -> ResolvedModel:
-    """Return the model or adapter in a folder. The base of an adapter is the one in its adapter_config.json."""
+    """Return the model or adapter in a folder. The base model of an adapter is the one in its adapter_config.json."""
     if (path / "config.json").is_file():
         return ResolvedModel(name, name, None, path)
     if not (path / ADAPTER).is_file():

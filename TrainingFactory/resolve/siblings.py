@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class SiblingFactory:
-    """A sibling factory: its package, the class in its `services` that resolves ids, and the methods of that class."""
+    """A sibling factory: its package, the class in the package's `services` that resolves ids, and the names of two of
+    its methods."""
 
     package: str
     manager: str
@@ -32,7 +33,7 @@ class SiblingFactory:
         return find_spec(self.package) is not None
 
     def method(self, name: str) -> Callable[..., Any] | None:
-        """Create a manager and return its method `name`; None if it has no such method."""
+        """Instantiate the factory's class and return its method `name`; None if it has no such method."""
         path = f"{self.package}.services.{self.manager}"
         try:
             manager = getattr(import_module(f"{self.package}.services"), self.manager)()

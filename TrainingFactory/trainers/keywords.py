@@ -37,7 +37,8 @@ def group_by_section(options: Mapping[str, Any], algorithm: str) -> dict[str, An
 
 
 def homes_of(key: str, algorithm: str) -> list[str]:
-    """Return the sections that have a plain key; the algorithm's own section comes first and alone."""
+    """Return the names of the sections that have a plain key. If the algorithm's own section has it, return only that
+    one."""
     known_sections = sections()
     if key in known_sections[algorithm].model_fields:
         return [algorithm]
@@ -48,7 +49,7 @@ def homes_of(key: str, algorithm: str) -> list[str]:
 
 
 def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
-    """Add keys to a section; raise if one of them is set already."""
+    """Add keys to a section of a config; raise if one of them is set already."""
     present = config.setdefault(section, {})
     if not isinstance(present, dict):
         return  # not a section: the config's own error is clearer
@@ -60,7 +61,7 @@ def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, 
 
 
 def with_options(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
-    """Return the config with the options over it."""
+    """Return the config with the options applied; an option overrides the config's value."""
     values = config.model_dump(exclude_unset=True) if config is not None else {}
     for section, keys in expand(options).items():
         is_section = isinstance(keys, Mapping) and isinstance(values.get(section), Mapping)

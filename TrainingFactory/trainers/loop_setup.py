@@ -162,7 +162,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
 def _tokenize(
     training: PreparedRun, loaded_model: LoadedModel, chat: Any
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
-    """Tokenize the dataset and the held-out rows, and free their texts."""
+    """Tokenize the dataset and the held-out rows, then free their texts."""
     data, max_length = training.data, build_sampler.max_length(training.config, loaded_model)
 
     def tokenize(examples: Examples | None, prefix: str) -> TokenizedDataset | None:
@@ -180,7 +180,7 @@ def _tokenize(
 
 @dataclass(slots=True)
 class RolloutSetup:
-    """Everything that playing and scoring episodes needs."""
+    """The objects with which a training run plays and scores episodes."""
 
     environment: EnvironmentFactory
     chat: TemplateChatFormat
@@ -316,8 +316,8 @@ def _make_heldout(
 def _forecast_stop(
     training: PreparedRun, policy: LocalPolicy, total: int, earlier_metrics: list[dict[str, Any]]
 ) -> StopForecast:
-    """Warn if the checkpoints will not fit on the disk; forecast how long stopping takes from the size of a checkpoint
-    and the time of earlier updates."""
+    """Warn if the checkpoints will not fit on the disk. Forecast how long it takes to stop the run, from the size of a
+    checkpoint and the time of earlier updates."""
     from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
 
     run, sizes = training.run, checkpoint_bytes(policy.learner)

@@ -16,14 +16,14 @@ AHEAD = ("async_rollout", "max_staleness", "async_order")
 
 
 def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
-    """Return one line for each option that is not implemented, or not for this reward. `rewarded`: the caller's reward
-    replaces the config's."""
+    """Return one line for each option that is not implemented, or not supported by this reward. `rewarded`: the
+    caller's reward replaces the config's."""
     return [*unimplemented_notices(config), *_process_notices(config, rewarded)]
 
 
 def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:
-    """Return one line for each group of options that is set and that training ignores. `has_episodes`: the caller
-    gives an environment. `heldout`: the caller gives held-out rows."""
+    """Return one line for each group of options that the config sets and training ignores. `has_episodes`: the caller
+    passes an environment. `heldout`: the caller passes held-out rows."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
@@ -85,7 +85,7 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
 
 
 def _branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
-    """Return the options of training.branching that belong to another value of `at`."""
+    """Return the options of training.branching that have no effect, because they belong to another value of `at`."""
     branching = config.training.branching
     if branching is None:
         return []

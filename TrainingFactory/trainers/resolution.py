@@ -1,4 +1,5 @@
-"""Resolve a config once: ids, files, devices and the model become what the run uses. Then validate it once."""
+"""Resolution and validation of a config, each done once. Resolution replaces ids, file names, devices and the model's
+name by the values that the run uses."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class ResolvedConfig:
 def resolve_config(
     config: TrainingConfig, run: RunFolder | None, objects: UserObjects, notify: Notify
 ) -> ResolvedConfig:
-    """Resolve everything that a config names, for a new run or to resume `run`. `notify` gets one line per decision."""
+    """Resolve the ids, files, devices and model of a config, for a new run or to resume `run`. `notify` gets one line
+    per decision."""
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -91,7 +93,8 @@ def _note_model(written_config: TrainingConfig, config: TrainingConfig, note: No
 
 
 def validate(resolved: ResolvedConfig) -> RewardFunction | None:
-    """Raise for whatever the run could not do, before anything is loaded. Return the reward, to check tasks against."""
+    """Raise for every part of the config that the run could not execute, before anything is loaded. Return the reward,
+    so that tasks can be checked against it."""
     config, objects = resolved.config, resolved.objects
     check_config(config, config.data.dataset is not None or objects.examples is not None)
     make_branching(config)  # raises if its function cannot be loaded
@@ -108,7 +111,7 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
 
 
 def check_registry(config: TrainingConfig) -> None:
-    """Raise if the finished run could not be registered."""
+    """Raise if the trained model could not be registered after the run."""
     section = config.registry
     if section.name is not None:
         try:

@@ -22,8 +22,8 @@ async def restore_progress(
     is_async: bool,
     notify: Callable[[str], None],
 ) -> Progress:
-    """Load the last intact checkpoint into the policy, if there is one, and truncate the run's files to it.
-    `is_async`: groups may be sampled before their step."""
+    """Load the last intact checkpoint, if any, into the policy, and truncate the run's files to its step. `is_async`:
+    groups may be sampled before their step."""
     progress = Progress(Ledger(order))
     offsets: dict[str, int] = {}
     state = await _load_last_checkpoint(run, policy, notify)

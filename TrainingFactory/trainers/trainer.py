@@ -40,7 +40,8 @@ from TrainingFactory.training.dataset import UserObjects, read_objects
 
 
 class Trainer:
-    """Trains with one algorithm. Everything can be given by name or as a Python object."""
+    """Trains with one algorithm. Model, environment, reward, tools and data are each given by name or as Python
+    objects."""
 
     algorithm: ClassVar[str]
 
@@ -138,7 +139,7 @@ class Trainer:
         return run_html(type(self).__name__, self._facts(), rows)
 
     def _facts(self) -> list[tuple[str, str]]:
-        """Return the main settings as (name, text)."""
+        """Return the main settings as (name, value as text)."""
         config, objects = self.config, self.objects
         environment = config.environment.environment_id
         if objects.environment is not None:
@@ -160,7 +161,7 @@ class Trainer:
             self._use_config(with_options(self.config, self._group_by_section(config)))
 
     def _training(self) -> Training:
-        """Return the run for `train()`: a new one, or with `resume` the existing run of that name."""
+        """Return the run that `train()` executes: a new one, or with `resume` the existing run of that name."""
         watcher = self._watcher or default_watcher()
         for text in self.notices:
             watcher.say(f"note: {text}")
@@ -220,7 +221,7 @@ class Trainer:
             )
 
     def _take_reward(self, reward: Any, keys: dict[str, Any]) -> None:
-        """Add a reward type to the config keys, or a callable to the objects."""
+        """Store a reward: the name of a reward type in the config keys `keys`, a callable in the trainer's objects."""
         if callable(reward):
             self.objects.reward = as_reward(reward)
         elif isinstance(reward, str):
@@ -233,8 +234,8 @@ class Trainer:
             )
 
     def _take_environment(self, environment: EnvironmentLike | None, keys: dict[str, Any]) -> list[Any]:
-        """Add an environment's name to the config keys, or an object to the objects; return the tools in its
-        section."""
+        """Store an environment: a name or a section in the config keys `keys`, an object in the trainer's objects.
+        Return the tools in the section."""
         if isinstance(environment, Mapping):
             section = dict(environment)
             tools = as_list(section.pop("tools", ()))
@@ -253,7 +254,7 @@ class Trainer:
         return []
 
     def _take_tools(self, tools: list[Any], keys: dict[str, Any]) -> None:
-        """Add tools given by name to the config keys, and the others to the objects."""
+        """Store tools: those given by name in the config keys `keys`, all others in the trainer's objects."""
         if entries := [entry for entry in tools if isinstance(entry, str | Mapping)]:
             keys["tools"] = entries
         self.objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
@@ -264,7 +265,8 @@ def _tool_name(tool: Tool | ToolSource) -> str:
 
 
 def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
-    """Pop another factory's object that was given as `key` instead of its id; else return `default`."""
+    """Remove and return an object of another factory that the caller passed under `key` instead of its id; else return
+    `default`."""
     if isinstance(options.get(key), str | Path | None):
         return default
     if default is not None:
@@ -273,7 +275,8 @@ def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
 
 
 def _rows(source: Any) -> Any:
-    """Return rows given as Python objects, so that they can be read twice; None for the name of a dataset."""
+    """Return rows that the caller passed as Python objects, as a collection that can be read twice; None for the name
+    of a dataset."""
     if isinstance(source, str | Path):
         return None
     if hasattr(source, "dataset_id"):

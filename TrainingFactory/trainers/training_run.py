@@ -121,7 +121,7 @@ class Training(PreparedRun):
         return run_anywhere(self.train_async, self.interrupts.ask)
 
     async def train_async(self) -> TrainingReport:
-        """Train on the running event loop."""
+        """Train on the running event loop; otherwise like `train`."""
         async with AsyncExitStack() as exit_stack:
             exit_stack.callback(self._release)
             exit_stack.callback(self.run.unlock)
@@ -144,7 +144,8 @@ class Training(PreparedRun):
             self.allocation.release()
 
     def _register(self) -> str | None:
-        """Register the trained model if `registry.name` is set. A failure is a warning: the run itself is finished."""
+        """Register the trained model if `registry.name` is set. A failure is reported as a warning, because the run
+        itself is finished."""
         section, output = self.config.registry, self.config.logging.output_dir
         if section.name is None:
             return None

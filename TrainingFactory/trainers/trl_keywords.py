@@ -1,5 +1,5 @@
-"""TRL's names on our trainers: each is translated into our option, or rejected with what to write instead. Options that
-a program does not set keep our defaults, except those in `ALWAYS_READ`."""
+"""TRL's option names for our trainers. Each name is translated into our option, or rejected with the option to use
+instead. Options that a program does not set keep our defaults, except those in `ALWAYS_READ`."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ REMEDIES = {
 
 
 class TRLTranslation:
-    """Replaces TRL's names in a trainer's options by ours; raises one ValueError for all names without a counterpart.
-    `group_size` is the config's, used if no option sets it."""
+    """Replaces TRL's names in a trainer's options by ours. Raises one ValueError for all names without a counterpart.
+    `group_size` is the config's value, used if no option sets it."""
 
     def __init__(self, options: dict[str, Any], algorithm: str, group_size: int) -> None:
         self.algorithm, self.samples = algorithm, KINDS[algorithm].samples
@@ -134,7 +134,8 @@ class TRLTranslation:
             merge_into_section(options, section, {name: value})
 
     def resolve_objects(self, **user_objects: Any) -> list[Any]:
-        """Return the trainer's own parameters in the given order, with TRL's value for those that are None."""
+        """Return the values of the trainer's own parameters, in the given order. A parameter that is None gets the
+        value that TRL's arguments set."""
         for name in self.parameters.keys() & {
             name for name, value in user_objects.items() if value is not None
         }:
@@ -144,13 +145,13 @@ class TRLTranslation:
         return [self.parameters.get(name, value) for name, value in user_objects.items()]
 
     def _is_trl_argument(self, name: str, value: Any) -> bool:
-        """Return whether a keyword is to be read as TRL's."""
+        """Return whether a keyword has TRL's meaning."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
         return name in {*TRL_NAMES, *REMEDIES, *NOTES, "per_device_train_batch_size"}
 
     def _translate_objects(self) -> None:
-        """Translate data, rewards and adapters into parameters of the trainer and keys."""
+        """Translate TRL's arguments for data, rewards and adapters into the trainer's parameters and config keys."""
         remaining, rows = self.remaining, "tasks" if self.samples else "dataset"
         for trl_name, own_name in {
             "train_dataset": rows,
@@ -200,7 +201,7 @@ class TRLTranslation:
         self.notes.append(f"{trl_arguments} counts completions: {translated}")
 
     def _translate_loss(self) -> None:
-        """Translate options that set several of our keys."""
+        """Translate TRL's loss options, one of which may set several of our keys."""
         remaining, kind = self.remaining, self.remaining.get("loss_type")
         if self.algorithm == "dpo" and kind is not None:
             remaining.pop("loss_type")
@@ -232,7 +233,7 @@ class TRLTranslation:
 
 
 def _key(name: str, value: Any) -> tuple[str | None, Any]:
-    """Return our key for a name of TRL, or None, and our value."""
+    """Return our config key for a name of TRL (None if there is none), and its value for that key."""
     if name in VALUES:
         key, translated = VALUES[name]
         return (key, translated[value]) if value in [*translated] else (None, value)
@@ -303,7 +304,8 @@ def _adapter(config: Any) -> dict[str, Any]:
 
 
 class SumOfRewards(Combined):
-    """Sum of reward functions as in TRL: a function that returns None for an episode is left out."""
+    """The weighted sum of reward functions, as in TRL: if a function returns None for an episode, its term is
+    omitted."""
 
     def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
         applicable = {name: result for name, result in results.items() if not isinstance(result, NoReward)}

@@ -1,4 +1,5 @@
-"""The config as a form: every option with its kind, range and help from the schema, and the validation of drafts."""
+"""The web form of a config: all options with type, range and help text from the schema, and the validation of
+drafts."""
 
 from __future__ import annotations
 
@@ -171,7 +172,7 @@ def read_draft(draft: Draft) -> TrainingConfig:
 
 
 def with_runs_folder(config: TrainingConfig, runs: Path) -> TrainingConfig:
-    """Return the config with the UI's folder of runs as its output folder, where model names are looked up."""
+    """Return the config with the UI's folder of runs as its output folder, because model names are looked up there."""
     logging = config.logging.model_copy(update={"output_dir": str(runs)})
     return config.model_copy(update={"logging": logging})
 
@@ -192,7 +193,7 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
 
 
 def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
-    """Return the problems that would stop a run at its start. Import no user code and load no model."""
+    """Return the problems that would prevent the start of a run. The check imports no user code and loads no model."""
     problems = list[Problem]()
 
     def tried(key: str, look: Callable[[], Any]) -> Any:

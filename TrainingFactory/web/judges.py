@@ -1,4 +1,5 @@
-"""Routes of judges: their audits, and labels of a run's episodes, saved as gold rows for `tfactory judge audit`."""
+"""HTTP routes for judges: their audits, and labels of a run's episodes, saved as gold rows for `tfactory judge
+audit`."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Labels(BaseModel):
 
 
 class JudgeRoutes:
-    """`find` looks a run up by its name."""
+    """The HTTP routes for judge audits and labels. `find` returns the run with a given name."""
 
     def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
         self._runs, self._find, self._lock = runs, find, threading.Lock()
@@ -94,7 +95,7 @@ def gold_row(request: Label, view: EpisodeView) -> Json:
 
 
 def _read(path: Path) -> tuple[dict[int, Json], list[str]]:
-    """Return the labels by episode number, and the lines that this page did not write."""
+    """Return the labels in a file by episode number, and the lines that this page did not write."""
     rows, unread = dict[int, Json](), list[str]()
     for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
         try:

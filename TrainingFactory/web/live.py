@@ -1,4 +1,5 @@
-"""Server-sent events for changes of runs. The server polls the files, so that a run need not know the UI."""
+"""Server-sent events for changes of runs. The server polls the run's files, so that a run needs no connection to the
+UI."""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ class RunEvents:
         self._last: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # start and task of the last poll
 
     async def _look(self) -> dict[str, RunRow]:
-        """Return the rows by name; all readers share one poll per tick."""
+        """Return the rows of all runs by name. All clients share one poll of the files per tick."""
         now = asyncio.get_running_loop().time()
         if self._last is None or (self._last[1].done() and now - self._last[0] >= TICK * 0.9):
             self._last = now, asyncio.create_task(asyncio.to_thread(self.runs.rows))
         return {row.name: row for row in await asyncio.shield(self._last[1])}
 
     async def events(self, run: RunFolder | None) -> Events:
-        """Yield changes from now on: rows of all runs, and the metrics, log and findings of `run`."""
+        """Yield events for all later changes: changed rows of all runs, and new metrics, log lines and findings of
+        `run`."""
         rows_before = await self._look()
         changes = None if run is None else await asyncio.to_thread(_News, run)
         yield event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
@@ -57,7 +59,7 @@ class RunEvents:
 
 
 class _News:
-    """Read positions of one reader in a run's files."""
+    """Positions up to which one client has read a run's files."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
@@ -79,7 +81,7 @@ class _News:
 
 
 def _last_line_end(path: Path) -> int:
-    """Return the byte after the last whole line of a file."""
+    """Return the position after the last complete line of a file."""
     try:
         with open_regular(path) as file:
             start = max(0, file.seek(0, 2) - TAIL)

@@ -215,7 +215,7 @@ class ManageRoutes:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Respond 409 if the action in the block is refused."""
+    """Respond with status 409 if the action in the block raises ValueError."""
     try:
         yield
     except ValueError as error:

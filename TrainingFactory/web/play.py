@@ -1,6 +1,6 @@
-"""Routes of the playground: conversations with a model (one worker process each) and tools, saved as datasets. A model
-is a local one, or behind an endpoint that the user named outside of the browser: at the page's start, or in a file of
-the working directory. So no address from a browser gets a request or a key."""
+"""Routes of the playground: conversations with a model (one worker process each) and tools, saved as datasets. The
+model is local, or behind an endpoint that the user named outside of the browser: when starting the UI, or in a file of
+the working directory. This way no address from a browser receives a request or an API key."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class PlayRoutes:
         return PlayChoices(models=models, environments=environments)
 
     def _endpoint_names(self) -> list[str]:
-        """Return the endpoints named at the start and the files of the working directory, each once."""
+        """Return the endpoints named when the UI was started and the endpoint files of the working directory, without
+        duplicates."""
         return list(dict.fromkeys([*self._endpoints, *(str(path) for path in endpoint_files(Path()))]))
 
     async def begin(self, request: ConversationRequest) -> OpenedConversation:
@@ -158,7 +159,7 @@ class PlayRoutes:
         return SavedRow(path=str(path), rows=count, command=command)
 
     def _spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
-        """Return the file of an endpoint's paid replies; None for a local model."""
+        """Return the file in which an endpoint's paid replies are logged; None for a local model."""
         if next(row["what"] for row in rows if row["name"] == model).partition(",")[0] != ENDPOINT:
             return None
         return self._spending.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
@@ -170,7 +171,8 @@ class PlayRoutes:
 
 
 def _endpoint_row(name: str) -> Json:
-    """Describe an endpoint with the address that gets the key; the name of the key's variable, never the key."""
+    """Return the list row of an endpoint. It shows the host that receives the API key, and the name of the key's
+    variable, never the key."""
     try:
         endpoint = find_endpoint(name).endpoint()
         about = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"

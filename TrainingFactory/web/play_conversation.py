@@ -1,5 +1,5 @@
-"""A conversation of the playground with its environment, tools and reward; `play_local.py` and `play_endpoint.py` have
-the models that answer."""
+"""A conversation of the playground with its environment, tools and reward. The models that answer are in
+`play_local.py` and `play_endpoint.py`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ COMPUTED_REWARDS = ("environment", "rule_based", "function")  # others need a mo
 
 
 class PlayConversation(ABC):
-    """A conversation's environment, tools and reward. A subclass has the model that answers."""
+    """The environment, tools and reward of a playground conversation. A subclass adds the model that answers."""
 
     def __init__(self, chat: ChatFormat, config: TrainingConfig) -> None:
         self.chat, self.config = chat, config
@@ -66,17 +66,18 @@ class PlayConversation(ABC):
 
     @abstractmethod
     def description(self) -> JobArguments:
-        """Return what the page shows about the model when the conversation begins."""
+        """Return the facts about the model that the page shows when the conversation begins."""
 
     @abstractmethod
     async def begin_answer(
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> PlayedAnswer:
-        """Return the model's answer to a conversation, to be played."""
+        """Return a new, not yet played answer of the model to a conversation."""
 
     @abstractmethod
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
-        """Keep what later answers reuse; return what the page shows about the answer."""
+        """Store the parts of a finished answer that later answers reuse; return the facts about it that the page
+        shows."""
 
     async def open(self, task: str | None) -> None:
         if self.config.environment.command is not None:
@@ -124,7 +125,8 @@ class PlayConversation(ABC):
             raise as_value_error(error) from error
 
     async def at(self, messages: list[Message]) -> bool:
-        """Restart the environment if the conversation was edited; return whether earlier tool calls are lost."""
+        """Restart the environment if the user edited the conversation; return whether the effects of earlier tool calls
+        are lost."""
         if self.environment is not None and messages[: len(self.seen)] == self.seen:
             return False
         await self.renew()
@@ -175,7 +177,7 @@ class PlayConversation(ABC):
         return scored.reward, None
 
     def _episode(self) -> tuple[list[Message], list[Turn]]:
-        """Return the conversation as an episode: what the user said is a reply to the turn before it."""
+        """Return the conversation as an episode. A user message becomes a reply to the turn before it."""
         prompt, turns = list[Message](), list[Turn]()
         for number, message in enumerate(self.seen):
             if message.role == "assistant":
@@ -199,16 +201,17 @@ class PlayConversation(ABC):
 
 
 class PlayedAnswer(EpisodeRun):
-    """An answer: turns until one calls no tool. Reports each turn and its results; ends when the file `stop` exists."""
+    """An answer of the model: turns until one calls no tool. Each turn and its tool results are reported to the page.
+    The answer ends when the file `stop` exists."""
 
     is_interruptible = True  # whether a stop cancels at once
 
     def listen(self, arguments: JobArguments, tell: ProgressCallback) -> None:
-        """Report to `tell`, and end at the stop file of the arguments."""
+        """Report progress to `tell` from now on, and end when the stop file of the arguments exists."""
         self.tell, self.stop = tell, Path(arguments["stop"])
 
     async def until_stopped(self) -> bool:
-        """Play the turns; return whether the user stopped."""
+        """Play the turns; return whether the user stopped the answer."""
         work = asyncio.ensure_future(self.play())
         while not work.done():
             await asyncio.wait({work}, timeout=STOP_POLL_SECONDS)
@@ -218,7 +221,7 @@ class PlayedAnswer(EpisodeRun):
         return work.cancelled() or work.result() is not None or self.stop.exists()
 
     async def score(self, prompt: list[Message], turns: list[Turn]) -> Trajectory:
-        """Return the whole conversation with its reward."""
+        """Score the whole conversation with the answer and return it as an episode."""
         answer = self.trajectory
         self.trajectory = whole = replace(answer, prompt=prompt, turns=turns)
         try:
@@ -236,7 +239,7 @@ class PlayedAnswer(EpisodeRun):
 
 
 def _result_view(result: ToolResult) -> JobArguments:
-    """Return a result as JSON, with its images in the content, as in messages."""
+    """Return a tool result as JSON. Its images are part of the content, as in messages."""
     content = openai_content(Message("tool", result.content, images=result.images))
     return asdict(replace(result, images=[])) | {"content": content}
 

@@ -34,7 +34,7 @@ _samplers: dict[str, EndpointSampler] = {}  # endpoint -> its client, which all 
 
 
 class EndpointConversation(PlayConversation):
-    """A conversation with a model behind an endpoint, whose spending is logged in the file of the arguments."""
+    """A conversation with a model behind an endpoint. Its spending is logged in the file named by the arguments."""
 
     def __init__(self, arguments: JobArguments) -> None:
         super().__init__(TextFormat(), config_of(arguments))
@@ -42,7 +42,8 @@ class EndpointConversation(PlayConversation):
         self._originals = dict[tuple[int, str], Any]()  # by position and message
 
     async def sampler(self) -> EndpointSampler:
-        """Return the client. Its options are read again, so that a raised budget holds from the next answer."""
+        """Return the endpoint's client. Its options are read again each time, so that a raised budget applies from the
+        next answer on."""
         settings, sampler = find_endpoint(self._name), _samplers.get(self._name)
         if sampler is None or sampler.settings != settings:
             spent = self._log.usage(settings.budget)
@@ -94,7 +95,8 @@ class EndpointConversation(PlayConversation):
 
 
 class EndpointAnswer(PlayedAnswer, EndpointRun):
-    """An answer of an endpoint. An error of the endpoint ends it and keeps its turns."""
+    """An answer of a model behind an endpoint. An error of the endpoint ends the answer; its finished turns are
+    kept."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
 
 
 def _spending(sampler: EndpointSampler) -> JobArguments:
-    """Return what all conversations with the endpoint have paid, and the limits of its budget."""
+    """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
     usages, budget = sampler.client.counted_usage, sampler.settings.budget
     total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
     total["cost"] = total["cost"] if budget.priced else None

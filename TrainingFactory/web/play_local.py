@@ -19,7 +19,7 @@ MAX_KEPT_TURNS = 400  # maximum sampled turns of a conversation whose tokens are
 
 
 class LocalConversation(PlayConversation):
-    """A conversation with a loaded model, and the tokens of its turns."""
+    """A conversation with a model loaded in this process, with the sampled tokens of its turns."""
 
     def __init__(self, served: ServedModel, arguments: JobArguments) -> None:
         super().__init__(served.chat, config_of(arguments))
@@ -57,7 +57,7 @@ class LocalConversation(PlayConversation):
 
 
 class LocalAnswer(PlayedAnswer):
-    """An answer from an existing prompt. Reports each piece as it is sampled."""
+    """An answer of a local model to a rendered prompt. Reports each piece of a turn as soon as it is sampled."""
 
     def __init__(
         self, playing: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
@@ -78,7 +78,7 @@ class LocalAnswer(PlayedAnswer):
     async def _sample_completion(
         self, ids: list[int], number: int, max_tokens: int | None = None
     ) -> Completion:
-        """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
+        """Sample a turn in pieces and report each piece. The pieces give the same tokens as one call."""
         whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
         while whole.finish == "length" and len(whole.token_ids) < most:
             piece = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, most - len(whole.token_ids)))

@@ -25,7 +25,7 @@ _open: OrderedDict[str, PlayConversation] = OrderedDict()
 
 @lru_cache(1)
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of this process, which engines, servers and environments use across jobs."""
+    """Return the event loop that engines, servers and environments of this process share across jobs."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="play", daemon=True).start()
     return loop
@@ -73,7 +73,7 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
 
 
 async def _playing(arguments: JobArguments) -> PlayConversation:
-    """Return the open conversation, or open it if this process does not have it."""
+    """Return the conversation of a job. Open it if it is not open in this process."""
     if (playing := _open.get(arguments["id"])) is None:
         playing = await _conversation(arguments)
         await playing.open(arguments["task"])

@@ -1,4 +1,5 @@
-"""Worker processes for jobs that need a model. They keep torch out of the server's process and isolate failures."""
+"""Worker processes for jobs that need a model. They keep torch out of the server's process and isolate the server from
+failures."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ MOST = 4  # maximum processes; beyond it, the least recently used idle ones are 
 
 
 class Pool:
-    """One process per kind of job: `credit`, `check`, `promote`, `play:MODEL`. The first job starts it."""
+    """Worker processes, one for each kind of job: `credit`, `check`, `promote`, `play:MODEL`. The first job of a kind
+    starts its process."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -52,8 +54,9 @@ class Pool:
     async def events(
         self, kind: str, job: str, arguments: dict[str, Any], leave: Callable[[], None] | None = None
     ) -> Events:
-        """Yield a job's progress messages as events `told`, and its result as the event `done`. If the listener
-        disconnects, call `leave` to end the job; without `leave`, kill its process."""
+        """Run a job; yield each of its progress messages as a server-sent event named `told`, then its result as an
+        event named `done`. If the client disconnects, call `leave` to end the job; without `leave`, kill the job's
+        process."""
         messages: asyncio.Queue[Any] = asyncio.Queue()
         work = asyncio.create_task(self.ask(kind, job, arguments, messages.put_nowait))
         work.add_done_callback(lambda _: messages.put_nowait(None))

@@ -63,7 +63,8 @@ async def resume(run: RunFolder) -> str:
 
 
 async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool]) -> None:
-    """Start a command and wait until it has begun; raise ApiError with the end of its output if it exits before."""
+    """Start a command and wait until `has_begun` returns true. If the command exits before, raise ApiError with the end
+    of its output."""
     # Keep the file open: it may be deleted together with a run that fails to start.
     with open_regular(log, "a+b") as output:
         log_size = output.tell()
@@ -96,8 +97,9 @@ def end_of_output(output: bytes) -> str:
 
 
 def stop_runs(stopping: Collection[int]) -> int:
-    """Stop the runs that this server started, each with a checkpoint; return how many were running. Processes with ids
-    in `stopping` have been signalled already: a second signal would end them without a checkpoint."""
+    """Stop the runs that this server started; each saves a checkpoint first. Return how many were running. Processes
+    with ids in `stopping` have been signalled already and are not signalled again, because a second signal would end
+    them without a checkpoint."""
     running = [process for process in _processes if process.poll() is None]
     for process in running:
         if process.pid not in stopping:

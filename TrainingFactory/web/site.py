@@ -56,7 +56,7 @@ class RunAction(BaseModel):
 class Page:
     """The web UI over the folder of runs `runs`. `token` must be sent with every request; None: no authentication.
     `endpoints` are names of model endpoints that the playground may use. Each further part of the UI is a module that
-    adds its routes here."""
+    adds its own routes to this page's `site`."""
 
     def __init__(self, runs: Path, host: str, token: str | None, endpoints: Sequence[str] = ()) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
@@ -95,7 +95,7 @@ class Page:
         self.site.add_files()
 
     async def serve(self, bound: socket, server: Any) -> None:
-        """Serve until Ctrl-C or SIGTERM, then end the worker processes; runs continue."""
+        """Serve the UI until Ctrl-C or SIGTERM, then end the worker processes. Runs continue."""
         self.live.stopping = lambda: server.should_exit
         # read the runs before the first request needs them
         reading = asyncio.create_task(asyncio.to_thread(self.runs.rows))
@@ -106,7 +106,7 @@ class Page:
             await self.pool.close()
 
     def stop_runs(self) -> int:
-        """Stop the runs that this server started, each with a checkpoint; return how many were running."""
+        """Stop the runs that this server started; each saves a checkpoint first. Return how many were running."""
         return processes.stop_runs({process.pid for process in self._stopped})
 
     def find(self, name: str) -> RunFolder:

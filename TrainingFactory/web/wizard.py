@@ -108,7 +108,8 @@ class WizardRoutes:
         return servers, [f"{dotted(key)} {text}" for key, _ in secrets_in(data)]
 
     def _place(self, text: str) -> Path:
-        """Return the folder for a text, named by its digest: it is saved once, and no path comes from the browser."""
+        """Return the folder in which a pasted text is saved. The folder is named by the text's digest, so that the same
+        text is saved only once, and no path comes from the browser."""
         return self._folder / hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
     def _save(self, text: str, name: str) -> Path:
@@ -119,7 +120,8 @@ class WizardRoutes:
 
 
 def _shown(server: ServerConfig) -> Json:
-    """Describe in full what would be started or connected to; values from environment variables appear as ${NAME}."""
+    """Return the full description of the command or URL that a server entry would start or connect to. Values from
+    environment variables appear as ${NAME}."""
 
     def plain(text: str) -> str:
         for name, value in server.filled.items():

@@ -25,7 +25,8 @@ JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
 def answer(request: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
-    """Run a job; return a user's mistake as its error text."""
+    """Run a job and return its result. ValueError and OSError, which are usually a user's mistake, are returned as an
+    error text."""
     try:
         return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], report)}
     except (ValueError, OSError) as error:

@@ -1,7 +1,9 @@
-"""The interface of an API dialect, and what the dialects share: validation of bodies, roles, streamed text.
+"""The interface of an API dialect, and the code that all dialects share: validation of bodies, roles, streamed text.
 
-A dialect converts a body to a `ParsedRequest`, and sampled choices to a response or to the events of a stream. Its
-answers, sent back as history, convert to the same messages, so that sampling continues from the sampled tokens."""
+A dialect converts a request body to a `ParsedRequest`, and sampled choices to a response or to the events of a stream.
+If a client sends its answers back as history, they convert to the same messages, so that sampling continues from the
+sampled tokens.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +149,7 @@ class LenientBody(BaseModel):
 
     @classmethod
     def _field_name(cls, name: str) -> str:
-        """Return the name of the field that a client calls `name`."""
+        """Return the name of the model's field for the key `name` in a client's JSON."""
         return name
 
 
@@ -230,13 +232,13 @@ def merge_messages(messages: Iterable[Message]) -> Iterator[Message]:
 
 
 class SentText:
-    """Position of a stream in a choice's reasoning and content."""
+    """The reasoning and content of a choice that a stream has already sent."""
 
     def __init__(self) -> None:
         self._sent = {"reasoning": "", "content": ""}
 
     def new_text(self, message: Message) -> Iterator[tuple[str, str]]:
-        """Yield "reasoning" or "content" with its text that has not been sent yet."""
+        """Yield "reasoning" or "content", with the part of that text that has not been sent yet."""
         for kind, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
             if len(text) > len(self._sent[kind]):
                 yield kind, text[len(self._sent[kind]) :]

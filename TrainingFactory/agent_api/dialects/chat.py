@@ -42,7 +42,8 @@ DELTA_FIELDS = {"reasoning": "reasoning_content", "content": "content"}
 class _Row(StrictBody):
     @classmethod
     def _is_set(cls, name: str, value: Any) -> bool:
-        """Also drop unknown fields with empty values, because clients send many of them."""
+        """Return whether to keep a field. Unknown fields with empty values are dropped too, because clients send many
+        of them."""
         return bool(value) or (value is not None and name in cls.model_fields)
 
 

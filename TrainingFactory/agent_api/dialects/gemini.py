@@ -396,7 +396,7 @@ def _is_image(inline_data: dict[str, Any]) -> bool:
 
 
 def _check_supported(part: _Part, param: str) -> None:
-    """Raise ApiError, unless the part is only a thought's signature."""
+    """Raise ApiError for a part of an unsupported kind. A part with only a thought's signature is accepted."""
     kind = next((name for name in part.model_fields_set if name != "thought_signature"), None)
     if kind is not None or part.thought_signature is None:
         raise unsupported(param, kind or "an empty part", PARTS)

@@ -265,7 +265,8 @@ def _event(fields: dict[str, Any]) -> StreamEvent:
 
 
 def _logprobs(kind: str, choice: SampledChoice | None) -> dict[str, Any]:
-    """Return the field `logprobs` of the parts and events of a message; others have none."""
+    """Return the field `logprobs` for the parts and events of a message; empty for reasoning, which has no such
+    field."""
     if kind == "reasoning":
         return {}
     rows = [] if choice is None or choice.logprobs is None else choice.logprobs["content"]

@@ -13,7 +13,7 @@ from TrainingFactory.agent_api.dialects.responses import ResponsesDialect
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """An address that takes requests of a dialect. `stream` is None if the body says whether the answer is a stream.
+    """A URL path that takes requests of a dialect. `stream` is None if the body says whether the answer is a stream.
     With `counts`, the answer is the number of tokens of the prompt."""
 
     path: str

@@ -1,4 +1,4 @@
-"""A client's request for a sampled turn in the package's own types, whichever API dialect it was written in."""
+"""A client's request for a sampled turn in types of this package, which are the same for all API dialects."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def load_body(body: bytes, messages_field: str, context: int) -> Any:
 
 
 def sampling_params(defaults: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
-    """Return the sampling parameters of a request; `defaults` are those that a client may omit."""
+    """Return the sampling parameters of a request; `defaults` apply to parameters that the client omits."""
     values = {name: settings[name] for name in SAMPLING_FIELDS if name in settings}
     # Below the minimum, only the most likely token remains in any case.
     values["top_p"] = max(values.get("top_p", defaults.top_p), MIN_TOP_P)

@@ -20,7 +20,7 @@ REPLACEMENT_CHARACTER = "\ufffd"  # decoded in place of a character with missing
 
 @dataclass(slots=True)
 class StopMatch:
-    """The position of a stop string."""
+    """The position of a stop string in the text and tokens of a turn."""
 
     start: int  # index in the text
     tokens: int  # number of tokens up to and including the stop string
@@ -60,7 +60,7 @@ class TurnReader:
         return Message("assistant", "" if self._tools else content.strip(), reasoning=reasoning)
 
     def _split(self, text: str) -> tuple[str | None, str]:
-        """Return reasoning (None if there is none) and content of a text."""
+        """Split a turn's text into reasoning (None if there is none) and content."""
         if self._chat.family.read_turn is not None:  # a turn of several messages
             parsed = self._chat.family.read_turn(text, ())
             return parsed.reasoning, parsed.content
@@ -103,7 +103,7 @@ class TurnReader:
 
 
 def _without_partial_marker(text: str, markers: Sequence[str]) -> str:
-    """Return the text without an end that may be the beginning of a marker or of a character."""
+    """Remove the end of a text if it may be the beginning of a marker, or of a character of several tokens."""
     text = text.rstrip(REPLACEMENT_CHARACTER)
     sizes = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]
     return text[: len(text) - max(sizes, default=0)]

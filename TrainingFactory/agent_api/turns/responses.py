@@ -44,7 +44,7 @@ class EventWriter(ABC):
 
     @abstractmethod
     def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
-        """Return the events for the text of choice `index` that is new since the last call."""
+        """Return the events for the text of choice `index` that was sampled since the last call."""
 
     @abstractmethod
     def finish(self, index: int, choice: SampledChoice) -> Iterable[StreamEvent]:
@@ -67,7 +67,8 @@ async def sample_choice(
     params: SamplingParams,
     on_partial: OnPartial | None,
 ) -> tuple[SampledChoice, Completion]:
-    """Sample one turn. Return it as the client sees it, and its tokens, up to and including a stop string."""
+    """Sample one turn. Return the choice that the client sees, and the completion with all tokens up to and including a
+    stop string."""
     reader = TurnReader(chat, prompt, request.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
     piece = CHUNK_TOKENS if on_partial is not None or request.stop else request.max_tokens
@@ -114,8 +115,8 @@ async def complete(n: int, choose: ChoiceSampler) -> list[SampledChoice]:
 async def stream(
     n: int, choose: ChoiceSampler, writer: EventWriter, context: AbstractContextManager[Any]
 ) -> AsyncGenerator[bytes, None]:
-    """Sample `n` choices concurrently and yield their events, inside the context `context`. Events that are known at
-    the same time are sent together, because sending costs more than writing. Close the generator."""
+    """Sample `n` choices concurrently and yield their events, inside the context `context`. Events that become known at
+    the same time are sent together, because sending costs more than writing. The caller must close the generator."""
     queue: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
     async def run_choice(number: int) -> None:

@@ -63,7 +63,7 @@ def check_format(
 
 
 def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[ToolSpec]) -> None:
-    """Check each tool's schema, and that a call of it survives being written and parsed."""
+    """Check each tool's schema, and that a call of it is unchanged after the chat format has rendered and parsed it."""
     for spec in specs:
         try:
             check_schema(spec)
@@ -77,7 +77,7 @@ def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[
 
 
 def check_prompts(diagnosis: Diagnosis, chat: TemplateChatFormat, episodes: Sequence[Trajectory]) -> None:
-    """Check that assistant turns inside prompts survive being written and parsed."""
+    """Check that assistant turns inside prompts are unchanged after the chat format has rendered and parsed them."""
     for episode in episodes:
         for message in episode.prompt:
             if message.role == "assistant":
@@ -155,8 +155,8 @@ def check_folding(
     config: TrainingConfig,
     max_length: int,
 ) -> None:
-    """Forecast the rows of an episode that plays all its turns, from the tokens that turns of the dry run added, and
-    check the room above the fold limit."""
+    """Forecast the training rows of an episode that plays all its turns, from the number of tokens that turns of the
+    dry run added. Check how many tokens remain above the fold limit."""
     played = [episode for episode in episodes if episode.turns]
     if not played:
         return

@@ -50,8 +50,8 @@ SEED_OFFSET = 104_729  # added to the config's seed, so that a run does not repl
 
 
 def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
-    """Examine a config, or its model alone if it names no environment, tools or dataset. Leave no files behind and log
-    to no tracker."""
+    """Examine a config, or only its model if it names no environment, tools or dataset. The examination leaves no files
+    behind and logs to no tracker."""
     diagnosis = Diagnosis()
     has_dataset = config.data.dataset is not None
     for text in [*notices(config), *unused_options(config)]:
@@ -80,8 +80,8 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
 
 
 def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
-    """Estimate the memory of a config on a GPU type that this machine need not have, from the shape of its model or of
-    a model of `size`. If it fits, add the step time that `tfactory plan` computes. Load nothing."""
+    """Estimate the memory of a config on a type of GPU, which this machine need not have, from the shape of its model
+    or of a model of `size`. If the config fits, add the step time that `tfactory plan` computes. No model is loaded."""
     available = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     diagnosis = Diagnosis()
     shape = planned_shape(config, size)
@@ -107,7 +107,8 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
 def _estimate_shape(
     shape: ModelShape, max_length: int, config: TrainingConfig, images: ImageUse | None = None
 ) -> dict[str, float]:
-    """Return the bytes of each part, from the model's shape; `max_length` applies where the config sets none."""
+    """Return the bytes of each part of a run, computed from the model's shape. `max_length` applies if the config sets
+    none."""
     length, needs = config.model.max_length or max_length, make_algorithm(config).needs
     return needed(config, shape, shape.held(config), needs, length, shape.tower, images)
 
@@ -264,8 +265,8 @@ class DryRun(Training):
 
 
 def _small(config: TrainingConfig) -> TrainingConfig:
-    """Return the config of a step of two groups and one update; without sampling, of a full batch. Use one learner,
-    because several compute the same and may need machines that are not available yet."""
+    """Return the config reduced to one update on two groups, or without sampling on a full batch. It uses one learner,
+    because several would compute the same and may need machines that are not available yet."""
     training = config.training
     groups = (
         min(DRY_RUN_GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size

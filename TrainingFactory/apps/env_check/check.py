@@ -29,7 +29,8 @@ class CheckResult:
 
 @dataclass(slots=True)
 class EnvironmentReport:
-    """Results of all checks. `figures` are rewards, episodes and episodes per second."""
+    """Results of all checks of an environment. `figures` are its rewards, number of episodes and episodes per
+    second."""
 
     environment: str
     checks: list[CheckResult] = field(default_factory=list)
@@ -128,7 +129,8 @@ class _Check:
     def _check_repeated(
         self, report: EnvironmentReport, first: Sequence[Trajectory], again: Sequence[Trajectory]
     ) -> None:
-        """Compare episodes with a repetition of their messages."""
+        """Check that repeating the messages of the episodes `first` gave the same rewards, first messages, tools and
+        replies in the episodes `again`."""
         pairs = list(zip(first, again, strict=True))
         count = len(pairs)
         different = [a.task.id for a, b in pairs if _total(a) != _total(b)]

@@ -19,7 +19,8 @@ JUNK = "I do not know."
 
 
 class PlayedEpisode(EpisodeRun):
-    """An episode whose turns come from a player. Without a further message it ends with status max_turns."""
+    """An episode whose turns come from a player function instead of a model. If the player has no further message, the
+    episode ends with status max_turns."""
 
     def __init__(self, rules: EpisodeSettings, task: Task, make_player: MakePlayer) -> None:
         trajectory = Trajectory(task, group=f"check/{task.id}")
@@ -56,7 +57,7 @@ def junk(environment: Environment, task: Task) -> Player:
 
 
 def repeat(trajectory: Trajectory) -> MakePlayer:
-    """Return a player that writes the messages of an earlier episode."""
+    """Return a player that repeats the model's messages of an earlier episode."""
     return lambda _, __: _from(iter([turn.message for turn in trajectory.turns]))
 
 

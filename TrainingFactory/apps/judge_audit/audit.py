@@ -90,7 +90,8 @@ async def _table(rows: Sequence[Sequence[Awaitable[float | None]]]) -> Values:
 
 
 def _spent(judge: ModelJudge) -> tuple[int, float]:
-    """Return tokens and cost so far. Cached replies count too, because a run does not profit from the audit's cache."""
+    """Return the judge's tokens and cost so far. Cached replies count too, because a training run cannot use the
+    audit's cache."""
     usage = judge.client.usage
     tokens = usage.input_tokens + usage.output_tokens + usage.cached_tokens
     return tokens, usage.cost + usage.cached_cost
@@ -124,7 +125,7 @@ def _agree(result: Audit, items: Sequence[GoldItem], clean: Values) -> None:
 
 
 def _complete_rows(rows: Values) -> list[list[float]]:
-    """Return the rows without missing verdicts."""
+    """Return the rows in which no verdict is missing."""
     return [[value for value in row if value is not None] for row in rows if None not in row]
 
 
@@ -145,8 +146,8 @@ def _resist(result: Audit, clean: Values, attacked_scores: Values) -> None:
 
 
 def _swap(result: Audit, betters: Sequence[float], ordered_scores: Values) -> None:
-    """Compare both orders of each pair. A row of `ordered_scores` holds the verdicts for the response shown first: in
-    the given order, then swapped."""
+    """Compare the verdicts on both orders of each pair. A row of `ordered_scores` holds the verdicts for the response
+    that is shown first: in the gold file's order, then in swapped order."""
     score_rows = _complete_rows([(better, *row) for better, row in zip(betters, ordered_scores, strict=True)])
     result.pairs = len(score_rows)
     if not score_rows:

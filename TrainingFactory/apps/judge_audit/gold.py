@@ -25,8 +25,8 @@ SUSPICIOUS_SHARE = 0.1  # if all gold scores lie within this share of the range,
 
 @dataclass(slots=True, frozen=True)
 class GoldItem:
-    """One item; `value` is from 0 to 1. `better` compares with `rejected`, a second response: 1 if the first one
-    wins."""
+    """One item of a gold file. `value`, from 0 to 1, rates `trajectory`. `better` compares it with `rejected`, a second
+    response: 1 if `trajectory` wins."""
 
     trajectory: Trajectory
     value: float | None = None
@@ -85,7 +85,7 @@ class GoldRow:
 
 
 def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
-    """Read a gold file, whose scores are in the judge's own range; raise ValueError for an invalid line."""
+    """Read a gold file, whose scores are in the judge's own range. Raise ValueError for an invalid line."""
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
     low, high = (scale.low, scale.high) if isinstance(scale, ScoreVerdict) else (0.0, 1.0)
 

@@ -1,4 +1,5 @@
-"""Statistics of a judge audit. They return None if undefined, such as the correlation with a constant."""
+"""Statistics of a judge audit. A function returns None if its value is undefined, such as the correlation with a
+constant."""
 
 from __future__ import annotations
 

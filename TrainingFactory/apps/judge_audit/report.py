@@ -27,13 +27,14 @@ MOST_ITEMS = 10_000  # do not suggest labelling more items than this
 
 
 def _metric(name: str, number_format: str, meaning: str) -> Any:
-    """Return a field that is shown as a row of the report: its label, format and meaning."""
+    """Return a dataclass field that the report shows as a row with label `name`, format and meaning."""
     return field(default=None, metadata={"row": (name, number_format, meaning)})
 
 
 @dataclass(slots=True)
 class Audit:
-    """Metrics of an audit; None if the gold file lacks the data. `points`: (gold, judge, length in characters)."""
+    """Metrics of a judge audit. A metric is None if the gold file lacks the data for it. `points` holds (gold value,
+    judge's value, length in characters)."""
 
     items: int = 0
     judged: int = 0
@@ -92,7 +93,7 @@ class Audit:
 
     @property
     def kappa_low(self) -> float | None:
-        """Return kappa at the lower bound of the accuracy's interval."""
+        """Return the kappa that corresponds to the lower bound of the accuracy's confidence interval."""
         if self.accuracy_low is None or self.chance is None:
             return None
         return beyond_chance(self.accuracy_low, self.chance)
@@ -135,7 +136,7 @@ def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
 
 
 def verdict_of(audit: Audit) -> str:
-    """Return in words how far the judge can be trusted, and its faults."""
+    """Return a text that says how far the judge can be trusted, and its problems."""
     faults = [*_failures(audit), *_injections(audit), *_biases(audit)]
     if 0 < audit.judged < MIN_ITEMS:
         faults.append(f"with only {audit.judged} items, the metrics are unreliable")
@@ -181,8 +182,8 @@ def _words(kappa: float) -> tuple[float, str]:
 
 
 def _items_for(audit: Audit, target_kappa: float) -> int | None:
-    """Return the number of items that lifts kappa's lower bound to `target_kappa` at this agreement; None if too
-    many."""
+    """Return the number of items that would raise kappa's lower bound to `target_kappa` at the audit's agreement; None
+    if that takes too many items."""
     assert audit.accuracy is not None and audit.chance is not None
     for count in range(audit.judged, MOST_ITEMS):
         low = beyond_chance(
@@ -239,7 +240,8 @@ def _length_bias(audit: Audit) -> float:
 
 
 def injection_works(audit: Audit) -> bool:
-    """Return whether injected texts raise significantly more verdicts (95 %) than the judge's own noise does."""
+    """Return whether injected texts raise significantly more verdicts (95 %) than the judge's noise raises without
+    them."""
     if audit.injection_moved is None:
         return False
     noise = audit.noise_moved or 0.0

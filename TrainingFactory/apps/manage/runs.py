@@ -1,4 +1,4 @@
-"""Deleting and renaming runs, with a check of what else needs their files."""
+"""Deletion and renaming of runs, with a check whether other runs or registered models need their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/J
 
 @dataclass(slots=True)
 class RunReferences:
-    """References to a run. `needed_by` breaks without the run's files; `copies` keep what they need themselves."""
+    """References to a run by other runs and registered models. Those in `needed_by` break without the run's files;
+    those in `copies` have their own copies."""
 
     needed_by: list[str] = field(default_factory=list)  # such as: run rl loads checkpoints/step-000040
     copies: list[str] = field(default_factory=list)  # such as: agent:2 was trained by it
@@ -26,7 +27,7 @@ class RunReferences:
 
 
 def find_references(run: RunFolder, runs: Path) -> RunReferences:
-    """Return what refers to `run` among the runs and registered models of the folder `runs`."""
+    """Return the references to `run` by the runs and registered models of the folder `runs`."""
     references = RunReferences(size=_folder_size(run.path))
     folder = run.path.resolve()
     for other_run in list_runs(runs):
@@ -48,7 +49,7 @@ def find_references(run: RunFolder, runs: Path) -> RunReferences:
 
 def delete_run(run: RunFolder, runs: Path, force: bool = False) -> RunReferences:
     """Delete a run of the folder `runs`. Raise ValueError if it is running or in use, if it is not directly in `runs`,
-    or if another run needs its files and `force` is not set. Return what referred to it."""
+    or if another run needs its files and `force` is not set. Return the references to the run."""
     references = _claim(run, runs, None if force else "deleted")
     try:
         remove_folder(run.path)
@@ -76,8 +77,8 @@ def rename_run(run: RunFolder, name: str, runs: Path) -> RunFolder:
 
 
 def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
-    """Lock a run for an exclusive change; raise ValueError if it must stay. With `action` None, references are no
-    obstacle."""
+    """Lock a run for a change and return the references to it. Raise ValueError if it must not be changed. With
+    `action` None, references do not prevent the change."""
     if run.path.is_symlink() or run.path.resolve().parent != runs.resolve():
         raise ValueError(f"{run.path} is not a folder in {runs}. Name its folder of runs: --runs FOLDER")
     try:
@@ -103,7 +104,8 @@ def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
 
 
 def _is_complete(run: RunFolder) -> bool:
-    """Return whether a run needs none of the files that it was started from: finished, and no adapter over them."""
+    """Return whether a run no longer needs the files that it was started from: it is finished, and its model is not an
+    adapter on top of them."""
     try:
         return run.status.status == "finished" and not run.config.lora.enabled
     except ValueError:  # unreadable: assume that it can be repaired and resumed
@@ -111,7 +113,8 @@ def _is_complete(run: RunFolder) -> bool:
 
 
 def _used_paths(run: RunFolder) -> Iterator[Path]:
-    """Yield the paths in environment.json, which a resumed run loads; not those of its lineage, which is history."""
+    """Yield the paths in environment.json that a resumed run loads. Paths in the run's lineage are skipped, because a
+    resumed run does not load them."""
     try:
         run_info = json.loads(read_whole(run.path / ENVIRONMENT))
     except (OSError, ValueError):

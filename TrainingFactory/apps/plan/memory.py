@@ -48,7 +48,8 @@ def check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
     estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
-    """Report a run's memory on a device, with a finding if it exceeds it; `estimate_other` finds options that fit."""
+    """Report a run's memory on a device, and add a finding if it exceeds the device's memory. `estimate_other` is used
+    to find options that fit."""
     on_gpu = device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     compare_memory(diagnosis, config, needed, available, str(device), estimate_other)
@@ -79,7 +80,8 @@ def compare_memory(
 def _limited_cache(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float
 ) -> dict[str, float]:
-    """Return the KV cache as the memory beside the other parts limits it, and report how many episodes it holds."""
+    """Return the bytes of the KV cache, limited to the memory that the other parts leave. Report how many episodes it
+    holds."""
     if not (full := needed.get("cache", 0.0)):
         return {}
     rest = available - sum(needed.values()) + full
@@ -158,7 +160,8 @@ def format_option(key: str, value: Any) -> str:
 def suggest_options(
     config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda"
 ) -> str:
-    """Return the options to set, for the largest part first; for every part if `needed` is None."""
+    """Return a text with the options that save memory, those for the largest part first. If `needed` is None, it lists
+    the options for every part."""
     needed, options = needed or dict.fromkeys(REDUCING_OPTIONS, 1.0), saving_options(config, device)
     if not config.lora.enabled and config.model.adapter is None:
         options.pop("model.quantization", None)  # trained weights cannot be quantized

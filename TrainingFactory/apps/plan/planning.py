@@ -1,4 +1,5 @@
-"""The planner behind `tfactory plan`: figures with their sources, the costs that follow, and the best split of GPUs."""
+"""The planner behind `tfactory plan`: input figures with their sources, the step time and cost that follow, and the
+best split of GPUs."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class PlanFigure(NamedTuple):
 
 
 def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str]) -> dict[str, PlanFigure]:
-    """Return all figures; the user's file overrides the defaults, and NAME=VALUE in `rates` overrides both."""
+    """Return all input figures of a plan by name. The user's file overrides the defaults, and NAME=VALUE in `rates`
+    overrides both."""
     if gpu not in FIGURES["gpus"]:
         raise ValueError(f"--gpu {gpu} is unknown; choose one of {', '.join(FIGURES['gpus'])}")
     rows = FIGURES["workload"] | FIGURES["gpus"][gpu] | FIGURES["engines"][engine] | FIGURES["figures"]
@@ -203,8 +205,8 @@ class RunPlanner:
         )
 
     def update_seconds(self, learners: int, flops: float, gathered: float) -> float:
-        """Return the seconds of an update: its compute, or FSDP's communication (`gathered` seconds per pack: 16 bits
-        of every weight twice, 32 bits of every gradient), whichever is longer."""
+        """Return the seconds of an update: its compute time, or the time of FSDP's communication if that is longer.
+        `gathered` is the communication time per pack: 16 bits of every weight twice, 32 bits of every gradient."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
         learned_from = 1 - (1 - episodes.taught) ** (self.refill + 1)
         groups, size = training.batch_size * learned_from, self.group_size
@@ -220,7 +222,7 @@ class RunPlanner:
         return max(computed, training.update_epochs * packs * gathered)
 
     def model(self, learners: int, slots: int, max_staleness: int, without: str = "") -> StepModel:
-        """Return the model of a step; the part `without` takes no time."""
+        """Return the step-time model of a plan. The part of a step named `without` counts as taking no time."""
         training, samplers = self.config.training, self.samplers(learners)
         free = dict.fromkeys(STEP_PARTS.get(without, ()), 0.0)
         costs, episodes = self.costs(learners, self.group_size)._replace(**free), self.episodes
@@ -293,7 +295,7 @@ class RunPlanner:
         return steps
 
     def _too_few(self, least: int, learners: int | None) -> str:
-        """Return an error text with the GPUs that are needed and the options that reduce their number."""
+        """Return the error text for too few GPUs: how many are needed, and the options that reduce their number."""
         text = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not suit "
         takes = f"needs {least} or more" if least < 1025 else "does not fit on 1024"
         text += f"{self.shape.name}: the learner {takes} GPUs of {self['gpu_memory_gib']:g} GiB"

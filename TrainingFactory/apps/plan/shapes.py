@@ -50,8 +50,9 @@ BITS = {"none": 16, "8bit": 8, "4bit": 4.5}  # bits per weight of a layer, inclu
 
 
 class ModelShape(NamedTuple):
-    """Dimensions of a model, named as in config.json. `intermediate_size` is the width that a token passes: of all its
-    experts together. The counts are 0 for a dense model, whose dimensions determine them."""
+    """Dimensions of a model, named as in config.json. `intermediate_size` is the MLP width that computes a token; with
+    experts, the total width of all experts that compute it. The counts of weights are 0 for a dense model, because its
+    dimensions determine them."""
 
     name: str
     num_hidden_layers: int
@@ -73,12 +74,13 @@ class ModelShape(NamedTuple):
 
     @property
     def ends(self) -> int:
-        """Return the weights of the embeddings and the output layer."""
+        """Return the number of weights of the embeddings and the output layer."""
         return self.hidden_size * self.vocab_size * (2 - self.tie_word_embeddings)
 
     @property
     def block(self) -> int:
-        """Return the weights of a layer that a token passes, without the norms, a thousandth of them."""
+        """Return the number of weights of a layer that compute a token. Norms, a thousandth of the weights, are not
+        counted."""
         if self.total:
             return (self.active - self.ends) // self.num_hidden_layers
         heads = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
@@ -90,19 +92,19 @@ class ModelShape(NamedTuple):
 
     @property
     def computed(self) -> int:
-        """Return the weights that a token passes."""
+        """Return the number of weights that compute a token."""
         return self.active or self.params
 
     def adapter(self, rank: int, experts: bool | None = None) -> int:
-        """Return the number of weights of a LoRA adapter on all linear layers, and on `experts`:
-        rank x (inputs + outputs) of each."""
+        """Return the number of weights of a LoRA adapter on all linear layers: rank x (inputs + outputs) for each.
+        `experts`: whether it includes the experts."""
         if self.total:
             with_experts = self.all_linear_has_experts if experts is None else experts
             return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)
         return self.num_hidden_layers * rank * (self.block // self.hidden_size + 7 * self.hidden_size)
 
     def held(self, config: TrainingConfig) -> WeightCounts:
-        """Return the weight counts of a config on a GPU: all weights trained, or a LoRA adapter."""
+        """Return the counts of weights that a GPU holds for a config that trains all weights or a LoRA adapter."""
         # Quantization leaves fused experts as they are.
         quantized = self.computed if self.active < self.total else self.params
         bits, layers = BITS[config.model.quantization], max(0, quantized - self.ends)
@@ -195,8 +197,8 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
 
 
 def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
-    """Return the shape of a config's model, without its tower unless the run sees images. Environments and data, which
-    may show images, are not loaded, so `model.vision` decides."""
+    """Return the shape of a config's model. The vision tower is included if `model.vision` is set or the model is the
+    built-in vision-language model. Environments and data, which may contain images, are not loaded."""
     shape = find_shape(config.model.name, size)
     sees = config.model.vision or resolve_model_name(config.model.name) == BUILTIN_VL
     if config.model.vision and shape.tower is None:
@@ -208,14 +210,14 @@ def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
 
 
 def _recurrence(text: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
-    """Return the layer types of a hybrid and the sizes of its recurrent layers; neither for other models."""
+    """Return the layer types of a hybrid model and the sizes of its recurrent layers; empty values for other models."""
     if not recurrent_layers(text):
         return (), RecurrentSizes()
     return tuple(text.layer_types), recurrent_layer(text, 2)
 
 
 def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
-    """Return the shape of a loaded model's config; None if its dimensions are not known."""
+    """Return the shape of a dense model from its config; None if its dimensions are not known."""
     try:
         return _read(name, config)
     except ValueError:
@@ -257,8 +259,9 @@ def learner_bytes(
 
 
 def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dict[str, float]:
-    """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. A hybrid's
-    states are those of the native engine: of each row, of its snapshots, and one for padding."""
+    """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. The
+    recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
+    one row for padding."""
     parts = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
     if recurrent_layers(shape):
         parts["states"] = state_bytes(shape, rows, 2) / gpus

@@ -43,9 +43,9 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class StepModel:
-    """A step: `groups` groups of `group_size` episodes on `samplers` engines with `slots` slots each, then the
-    learner's part. A step waits for its last episode, so the expected maximum of the durations counts, not the mean. Up
-    to `1 + max_staleness` steps overlap."""
+    """A step: sampling `groups` groups of `group_size` episodes on `samplers` engines with `slots` slots each, then the
+    learner's part. A step waits for its last episode, so its time depends on the expected maximum of the episodes'
+    durations, not on their mean. Up to `1 + max_staleness` steps overlap."""
 
     episodes: Workload
     costs: Costs
@@ -69,8 +69,8 @@ class StepModel:
     def seconds(self) -> float:
         """Return the seconds of a step.
 
-        The more rows decode concurrently, the longer an episode takes; by Little's law the number of rows in turn is
-        episodes x seconds of decoding / seconds of sampling. Both are iterated to a fixed point.
+        An episode takes longer if more rows decode concurrently. By Little's law the number of concurrently decoding
+        rows is episodes x seconds of decoding / seconds of sampling. Both values are iterated to a fixed point.
         """
         count, costs, depth = self.count / self.samplers, self.costs, 1 + self.max_staleness
         running = max(1.0, min(self.slots, depth * count))  # episodes of a sampler at a time
@@ -93,7 +93,7 @@ class StepModel:
         return step
 
     def _busy(self, rows: float, pushes: float) -> Array:
-        """Return the seconds of each episode in its sampler while `rows` episodes decode concurrently."""
+        """Return the seconds that each episode spends in its sampler while `rows` episodes decode concurrently."""
         costs = self.costs
         blocked = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
         return self.episodes.sampled * costs.decode(rows) + rows * blocked
@@ -109,9 +109,9 @@ class StepModel:
         return seconds
 
     def _ahead(self, sampling: float, work: float) -> float:
-        """Return the seconds of a step with overlapping sampling and learning. Latency: a step's episodes and its
-        learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one step. On a shared
-        device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
+        """Return the seconds of a step if sampling and learning overlap: the larger of two bounds. Latency: a step's
+        episodes and its learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one
+        step. On a shared device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
         depth, costs = 1 + self.max_staleness, self.costs
         learning = costs.learner - costs.load
         both = min(work / costs.sampler_overlap, learning / costs.learner_overlap)

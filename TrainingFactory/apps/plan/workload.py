@@ -1,4 +1,5 @@
-"""The episodes of a planned step: lengths, turns and latencies, from distributions or from a recorded run."""
+"""The episodes of a planned step: their lengths, turns and latencies, drawn from distributions or taken from a recorded
+run."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ DRAWS = 4000  # episodes drawn for a workload that is given by distributions
 
 
 class Distribution(NamedTuple):
-    """A constant, an exponential or a lognormal quantity; `mean` is its mean in all three cases."""
+    """A constant value, or an exponential or lognormal distribution; `mean` is the mean in all three cases."""
 
     kind: str
     mean: float
@@ -49,8 +50,8 @@ def parse_distribution(text: str) -> Distribution:
 
 
 class Workload(NamedTuple):
-    """Workload of a step; every array has one entry per episode. A plan only uses means, and the expected maximum of N
-    durations."""
+    """The episodes of a planned step; every array has one entry per episode. A plan uses only means and the expected
+    maximum of N durations."""
 
     prompt: float  # mean tokens of a task's prompt
     turns: Array
@@ -105,7 +106,7 @@ def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_token
 
 
 def workload_from_run(run: RunFolder, tool: Distribution | None = None) -> Workload:
-    """Return the episodes of a run; tool calls take the recorded time unless `tool` replaces it."""
+    """Return the workload of a run's recorded episodes. Tool calls take the recorded time unless `tool` replaces it."""
     path, groups = run.path / TRAJECTORIES, dict[str, list[Trajectory]]()
     for trajectory in load_trajectories(path, growing=True) if path.is_file() else []:
         if trajectory.turns:
@@ -121,7 +122,7 @@ def workload_from_run(run: RunFolder, tool: Distribution | None = None) -> Workl
 def workload_from_groups(
     groups: list[list[Trajectory]], reward: float = 0.0, tool: Distribution | None = None
 ) -> Workload:
-    """Convert recorded groups; tool calls of one turn count as parallel."""
+    """Return the workload of recorded groups. Tool calls of one turn count as parallel."""
     episodes = [episode for group in groups for episode in group]
     prompts = np.array([len(episode.turns[0].prompt_ids) for episode in episodes], float)
     sampled = [sum(len(turn.completion.token_ids) for turn in episode.turns) for episode in episodes]
@@ -158,8 +159,9 @@ def _image_tokens(ids: Sequence[int]) -> int:
 
 
 def fork_factor(branching: BranchingSection, turns: Array, group_size: int) -> float:
-    """Return the turns of a group with forks over those without. Turns of high entropy, and those that a function
-    chooses, are unknown: all turns count, as with `at: tool_result`. `max_tokens` is not considered."""
+    """Return the ratio of a group's turns with forks to its turns without. For forks at turns of high entropy or at
+    turns that a function chooses, these turns are unknown, so all turns count, as with `at: tool_result`. `max_tokens`
+    is not considered."""
     most = math.inf if branching.max_episodes is None else max(1.0, branching.max_episodes / group_size)
     total = 0.0
     for num_turns in turns.astype(int).tolist():

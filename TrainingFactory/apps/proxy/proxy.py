@@ -44,7 +44,7 @@ class EpisodeRequest(BaseModel):
 
 
 class RemoteEpisode(SelfScoredEpisode):
-    """Episode played by the holder of its key, until a reward is posted."""
+    """An episode that the HTTP client with its key plays until it posts a reward."""
 
     async def play(self, calls: EpisodeRequests) -> None:
         await calls.reward_reported.wait()
@@ -54,8 +54,8 @@ class RemoteEpisode(SelfScoredEpisode):
 
 
 class Proxy:
-    """Plays episodes until it is closed, and appends each finished episode to `out`. Requests for another model than
-    `trained_model` are answered and not recorded; None: all are recorded."""
+    """Serves episodes to HTTP clients until it is closed, and appends each finished episode to `out`. Requests for
+    another model than `trained_model` are answered and not recorded; None: all requests are recorded."""
 
     def __init__(
         self, rollouts: RolloutEngine, sampler: Sampler, out: Path, trained_model: str | None = None
@@ -126,7 +126,7 @@ async def serve_proxy(
     notify: Callable[[str], None],
     trained_model: str | None = None,
 ) -> Proxy:
-    """Serve until Ctrl-C; return the proxy with its counts of episodes."""
+    """Serve the proxy until Ctrl-C; return it, with its counts of episodes."""
     config = with_resolved_model(resolve_ids(config, notify))
     async with AsyncExitStack() as stack:
         await join_cluster(config, stack)

@@ -43,7 +43,7 @@ NOTES: dict[Measure, str] = {
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """Smallest run of sampled tokens that decodes to whole characters: nearly always one token."""
+    """The smallest run of sampled tokens that decodes to whole characters; nearly always one token."""
 
     text: str
     token_ids: list[int]
@@ -72,7 +72,7 @@ class TurnCredit:
         return [value for piece in self.pieces for value in piece.values]
 
     def summary(self, measure: Measure) -> list[str]:
-        """Return texts such as `step reward +0.50`, `advantage +0.83`."""
+        """Return the labels of a turn, such as `step reward +0.50` and `advantage +0.83`."""
         values, text = self.values, "not trained"
         if values and measure == "reward":
             text = f"reward {sum(values):+.2f}"
@@ -91,7 +91,7 @@ class EpisodeCredit:
 
     @property
     def total(self) -> float | None:
-        """Total reward that the algorithm sees; None if the episode was not scored."""
+        """Total reward of the episode as the algorithm counts it; None if the episode was not scored."""
         if (reward := self.trajectory.reward) is None:
             return None
         return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG_PENALTY, 0.0)
@@ -99,7 +99,7 @@ class EpisodeCredit:
 
 @dataclass(slots=True, frozen=True)
 class GroupCredit:
-    """Episodes whose rewards were compared with each other."""
+    """A group: episodes whose rewards the algorithm compared with each other."""
 
     name: str
     episodes: list[EpisodeCredit]
@@ -118,7 +118,7 @@ class GroupCredit:
 
     @property
     def overview(self) -> list[str]:
-        """Cells of the group's row in the overview table, in the order of `Credit.columns`."""
+        """Texts of the group's row in the overview table, in the order of `Credit.columns`."""
         low, high = min(self.totals, default=None), max(self.totals, default=None)
         rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
         num_trained = sum(episode.left_out is None for episode in self.episodes)
@@ -210,7 +210,7 @@ def decode_pieces(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[in
 
 
 def _write_advantages(rows: Sequence[Sample], algorithm: Algorithm) -> None:
-    """Write the advantages that the algorithm computes over all rows into the rows, if that needs no model."""
+    """Store in the rows the advantages that the algorithm computes over all of them, unless that needs a model."""
     if not isinstance(algorithm, GRPO | RFT):
         return
     batch = make_batch(rows, UNLIMITED_TOKENS, sharing=False)
@@ -226,8 +226,8 @@ def _write_advantages(rows: Sequence[Sample], algorithm: Algorithm) -> None:
 def _group_rows(
     group: Sequence[Trajectory], rows: Sequence[Sample], reasons: Sequence[str | None]
 ) -> dict[int, list[Sample]]:
-    """Return the rows of each episode, by its index in the group. Rows are in the order of the episodes, which
-    distinguishes episodes with the same tokens."""
+    """Return the rows of each episode, by its index in the group. Rows are matched in the order of the episodes,
+    because different episodes may have the same tokens."""
     rows_by_episode, next_row = {}, 0
     for index, trajectory in enumerate(group):
         tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[index] is None else []

@@ -15,8 +15,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: object) -> str:
-    """Render a template; escape HTML in the values and write out control characters. A template shows messages with
-    their images by `images.shown`."""
+    """Render a template. HTML in the values is escaped, and control characters are written out. Templates show messages
+    with their images by calling `images.shown`."""
     return _environment().get_template(template).render(values, images=EmbeddedImages())
 
 

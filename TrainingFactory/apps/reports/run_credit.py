@@ -35,8 +35,9 @@ def run_credit(
 def select_episodes(
     credit: Credit, groups: Sequence[GroupCredit], best: int | None, worst: int | None
 ) -> list[GroupCredit]:
-    """Keep the `best` and the `worst` scored episodes of each group, in their order; all if both are None. A group
-    without scored episodes is kept whole, to show why. Note in `credit` what was left out."""
+    """Keep the `best` and the `worst` scored episodes of each group in their order; if both are None, keep all. A group
+    without scored episodes is kept whole, so that the page shows why none is scored. Add notes about omitted episodes
+    to `credit`."""
     if best is None and worst is None:
         return list(groups)
     scored_groups = [group for group in groups if group.totals]
@@ -70,7 +71,8 @@ def credit_title(run: RunFolder, step: int) -> str:
 
 
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
-    """Return `step`, or (None) the last step with `task`; raise ValueError if it has no episodes of it."""
+    """Return `step`; if it is None, the last step with `task`. Raise ValueError if the step has no episodes of the
+    task."""
     config, tasks = run.config, run.consumed()
     name = config.training.algorithm
     if not KINDS[name].samples:

@@ -49,7 +49,7 @@ class Content(BaseModel):
     parts: list[ContentPart] = Field(default_factory=list)
 
     def messages(self, is_response: bool = False) -> list[Message]:
-        """Return the messages that the content holds: results of tools are messages of their own."""
+        """Return the messages in the content. Each tool result becomes a message of its own."""
         results = [part.functionResponse for part in self.parts if part.functionResponse is not None]
         calls = [part.functionCall for part in self.parts if part.functionCall is not None]
         text = "".join(part.text for part in self.parts if not part.thought)
@@ -71,7 +71,8 @@ class ScoringRequest(BaseModel):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     def trajectory(self) -> Trajectory:
-        """Return the response as an episode of one turn. Its answer is the reference `answer`, or the only one."""
+        """Return the response as an episode of one turn. The task's answer is the reference named `answer`, or the only
+        reference."""
         references = self.example.references
         answer = references.get(ANSWER, next(iter(references.values())) if len(references) == 1 else None)
         system = self.example.systemInstruction

@@ -70,7 +70,7 @@ def follow_alias(
 
 @dataclass(slots=True)
 class Follower:
-    """Polls an alias, switches versions, and releases the memory of replaced ones."""
+    """Polls an alias, switches the server to the alias's version, and releases the memory of replaced versions."""
 
     server: ChatServer
     catalogue: Catalogue
@@ -99,7 +99,8 @@ class Follower:
             self._num_loaded, self._was_freed = count, has_freed
 
     def check_alias(self) -> None:
-        """Switch to the alias's version if it has changed; raise if that version cannot be loaded."""
+        """Switch to the alias's version if it is another than the served one; raise if that version cannot be
+        loaded."""
         failed_version, self._failed_version = self._failed_version, ""
         number = self.catalogue.alias(self.model, self.alias)
         if number is None:  # means the newest version; otherwise `get` raises and lists what exists

@@ -39,7 +39,8 @@ from TrainingFactory.types import Message
 
 
 class ChatServer:
-    """Serves requests on one event loop. Samples `slots` choices concurrently; at most `queue` more may wait."""
+    """Serves requests on one event loop. The engine samples `slots` choices concurrently; at most `queue` more may
+    wait."""
 
     def __init__(self, name: str, model: ServedModel, *, queue: int = 256) -> None:
         self.name, self.model, self.queue = name, model, queue
@@ -61,7 +62,7 @@ class ChatServer:
         self.model = model
 
     def finishing(self) -> list[str | None]:
-        """Return the replaced versions that still serve requests."""
+        """Return the replaced model versions that still serve requests."""
         return [model.version for ref in self._finishing_models if (model := ref()) is not None]
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
@@ -146,8 +147,8 @@ class ChatServer:
     async def _fold(
         self, model: ServedModel, folding: Folding, request: ParsedRequest, prompt: list[int]
     ) -> list[int]:
-        """Return the prompt of the folded conversation and note it in the request. Return `prompt` if
-        no turn can be folded."""
+        """Fold the conversation of a request and return its new prompt; note the kind of folding in the request. Return
+        `prompt` if no turn can be folded."""
         context = Context.of_messages(request.messages)
         if not context.turns:
             return prompt

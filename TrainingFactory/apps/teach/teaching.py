@@ -47,7 +47,7 @@ Notify = Callable[[str], None]
 
 @dataclass(slots=True, frozen=True)
 class Selection:
-    """The episodes that become rows. `rft` rows are `sft` rows without duplicates."""
+    """Selects the episodes that become training rows. `rft` rows are `sft` rows without duplicates."""
 
     form: TeachForm = "sft"
     min_reward: float | None = None  # None: any reward above 0
@@ -75,7 +75,8 @@ class Selection:
 
 
 class Teaching(Rollouts):
-    """Episodes of a teacher in `folder`. Episodes that an earlier run finished are not played again."""
+    """Runs episodes of a teacher and saves them in `folder`. Episodes that an earlier run finished are not played
+    again."""
 
     def __init__(
         self, config: TrainingConfig, settings: EndpointSettings, folder: Path, episodes: int, notify: Notify
@@ -105,11 +106,12 @@ class Teaching(Rollouts):
         return TextFormat(), EndpointSampler(self.settings, self.total_usage(), self._spending.add)
 
     def total_usage(self) -> Usage:
-        """Return what all runs in this folder have paid, at the present prices."""
+        """Return the total paid usage of all runs in this folder, at the current prices."""
         return self._spending.usage(self.settings.budget)
 
     def _check_same_request(self) -> None:
-        """Store teacher and conditions; raise ValueError if the folder has episodes of others."""
+        """Store the teacher and the conditions of its episodes; raise ValueError if the folder has episodes of another
+        teacher or conditions."""
         play_conditions = conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
         request = {
             "teacher": self.settings.model,
@@ -170,7 +172,7 @@ class Teaching(Rollouts):
 
 
 def _earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
-    """Return the scored episodes of earlier runs by digest of the task and member, also of a run that was killed."""
+    """Return the scored episodes of earlier runs, including killed ones, by (digest of the task, member)."""
     episodes: dict[tuple[str, int], Trajectory] = {}
     for path in (folder / EPISODES, folder / f"{EPISODES}.part"):
         for episode in load_trajectories(path, growing=True) if path.is_file() else ():

@@ -1,4 +1,5 @@
-"""The episodes of a group with the credit of every token. Needs torch and a tokenizer: for a worker process."""
+"""The episodes of a group with the credit of every token. It needs torch and a tokenizer, so it runs in a worker
+process."""
 
 from __future__ import annotations
 

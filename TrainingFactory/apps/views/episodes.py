@@ -1,4 +1,5 @@
-"""Views of an episode, a list row or the full episode, from a line of trajectories.jsonl; makes no Trajectory."""
+"""Views of an episode (a list row, or the full episode) made from a line of trajectories.jsonl without a Trajectory
+object."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError
 
 
 def read_line(line: bytes) -> Json:
-    """Parse a line, with a count in place of each list of numbers."""
+    """Parse a line of trajectories.jsonl. Each list of numbers is replaced by its length."""
     data = read_json(NUMBERS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line))
     if not isinstance(data, dict):
         raise ValueError("not a JSON object")
@@ -30,7 +31,8 @@ def read_line(line: bytes) -> Json:
 
 
 def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
-    """Return the list row of a line and the names of its failed tools. An invalid line gives a row with its error."""
+    """Return the list row of a line, and the names of its failed tools. For an invalid line, return a row with the
+    error."""
     try:
         return episode_row(read_line(line), number)
     except READ_ERRORS as error:
@@ -68,8 +70,8 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
 
 
 def episode_view(source: bytes | Trajectory, number: int, run: str | None = None) -> EpisodeView:
-    """Return an episode without its token ids. `problem` names the parts that cannot be read. `run` is the run whose
-    folder has the images; None: the source has them."""
+    """Return the view of an episode, without its token ids. `problem` names the parts that cannot be read. `run` is the
+    run whose folder has the images; None: the source contains them."""
     line = json.dumps(trajectory_to_dict(source)).encode() if isinstance(source, Trajectory) else source
     view, problems = EpisodeView(row=read_row(line, number)[0]), Problems()
     with problems.reading(f"line {number}"):
@@ -132,8 +134,8 @@ def _set_sources(data: Json, run: str | None) -> None:
 
 
 def contains_text(line: bytes, text: str) -> bool:
-    """Return whether an episode's messages, calls, error or task id contain a text, ignoring case. Searches the raw
-    bytes first, which is fast; an invalid line is searched as plain text."""
+    """Return whether an episode's messages, calls, error or task id contain a text, ignoring case. The raw bytes are
+    searched first, because that is fast. An invalid line is searched as plain text."""
     needle = text.lower()
     if NEVER_ESCAPED.fullmatch(needle) and needle.encode() not in line.lower():
         return False

@@ -17,15 +17,16 @@ TAIL = 64  # bytes
 
 
 class FilePosition(NamedTuple):
-    """Position up to which a file was read. `tail`, the bytes before it, detects a file that was truncated and grew
-    again."""
+    """The position up to which a file was read. `tail` holds the bytes before it, which show whether the file was
+    truncated and has grown again."""
 
     offset: int = 0
     tail: bytes = b""
 
 
 class FileChunk(NamedTuple):
-    """Whole lines of a file from byte `start`. `was_truncated`: it was read from the beginning."""
+    """Whole lines of a file from byte `start`. `was_truncated`: the file was truncated and is read from its beginning
+    again."""
 
     start: int
     lines: list[bytes]
@@ -81,7 +82,8 @@ def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileCh
 
 
 def read_last_lines(path: Path, max_bytes: int) -> tuple[list[bytes], int]:
-    """Return the whole lines in the last `max_bytes` of a file (none if missing), and the number of bytes before."""
+    """Return the whole lines in the last `max_bytes` of a file (none if it is missing), and the number of bytes before
+    them."""
     start = max(0, read_new_lines(path, FilePosition(), 1).size - max_bytes)
     if start:
         start = read_new_lines(

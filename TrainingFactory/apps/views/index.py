@@ -55,7 +55,7 @@ class Query:
 
 
 class EpisodeIndex:
-    """Thread-safe index of one run."""
+    """Thread-safe index of one run's episodes."""
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
@@ -113,7 +113,7 @@ class EpisodeIndex:
         return view
 
     def _tree(self, row: EpisodeRow) -> list[EpisodeRow]:
-        """Return the rows of an episode's group if some of its episodes were forked."""
+        """Return the rows of an episode's group if any of them was forked, else an empty list."""
         if row.step is None:
             return []
         sql = 'SELECT * FROM episodes WHERE step = ? AND task = ? AND "group" = ? ORDER BY member'

@@ -1,4 +1,5 @@
-"""The learner's log-probs of sampled tokens, with the weights that sampled them. Needs the model: for a worker."""
+"""The learner's log-probs of sampled tokens under the weights that sampled them. It needs the model, so it runs in a
+worker process."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from TrainingFactory.types import Trajectory
 
 
 def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
-    """Return the learner's log-probs of all sampled tokens, by episode and turn, before it trained on them; raise
-    ValueError if the weights that sampled them are no longer stored."""
+    """Return the learner's log-probs of all sampled tokens, by episode and turn, under the weights before it trained on
+    these tokens. Raise ValueError if the weights that sampled them are no longer stored."""
     config = _sampling_params_of(run, episodes)
     loaded_model = load(config)
     temperature = config.sampling.temperature
@@ -44,7 +45,7 @@ def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[lis
 
 
 def _sampling_params_of(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
-    """Return the run's config with the weights that sampled these episodes."""
+    """Return the run's config with its model set to the weights that sampled these episodes."""
     turns = [turn.completion for episode in episodes for turn in episode.turns]
     versions = sorted({version for sampled in turns for version in sampled.token_versions})
     config = with_original_model(run)

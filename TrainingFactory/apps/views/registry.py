@@ -54,9 +54,9 @@ def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
 
 
 def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -> shapes.ComparisonView:
-    """Compare two models by their recorded evaluations; play nothing. A name is a run, sft@step-40, a version, a model
-    or the id of a record, never a path. Use the latest pair of records with the most similar conditions, or all entries
-    of a suite; raise ValueError if there is no pair."""
+    """Compare two models by their recorded evaluations; play no episodes. A name is a run, sft@step-40, a version, a
+    model or the id of a record, never a path. Use the latest pair of records with the most similar conditions, or all
+    entries of a suite; raise ValueError if there is no pair."""
     records = [StoredRecord(*record) for record in all_records(runs)]
     ours, theirs = (_recorded(name, records, catalogue) for name in (first, second))
     pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
@@ -86,7 +86,8 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
 
 
 def _alike(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
-    """Return the most similar pair of records; for a suite, the pairs of all its entries."""
+    """Return the pair of records with the most similar conditions; if these belong to a suite, the pairs of all its
+    entries."""
     records = [(pair, *(each.record for each in pair)) for pair in pairs]
     candidates = [(a.conditions, b.conditions, a.time, b.time, pair, a, b) for pair, a, b in records]
     candidates.sort(key=lambda each: (each[0] == each[1], each[0].tasks == each[1].tasks, *each[2:4]))

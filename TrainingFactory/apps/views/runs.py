@@ -1,4 +1,4 @@
-"""Views of runs: the list of a folder, one run in full, and its metrics and log from a byte offset on."""
+"""Views of runs: the list of runs in a folder, one run in full, and its metrics and log from a byte offset on."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "ser
 
 @dataclass(slots=True)
 class _CachedRun:
-    """Cached row of a run, the state of its files at that time, and how far metrics.jsonl was read."""
+    """The cached row of a run, the state of its files when the row was made, and the position up to which metrics.jsonl
+    was read."""
 
     seen: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None
@@ -62,7 +63,7 @@ class _CachedRun:
     last: dict[str, float] = field(default_factory=dict)
 
     def add_metrics(self, path: Path) -> None:
-        """Read the metrics that were appended since the last call; a line that is no metrics is skipped."""
+        """Read the metrics that were appended since the last call; skip invalid lines."""
         more = True
         while more:
             part = read_new_lines(path, self.place, PART)
@@ -84,7 +85,8 @@ class _CachedRun:
 
 
 class Runs:
-    """The runs of a folder; thread-safe. An unchanged run is not read again: its row stays the same object."""
+    """The runs of a folder; thread-safe. A run whose files have not changed is not read again: its row stays the same
+    object."""
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
@@ -130,7 +132,8 @@ def file_stat(path: Path) -> tuple[int, int]:
 
 
 def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRow:
-    """Summarise one run for the list; `problem` names a file that cannot be read, which hides nothing else."""
+    """Summarise one run for the list. If a file cannot be read, `problem` names it, and the data of the other files is
+    still shown."""
     row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
     if row.name != run.name:
         row.problem = "Run folder name is not valid UTF-8. Rename the folder."
@@ -184,7 +187,8 @@ def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
 
 
 def _listed_options(config: TrainingConfig) -> shapes.Json:
-    """Return the options that differ from their defaults. Long values are cut, with a digest that tells them apart."""
+    """Return the options that differ from their defaults. A long value is cut, with a digest that distinguishes it from
+    other values with the same beginning."""
     options, defaults = _flat(config.model_dump()), _default_options()
     changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {
@@ -232,7 +236,8 @@ def _thinned(values: Sequence[float]) -> list[float]:
 
 
 def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
-    """Return each finding of a run once, with the steps of its last occurrence. Report invalid rows to `notify`."""
+    """Return each finding of a run once, with the steps of its last occurrence. `notify` gets a text for each invalid
+    row."""
     rows: dict[str, shapes.FindingRow] = {}
     for number, data in enumerate(run.findings(), 1):
         try:
@@ -248,7 +253,7 @@ def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> 
 
 
 def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
-    """Return a run in full; `notes` names what cannot be read."""
+    """Return a run in full; `notes` names the files that cannot be read."""
     problems, row, steps = Problems(), runs.row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     view = shapes.RunView(
@@ -332,7 +337,7 @@ def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
 
 
 def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
-    """Return the metrics after byte `after` as columns."""
+    """Return the metrics after byte `after` of metrics.jsonl, as columns."""
     part = read_new_lines(run.path / METRICS, _after(after), PART)
     result = shapes.MetricsPart(offset=part.position.offset, again=part.was_truncated, more=part.has_more)
     for line in part.lines:
@@ -354,7 +359,7 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
 
 
 def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
-    """Return the log after byte `after`; a negative value counts from the end."""
+    """Return the log after byte `after` of its file; a negative value counts from the end."""
     path = run.path / LOG
     if after < 0 and (after := max(0, file_stat(path)[1] + after)):
         after = read_new_lines(path, FilePosition(after), 1).position.offset  # start of the next whole line

@@ -1,4 +1,4 @@
-"""GSM8K and datasets with the same columns, as the textbook's records and as rows for our trainers."""
+"""GSM8K and datasets with the same columns, converted to the textbook's records and to rows for our trainers."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dic
 
 
 def _without_template(columns: dict[str, Any]) -> dict[str, Any]:
-    """Convert a prompt that a chat template has rendered back to messages, because trainers apply the template."""
+    """Convert a prompt that is already rendered with a chat template back to messages, because trainers apply the
+    template."""
     prompt = columns.get("prompt")
     if not isinstance(prompt, str):
         return columns

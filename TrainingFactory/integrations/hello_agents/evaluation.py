@@ -1,4 +1,4 @@
-"""Evaluation of a model with the textbook's metrics, as a recorded evaluation of ours."""
+"""Evaluation of a model with the textbook's metrics; the evaluation is saved as a TrainingFactory evaluation record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The textbook's reward functions: from `completions` and the dataset's columns to one number per completion."""
+"""The textbook's reward functions. They take `completions` and the dataset's columns and return one number per
+completion."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ def create_step_reward(
 
 
 def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
-    """Return the weighted sum of rewards, each `{"type": ..., "weight": ..., and the options of its type}`."""
+    """Return a reward function: the weighted sum of rewards. Each component is `{"type": ..., "weight": ..., and the
+    options of its type}`."""
     if not components:
         raise ValueError("reward combined has no components. Set reward_config.components.")
     parts = []

@@ -71,7 +71,8 @@ class TrainingConfig:
         return asdict(self)
 
     def keys_for(self, algorithm: str, is_evaluated: bool) -> dict[str, Any]:
-        """Return the config as keys of the tool. `is_evaluated`: the wrapper has an `eval_dataset`."""
+        """Return the config as keys of `RLTrainingTool`, without keys that the algorithm does not use. `is_evaluated`:
+        the wrapper has an `eval_dataset`."""
         keys = {RENAMED.get(key, key): value for key, value in self.to_dict().items()}
         keys["dtype"] = "bfloat16" if self.use_bf16 else "auto" if self.use_fp16 else "float32"
         unused = NOT_KEYS | {key for key in keys if key.startswith("lora_") and not self.use_lora}
@@ -127,7 +128,7 @@ def print_training_summary(
 
 
 class BaseTrainerWrapper:
-    """Trains on `dataset` with `config`; keyword `options` override fields of the config."""
+    """Trains on `dataset` with `config`. Keyword arguments `options` override fields of the config."""
 
     algorithm: ClassVar[str]
 
@@ -143,7 +144,7 @@ class BaseTrainerWrapper:
         self._result: dict[str, Any] = {}
 
     def setup_model(self) -> None:
-        """Load the model and its tokenizer for inspection; `train` loads its own."""
+        """Load the model and its tokenizer for inspection; `train` does not use them and loads its own copy."""
         from TrainingFactory.models.loading import load_model
 
         resolved = training.find_model(self.config.model_name)
@@ -153,7 +154,7 @@ class BaseTrainerWrapper:
         self.model, self.tokenizer = loaded_model.model, loaded_model.tokenizer
 
     def train(self) -> Result:
-        """Train and return the results. `save_model` writes the model."""
+        """Train and return the results. Call `save_model` to write the trained model."""
         if self.dataset is None:
             raise ValueError(f"{type(self).__name__} has no dataset. Pass dataset=.")
         if (self.reward_fn is not None) != KINDS[self.algorithm].samples:
@@ -168,7 +169,7 @@ class BaseTrainerWrapper:
         return Result(self._result)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the trained model, or its adapter with LoRA, to `output_dir`; None: that of the config."""
+        """Write the trained model, or with LoRA its adapter, to `output_dir`; None: the config's `output_dir`."""
         if self.trainer is None:
             raise ValueError("there is no trained model to save. Call train() first.")
         folder = str(output_dir or self.config.output_dir)

@@ -27,7 +27,7 @@ TOOL = "hello_agents.tools.builtin.rl_training_tool"
 
 
 def install() -> None:
-    """Register the modules. Further calls do nothing."""
+    """Register the modules `hello_agents` that the textbook imports. Further calls do nothing."""
     package = sys.modules.get("hello_agents")
     if package is None and importlib.util.find_spec("hello_agents") is None:
         for suffix, names in NAMES.items():
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _add_our_modules(tool: type) -> None:
-    """Add our names to the registered modules."""
+    """Add `RLTrainingTool`, `rl` and a missing `LLMConfig` to the registered modules `hello_agents`."""
     top, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
     for name, module in RL.items():
         sys.modules[f"hello_agents.rl{name}"] = module
@@ -64,8 +64,9 @@ def _module(name: str, names: dict[str, Any]) -> ModuleType:
 
 
 def tool_for(tools: ModuleType) -> type:
-    """Return the RLTrainingTool for an installed `hello_agents.tools`. Its `run` returns text in version 0.2 and, in
-    1.0, a ToolResponse that is also that text with the same keys, so that one program works with both."""
+    """Return the RLTrainingTool class for an installed `hello_agents.tools`. In version 0.2 its `run` returns text. In
+    1.0 it returns a ToolResponse that is also that text with the same keys, so that one program works with both
+    versions."""
     result = _response_class(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
     members = {"parameter": tools.ToolParameter, "result": result}
     return type("RLTrainingTool", (RLTraining, tools.Tool), members)

@@ -67,7 +67,7 @@ TEXTS = {
 
 
 class ToolMessages:
-    """Formats messages in `language`: zh or en; None: that of TFACTORY_HELLO_LANGUAGE, else zh."""
+    """Formats messages in `language`: zh or en. None: the language in the variable TFACTORY_HELLO_LANGUAGE, else zh."""
 
     def __init__(self, language: str | None = None) -> None:
         self.language = language or os.environ.get(LANGUAGE) or "zh"

@@ -94,8 +94,8 @@ class Result(str):
 
 
 class RLTraining:
-    """The tool without a tool protocol: subclasses add the tool base class and set its classes for a `parameter` and a
-    `result`. Messages are in Chinese; in English with `language="en"`."""
+    """The RL tool without a tool base class. A subclass adds HelloAgents' `Tool` as a second base and sets the classes
+    of a `parameter` and a `result`. Messages are in Chinese; in English with `language="en"`."""
 
     name = "rl_training"
     trl_available = True  # our trainers do not need TRL
@@ -148,7 +148,8 @@ class RLTraining:
         return methods.get(action, self._evaluate)(options, DEFAULTS[action] | options)
 
     def _parse(self, parameters: Any) -> dict[str, Any]:
-        """Convert the parameters to their types: agents write numbers as text, and registries put all in `input`."""
+        """Convert the parameters to their types. Agents write numbers as text, and tool registries put all parameters
+        into `input`."""
         if not isinstance(parameters, str | Mapping):
             raise ValueError(self.messages("parameters", value=type(parameters).__name__))
         options = {"input": parameters} if isinstance(parameters, str) else dict(parameters)
@@ -219,8 +220,9 @@ class RLTraining:
         return read(source, split, count)
 
     def _reward(self, values: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
-        """Return the name of the reward and its function. In this order: `custom_reward`; the one named by `reward` or
-        `reward_type`; the one registered under the dataset's name; the only registered one; accuracy."""
+        """Return the name of the reward and its function. The first of these applies: `custom_reward`; the reward named
+        by `reward` or `reward_type`; the reward registered under the dataset's name; the only registered reward;
+        accuracy."""
         if (custom := values["custom_reward"]) is not None:
             return str(getattr(custom, "__name__", type(custom).__name__)), custom
         registered, options = self.custom_reward_functions, values["reward_config"]
@@ -270,6 +272,6 @@ class RLTraining:
 
 
 class RLTrainingTool(RLTraining, Tool):
-    """The tool for machines without HelloAgents: `run` returns JSON text that also has keys."""
+    """The RL tool for machines without HelloAgents: `run` returns JSON text whose values can also be read by key."""
 
     parameter, result = ToolParameter, Result

@@ -114,7 +114,7 @@ def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[
 
 
 def _special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[tuple[str, str, Any]]:
-    """Yield our key, the textbook's key and the value of options that need a conversion."""
+    """Yield our key, the textbook's key and the converted value of each option that needs a conversion."""
     if "optimizer" in options:
         yield "training.optimizer", "optimizer", OPTIMIZERS.get(options["optimizer"], options["optimizer"])
     if "warmup_ratio" in options:
@@ -139,8 +139,8 @@ def _special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[
 
 
 def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the config section of the model to load. An adapter keeps its own settings: keys of `lora` with the same
-    values are removed, and the trainer rejects others."""
+    """Return the config section of the model to load. An adapter keeps its own LoRA settings: keys in `lora` with the
+    same values are removed from it; the trainer rejects keys with other values."""
     resolved = find_model(name)
     if resolved.adapter is None or resolved.folder is None:
         if resolve_model_name(resolved.name) == BUILTIN and lora.get("enabled"):
@@ -175,7 +175,7 @@ def _save_builtin(folder: Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ValueError if the folder contains a model that we did not write."""
+    """Raise ValueError if the folder contains a model that was not written by `write_model`."""
     existing = [name for name in ("config.json", ADAPTER) if (folder / name).is_file()]
     if existing and not (folder / RECORD).is_file():
         raise ValueError(

@@ -19,7 +19,7 @@ STEP, SCORE, JUDGE_SCORE = "step", "compute_score", "_compute_score_with_reward_
 
 
 class Columns(dict[str, Any]):
-    """Columns by name, with an error for a missing one that lists the available names."""
+    """Columns by name. The error for a missing column lists the available names."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(f"no {key!r} in the data of an episode. Available: {', '.join(self)}")
@@ -60,7 +60,8 @@ class DataItem:
 
     @property
     def scoring_inputs(self) -> tuple[Any, Any, Any]:
-        """The task's data_source, ground_truth and extra_info, which methods receive beside a text."""
+        """The task's data_source, ground_truth and extra_info, which the user's scoring methods receive together with a
+        text."""
         columns = self.non_tensor_batch
         return columns["data_source"], columns["reward_model"]["ground_truth"], columns["extra_info"]
 
@@ -80,7 +81,7 @@ class EpisodeBatch(list[DataItem]):
             self.non_tensor_batch[name][0] = value
 
     def add_step_rewards(self, rewards: list[float]) -> None:
-        """Add the results of `get_step_reward`, one for each turn, as the column `tool_use_scores`."""
+        """Add the rewards that `get_step_reward` returned, one for each turn, as the column `tool_use_scores`."""
         import torch
 
         self[0].batch["tool_use_scores"] = torch.tensor(rewards)
@@ -115,8 +116,8 @@ class MessageTokenizer:
 
 
 class JudgeWorkers:
-    """Stand-in for RL-Factory's worker group `reward_rollout_wg`; the judge of the config generates the replies. The
-    methods block until the judge replies, so call them from a worker thread."""
+    """Stand-in for RL-Factory's worker group `reward_rollout_wg`; the config's judge generates the replies. The methods
+    block until the judge replies, so call them from a worker thread."""
 
     world_size = 1
 
@@ -124,7 +125,8 @@ class JudgeWorkers:
         self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
 
     def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
-        """Return the score that `read` extracts from the reply to each prompt. `read` None: the judge's own verdict."""
+        """Return the score that `read` extracts from the judge's reply to each prompt. `read` None: the score is the
+        judge's own verdict."""
 
         async def ask_all() -> list[float]:
             return await asyncio.gather(*(self._ask(_messages(prompt), read) for prompt in prompts))
@@ -132,7 +134,8 @@ class JudgeWorkers:
         return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
 
     def generate_sequences(self, data: Any) -> list[Any]:
-        """Return items with the tokens of prompts and replies. `data.batch` needs `input_ids` and `attention_mask`."""
+        """Return one item per row of `data`, with the tokens of the prompt and of the judge's reply. `data.batch` needs
+        `input_ids` and `attention_mask`."""
         import torch
 
         tokenizer = self._tokenizer

@@ -1,4 +1,4 @@
-"""RL-Factory's base class `Env`, on our runs."""
+"""RL-Factory's base class `Env` for environments, implemented on TrainingFactory's runs."""
 
 from __future__ import annotations
 
@@ -49,10 +49,12 @@ class EnvOptions(dict[str, Any]):
 
 
 class Env(ForeignEnvironment):
-    """Base class of a user's environment. A run has one object; every episode gets a shallow copy, so attributes that
-    a method sets on `self` belong to the episode.
+    """Base class of a user's environment. A run has one object; every episode gets a shallow copy, so attributes that a
+    method sets on `self` belong to the episode.
 
-    Methods that a subclass overrides are called. `use_verify_tool` and `use_process_reward` switch theirs off."""
+    The run calls the methods that a subclass overrides. If `use_verify_tool` or `use_process_reward` is false, it does
+    not call the method that belongs to this switch.
+    """
 
     use_verify_tool: bool | None = None  # None: on if the subclass overrides the method
     use_process_reward: bool | None = None
@@ -92,11 +94,12 @@ class Env(ForeignEnvironment):
         return environment
 
     def writes(self, method: str) -> bool:
-        """Return whether the subclass overrides a method."""
+        """Return whether the subclass overrides the method named `method`."""
         return getattr(type(self), method) is not getattr(Env, method)
 
     def fits(self, method: str, **more: Any) -> bool:
-        """Return whether a method accepts the required arguments of the base class's method, and `more`."""
+        """Return whether a method accepts the required arguments of the base class's method, and the keyword arguments
+        `more`."""
         required = [parameter for parameter in _parameters(method) if parameter.default is parameter.empty]
         try:
             inspect.signature(getattr(self, method)).bind(*required, **more)
@@ -109,13 +112,13 @@ class Env(ForeignEnvironment):
         return any(map(self.writes, (PROMPTS, ONE_PROMPT, JUDGE_SCORE)))
 
     def uses(self, switch: str) -> bool:
-        """Return whether the method of a switch is called."""
+        """Return whether the method that belongs to a switch, such as `use_verify_tool`, is called."""
         value = getattr(self, switch)
         return self.writes(SWITCHES[switch]) if value is None else bool(value)
 
     @property
     def tool_manager(self) -> EpisodeTools:
-        """The tools of the present episode."""
+        """The tools of the current episode."""
         if self._tools is None:
             raise ValueError("self.tool_manager exists only during an episode. Use it in methods.")
         return self._tools
@@ -154,7 +157,7 @@ class Env(ForeignEnvironment):
         raise NotImplementedError
 
     def _compute_score_with_rules(self, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
-        """Return one list for each item of `data`: the outcome alone, or one reward for each turn."""
+        """Return one list for each item of `data`. It holds only the outcome reward, or one reward for each turn."""
         return [[0.0] for _ in data]
 
     def get_step_reward(self, responses: Sequence[str], format_score: float = 0.1) -> Sequence[float]:
@@ -162,7 +165,8 @@ class Env(ForeignEnvironment):
         raise NotImplementedError
 
     def get_prompt_for_reward(self, reward_tokenizer: Any, data: Any) -> Any:
-        """Return a list of judge prompts for each item of `data`: one, or one for each turn."""
+        """Return a list of judge prompts for each item of `data`. It holds one prompt for the episode, or one for each
+        turn."""
         names = ("data_source", "response_str", "ground_truth", "extra_info")
         prompts = []
         for item in data:
@@ -211,7 +215,8 @@ class Env(ForeignEnvironment):
     def _compute_score_with_reward_rollout_wg(
         self, reward_rollout_wg: Any, reward_tokenizer: Any, data: Any
     ) -> list[list[float]]:
-        """Return the scores of the judge's replies for each item, read by the subclass or as the judge's verdict."""
+        """Return the scores of the judge's replies for each item. A subclass's method reads the score from a reply;
+        without one, the score is the judge's verdict."""
         scores = []
         for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
             source, truth, extra = item.scoring_inputs

@@ -1,4 +1,4 @@
-"""Environments of single episodes that compute their reward with an RL-Factory `Env`."""
+"""Environments of single episodes whose reward is computed by a user's RL-Factory `Env`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from TrainingFactory.types import Message, Reward, Step, Task
 
 
 class EnvEpisode(ToolEnvironment):
-    """A tool environment with its own copy of the run's `Env`, which is a class attribute of the subclasses."""
+    """A tool environment for one episode with its own copy of the run's `Env`. Each run makes a subclass that holds its
+    `Env` as a class attribute."""
 
     env: Any  # an `Env`; its module imports this one
     _data: EpisodeBatch | None = None
@@ -40,7 +41,8 @@ class EnvEpisode(ToolEnvironment):
         self._lock = asyncio.Lock()
 
     async def step(self, message: Message) -> Step:
-        """Process a turn with the `step` of the user's `Env`, as a batch of one, or by the default tool calls."""
+        """Process a turn with the `step` of the user's `Env`, as a batch of one; if the `Env` has none, call the tools
+        as usual."""
         env = self.env
         if not env.writes(STEP):
             return await super().step(message)
@@ -89,7 +91,8 @@ class EnvEpisode(ToolEnvironment):
         return Reward(outcome, steps, {"rules" if workers is None else "judge": outcome + sum(steps)})
 
     async def _verified(self, episode: AnyEpisode) -> EpisodeBatch:
-        """Return the episode in verl's form. It is verified once, even if both rules and a judge score it."""
+        """Return the episode in verl's form. `verify_tool` is called once, even if both rules and a judge score the
+        episode."""
         async with self._lock:
             if self._data is None:
                 assert isinstance(episode, OpenEpisode), "a finished episode"
@@ -129,8 +132,9 @@ class EnvEpisode(ToolEnvironment):
         return [value if value != value else finite_float(value, STEPS) for [value] in items]
 
     def _outcome_and_steps(self, result: Any, method: str) -> tuple[float, list[float]]:
-        """Split the result of a method for one item into outcome and step rewards. One number is the outcome; one per
-        turn are the step rewards, the last of which is the outcome; one more is the outcome after all step rewards."""
+        """Split a method's result for one item into outcome and step rewards. One number is the outcome. One number per
+        turn are the step rewards of all turns but the last, then the outcome. One number more than turns are the step
+        rewards of all turns, then the outcome."""
         [value] = _single_item(result, method)
         values = [finite_float(number, method) for number in (value if _is_list(value) else [value])]
         turns = len(self._texts)
@@ -171,7 +175,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _single_item(value: Any, method: str) -> list[Any]:
-    """Return a method's result for the batch of one as a list with one entry."""
+    """Return a method's result for a batch of one item as a list with one entry."""
     entries = list(value) if _is_list(value) else []
     if len(entries) != 1:
         raise Unscored(f"{method} returned {short_repr(value)}. Return a list with one entry for each item.")

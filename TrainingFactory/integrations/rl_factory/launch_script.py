@@ -71,8 +71,8 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
 
 @dataclass(slots=True)
 class Expansion:
-    """Expands variables outside single quotes and marks those that are not set. All lines of a script share one limit,
-    because a line such as `A=$A$A` doubles a value each time."""
+    """Expands variables outside single quotes and marks variables that are not set. One limit on the expanded
+    characters holds for all lines of a script, because a line such as `A=$A$A` doubles a value each time."""
 
     values: dict[str, str]
     remaining: int = MAX_EXPANDED

@@ -37,8 +37,8 @@ class EpisodeTool:
 
 
 class EpisodeTools:
-    """Sends calls through the executor of the episode, with its timeouts, cache and recording. `turns` maps the texts
-    that methods receive to the messages; `results` collects the results of `execute_actions`."""
+    """Runs tool calls with the executor of the episode, with its timeouts, cache and recording. `turns` maps the texts
+    that a user's methods receive to their messages; `results` collects the results of `execute_actions`."""
 
     def __init__(self, environment: ToolEnvironment, turns: Mapping[str, Message]) -> None:
         self._executor, self._loop = environment.executor, asyncio.get_running_loop()
@@ -58,7 +58,7 @@ class EpisodeTools:
         return tool
 
     def call_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}", **_: Any) -> str:
-        """Call a tool and return its result. If the tool is unavailable, the episode is left unscored."""
+        """Call a tool and return its result. If the tool is unavailable, the episode stays unscored."""
         return self._run_blocking(self.acall_tool(tool_name, tool_args))
 
     async def acall_tool(self, tool_name: str, tool_args: str | Mapping[str, Any] = "{}") -> str:
@@ -93,8 +93,8 @@ class EpisodeTools:
         return read_tagged(text.rpartition("</think>")[2])[1] if turn is None else turn.tool_calls
 
     def execute_actions(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
-        """Run the tool calls in each text. Return for each "answer" and the text itself, or "actions" and the tool
-        messages."""
+        """Run the tool calls in each text. For a text without calls return "answer" and the text itself, for a text
+        with calls "actions" and the tool messages."""
         actions, observations = [], []
         for text in responses:
             calls = self._calls(text)

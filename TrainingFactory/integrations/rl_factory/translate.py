@@ -52,7 +52,8 @@ class Translation:
         return f"{header}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{footer}"
 
     def _take(self, key: str, default: Any = None) -> Any:
-        """Remove an override and return its value, or `default` with a note if the value disables its feature."""
+        """Remove an override from the remaining ones and return its value. If the value disables its feature, add a
+        note and return `default`."""
         value = self._remaining.get(key, default)
         if key in self._remaining and (not value or value == -1):
             self._skip_disabled(key)

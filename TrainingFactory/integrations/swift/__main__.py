@@ -1,4 +1,4 @@
-"""Print the path of the plugin. Needs none of our dependencies, unlike `tfactory swift plugin`."""
+"""Print the path of the plugin. Unlike `tfactory swift plugin`, this command needs none of our dependencies."""
 
 from TrainingFactory.integrations.swift import PLUGIN
 

@@ -1,4 +1,5 @@
-"""Episodes whose turns ms-swift samples. Everything else is ours: tools, limits, timeouts and the reward."""
+"""Episodes whose turns ms-swift samples. TrainingFactory provides everything else: tools, limits, timeouts and the
+reward."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from TrainingFactory.types import Completion, Finish, Message, ToolSpec, Traject
 
 
 class SampledTurn(NamedTuple):
-    """A turn as ms-swift sampled it. `prefix_ids` begin the turn and belong to the prompt, such as an empty thought."""
+    """A turn as ms-swift sampled it. The turn begins with `prefix_ids`, such as an empty thought, which belong to the
+    prompt."""
 
     prefix_ids: list[int]
     token_ids: list[int]  # empty if the engine reports only text
@@ -26,7 +28,7 @@ class SampledTurn(NamedTuple):
 
 
 class SwiftFormat(TextFormat):
-    """Reads what ms-swift samples. ms-swift renders the prompts itself."""
+    """Parses turns that ms-swift samples. It renders no prompts, because ms-swift does."""
 
     def __init__(self, chat: TemplateChatFormat) -> None:
         self.chat = chat
@@ -45,7 +47,8 @@ class SwiftFormat(TextFormat):
 
 
 class SwiftEpisode(EpisodeRun):
-    """An episode that waits for its turns. `begin` and `advance` return when it needs the next turn or has ended."""
+    """An episode that waits for turns from ms-swift. `begin` and `advance` return when the episode needs its next turn
+    or has ended."""
 
     def __init__(self, rules: EpisodeSettings, chat: SwiftFormat, trajectory: Trajectory) -> None:
         # The limits of an episode measure the environment, not the time in which ms-swift samples other episodes.
@@ -68,14 +71,15 @@ class SwiftEpisode(EpisodeRun):
         await self._until_turn_needed(self._task)
 
     async def advance(self, turn: SampledTurn) -> None:
-        """Play the environment's part of a turn, up to the reward if it is the last one."""
+        """Process a sampled turn in the environment, which runs its tool calls. If the episode ends with this turn,
+        compute the reward."""
         assert self._task is not None and not self._task.done()
         self._turn_needed.clear()
         self._sampled.put_nowait(turn)
         await self._until_turn_needed(self._task)
 
     async def abandon(self) -> None:
-        """End an episode that ms-swift does not finish."""
+        """Cancel an episode that ms-swift does not finish."""
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -116,4 +120,4 @@ class SwiftEpisode(EpisodeRun):
             self._clock.resume()
 
     def _check_prompt_chain(self) -> None:
-        """Do nothing: the prompts are ms-swift's, and `Turn.prompt_ids` holds only the prefixes of the turns."""
+        """Do nothing, because ms-swift makes the prompts and `Turn.prompt_ids` holds only the prefixes of the turns."""

@@ -48,7 +48,8 @@ READ_BY_PLUGIN = (
 
 
 def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], None]) -> list[str]:
-    """Write rows, config, arguments and script to a new folder. Return the keys of the config without counterpart."""
+    """Write rows, config, arguments and script to a new folder. Return the config's keys that have no counterpart in
+    ms-swift."""
     if config.training.algorithm != "grpo":
         raise ValueError(
             f"training.algorithm: {config.training.algorithm} trains on rows, which ms-swift reads as they are. Only "
@@ -74,7 +75,7 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
 
 
 def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return ms-swift's arguments, and the keys that the config sets and that have no counterpart."""
+    """Return ms-swift's arguments, and the keys that the config sets but that have no counterpart."""
     values = {key: _value(config, key) for key in {*_set_keys(config), *ALWAYS}}
     arguments: dict[str, Any] = {}
     for name, key in SAME_MEANING.items():
@@ -115,7 +116,7 @@ def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any
 
 
 def script_text() -> str:
-    """Return the script. It asks the Python of ms-swift for the path of our plugin."""
+    """Return the shell script that starts the training. It asks ms-swift's Python for the path of our plugin."""
     return f"""#!/bin/sh
 # Train with ms-swift in the environment of {CONFIG}. Arguments are passed on: sh {SCRIPT} --max_steps 8
 # TrainingFactory must be installed in ms-swift's environment: pip install --no-deps training-factory
@@ -149,7 +150,8 @@ async def _rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[di
 
 
 async def _row(environment: Any, task: Task) -> dict[str, Any]:
-    """Return the row of a task: its first prompt, its tools, and the task, from which the plugin makes the episode."""
+    """Return the dataset row of a task: its first prompt, its tools, and the task itself, from which the plugin creates
+    the episode."""
     opened = environment(task)
     try:
         messages = await opened.reset()

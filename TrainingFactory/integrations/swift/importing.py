@@ -156,7 +156,7 @@ class SwiftTranslation:
         self.notes.append(f"{text}: {BY_HAND}: {note}")
 
     def _count(self, name: str) -> int:
-        """Remove a positive integer and return it."""
+        """Remove an argument from the remaining ones and return its value, which must be a positive integer."""
         value = self._remaining.pop(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -193,7 +193,7 @@ class SwiftTranslation:
             self._set_key("grpo.clip_high", self.sections["grpo"]["clip_low"])  # theirs is epsilon
 
     def _key(self, key: str) -> str:
-        """Return the key of `beta`, which is the weight of the KL term in grpo, for `@`."""
+        """Replace `@` in a key by our key for ms-swift's `beta`, which is the weight of the KL term in grpo."""
         return key.replace("@", "grpo.kl" if self.algorithm == "grpo" else f"{self.algorithm}.beta")
 
     def _values(self) -> None:
@@ -307,7 +307,8 @@ def _arguments(path: Path, words: list[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Read a text of the command line as YAML does: numbers and booleans become values."""
+    """Convert a command-line text that is a number or boolean in YAML to that value; return any other value
+    unchanged."""
     if not isinstance(value, str):
         return value
     try:

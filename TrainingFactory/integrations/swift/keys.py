@@ -90,7 +90,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 
 
 def reason(name: str) -> tuple[str, str]:
-    """Return why an argument is not translated: the kind of reason and its text."""
+    """Return the reason why an argument is not translated, as (kind of reason, text)."""
     for prefix, kind, text in REASONS:
         if name.startswith(prefix):
             return kind, text

@@ -38,15 +38,15 @@ CLOSING_SECONDS = 30.0
 
 
 class EpisodeLoop:
-    """An event loop on its own thread. ms-swift calls hooks on loops that it closes afterwards, and connections of
-    tools need one that stays open."""
+    """An event loop on its own thread, because ms-swift calls hooks on event loops that it closes afterwards, and
+    connections to tools need a loop that stays open."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True).start()
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine there and wait for it on the caller's loop."""
+        """Run a coroutine on this object's event loop, and wait for its result on the caller's loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
 
     def close(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -68,7 +68,7 @@ class SwiftRun:
         self.max_episodes: int | None = getattr(self._environment, "max_episodes", None)
 
     async def rules(self, chat: SwiftFormat) -> EpisodeSettings:
-        """Return the settings of all episodes; start the tools' servers on the first call."""
+        """Return the settings that all episodes share; start the tools' servers on the first call."""
         async with self._opening:
             if self._rules is None:
                 self._exit_stack.push_async_callback(self._tools.close)
@@ -86,7 +86,8 @@ class SwiftRun:
 
 
 class EnvironmentScheduler:
-    """The hooks that ms-swift calls. A subclass adds ms-swift's `MultiTurnScheduler` as a second base."""
+    """The hooks of ms-swift's multi-turn scheduler. A subclass adds ms-swift's `MultiTurnScheduler` as a second
+    base."""
 
     tokenizer: Any  # of the second base
     max_turns: int | None
@@ -136,7 +137,7 @@ class EnvironmentScheduler:
     async def on_turn_end(
         self, infer_request: Any, response_choice: Any, current_turn: int
     ) -> dict[str, Any]:
-        """Play the environment's part of a turn. The result of the last turn has the reward."""
+        """Process a sampled turn in its episode's environment. The result of the last turn contains the reward."""
         token_ids, is_sampled = self.get_response_token_data(infer_request, response_choice)  # type: ignore[attr-defined]
         pairs = list(zip(token_ids, is_sampled, strict=True))
         turn = SampledTurn(
@@ -160,7 +161,7 @@ class EnvironmentScheduler:
         return {"infer_request": infer_request}
 
     def check_finished(self, *arguments: Any) -> bool:
-        """Return False: `on_turn_end` ends episodes."""
+        """Return False, because `on_turn_end` ends episodes."""
         return False
 
     def _infos(self, trajectory: Trajectory) -> dict[str, Any]:
@@ -208,7 +209,7 @@ class EnvironmentScheduler:
 
 
 def configured() -> TrainingConfig:
-    """Return the config in the environment variable TF_CONFIG."""
+    """Return the config in the file that the environment variable TF_CONFIG names."""
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
         raise ValueError(f"{CONFIG_VARIABLE} is not set. Set it to the config: {CONFIG_VARIABLE}=run.yaml")
@@ -216,7 +217,7 @@ def configured() -> TrainingConfig:
 
 
 def check_config(config: TrainingConfig) -> None:
-    """Raise ValueError for what ms-swift's trainer would silently ignore or cannot do."""
+    """Raise ValueError for options that ms-swift's trainer would silently ignore or does not support."""
     environment, training = config.environment, config.training
     unsupported = {
         "environment.command": environment.command,
@@ -266,8 +267,8 @@ def as_swift_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def neutral_rewards(
     rollout_infos: Sequence[dict[str, Any]] | None, tasks: Sequence[str] | None
 ) -> list[float]:
-    """Return the rewards of episodes. ms-swift would count an unscored episode as 0, which teaches the model to avoid
-    what was not its fault; the mean of the scored episodes of its task gives it no advantage."""
+    """Return the rewards of episodes. An unscored episode gets the mean reward of its task's scored episodes, and thus
+    no advantage. ms-swift would count it as 0, which teaches the model to avoid something that was not its fault."""
     if rollout_infos is None or tasks is None or not all("total_reward" in infos for infos in rollout_infos):
         raise ValueError(
             "the reward training_factory needs --multi_turn_scheduler training_factory. Set both."
