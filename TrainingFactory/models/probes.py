@@ -49,7 +49,8 @@ def content_parts(message: Message) -> list[str | None]:
 
 
 def content_shape(message: Message) -> tuple[bool, ...]:
-    """Return for each part of a message whether it is an image: equal shapes have equal renderings."""
+    """Return for each part of a message whether it is an image. Messages of equal shape have the same rendering around
+    their texts."""
     if not message.images:
         return (False,) if message.content else ()
     return tuple(part is None for part in content_parts(message))
@@ -104,8 +105,8 @@ def find_thought_style(template: ChatTemplate, start: str, control_texts: Iterab
 def _tags_of_header(
     template: ChatTemplate, start: str, control_texts: Iterable[str]
 ) -> tuple[str, str] | None:
-    """Return the tags of the empty thought that a generation prompt ends with and finished turns do not show, or those
-    of Gemma if the tokenizer has them."""
+    """Return the tags of an empty thought at the end of the generation prompt that finished turns do not show.
+    Otherwise return Gemma's tags, if the tokenizer has them."""
     header = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", start)
     if header:
         turn = {"role": "assistant", "content": template.marks[1]}
@@ -277,8 +278,8 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
 
 
 def reply_outline(template: ChatTemplate, reply: Message, number: int, following: Iterator[int]) -> Any:
-    """Return the content of reply `number` with marks: 2 + 2 * number, and the `following` ones for texts after an
-    image."""
+    """Return the content of reply `number` with marks in place of its texts: mark 2 + 2 * number for the first text,
+    then the marks numbered by `following` for the texts after an image."""
     if not reply.images:
         return template.marks[2 + 2 * number] if reply.content else ""
     marks = chain([2 + 2 * number], following)
