@@ -90,7 +90,7 @@ class Runner:
         self._compare_logits()
 
     def _choose_kernels(self) -> None:
-        """Choose the kernels for the known shapes."""
+        """Choose the kernels that fit the recorded layer shapes. Subclasses override this."""
 
     def refresh(self) -> None:
         """Rebuild the view of the model, whose adapters or modules may have changed."""
@@ -115,8 +115,9 @@ class Runner:
 
     @torch.inference_mode()
     def _compare_logits(self) -> None:
-        """Raise ValueError if the logits of a chunk or of dense rows differ from those of the model's own attention at
-        most tokens. At a few tokens, the 16-bit logits of a trained model differ much for any order of summation."""
+        """Raise ValueError if the logits of a chunk or of dense rows differ at most tokens from those of the model's
+        own attention. Differences at a few tokens are accepted, because the 16-bit logits of a trained model depend
+        much on the order of summation there."""
         ids = (self._span[:15] + 1000) % self.vocabulary  # the first ids are special tokens
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         windows = layer_windows(self.shapes)
@@ -139,7 +140,7 @@ class Runner:
             )
 
     def _tile_comparison(self, step: StepContext, positions: torch.Tensor) -> StepContext:
-        """Prepare the step of `_compare_logits` for the kernels, in subclasses that have them."""
+        """Return the step of `_compare_logits`. Subclasses with GPU kernels add the kernels' inputs."""
         return step
 
     # -- cache
@@ -156,7 +157,7 @@ class Runner:
 
     @torch.inference_mode()
     def copy_pages(self) -> None:
-        """Make the copies of pages that the table has ordered."""
+        """Execute the pending page copies of the slot table."""
         self.current_cache().copy_pages()
 
     def width(self, length: int) -> int:
@@ -283,8 +284,8 @@ class Runner:
         self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
         live: np.ndarray, keep: np.ndarray = EMPTY,
     ) -> GraphInputs[np.ndarray]:  # fmt: skip
-        """Return the inputs of tokens [N] of `slots`, the first `dense` of them of decoding rows, and of draws for the
-        slots `rows` [M]."""
+        """Return the inputs of a forward that feeds the tokens [N] to `slots` [N] and draws for the slots `rows` [M].
+        The first `dense` tokens belong to decoding rows."""
         table = self.table
         cache_positions = table.pages.locate(slots, positions).ravel()
         rope = (
@@ -300,8 +301,9 @@ class Runner:
         return inputs._replace(state_slots=slots[:dense], stops=table.stops[rows].ravel())
 
     def _enter_states(self, inputs: GraphInputs[torch.Tensor], chunks: Sequence[StateRows] = ()) -> None:
-        """Prepare the states of a forward: of its decoding rows, then of its chunks. A row that feeds a token in flight
-        after a stop token keeps its state: the host does not know yet that its turn has ended."""
+        """Prepare the states of the recurrent layers for a forward: those of its decoding rows, then those of its
+        chunks. A row whose turn has ended on the device keeps its state, although the host still feeds it a token
+        because it does not know the stop token yet."""
         if self.states.cache is None:
             return
         count = len(inputs.state_slots)
@@ -313,7 +315,7 @@ class Runner:
         self.states.begin(self.states.cache, [*own, *chunks])
 
     def _leave_states(self, inputs: GraphInputs[torch.Tensor], drawn: torch.Tensor) -> None:
-        """Remember which of the drawn tokens [M] end their turn."""
+        """Record on the device which of the drawn tokens [M] end their turn."""
         if self.states.cache is not None:
             is_stop = (inputs.stops.unflatten(0, (len(drawn), -1)) == drawn[:, None]).any(1)
             ended = is_stop | self._ended.index_select(0, inputs.target_slots)

@@ -50,9 +50,9 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> 
 
 
 def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:
-    """Set the pages of the table to what fits into the memory. Without room for fixed pages, slots share
-    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`
-    memory is committed when it is written, and few episodes reach the full length."""
+    """Set the table's number of pages to the most that fit into the memory. Without room for fixed pages, slots share
+    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`: the
+    memory is committed only when it is written, and few episodes reach the full length."""
     length = round_up(table.max_length, 64)
     windows, per_slot = layer_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)

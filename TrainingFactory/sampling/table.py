@@ -27,8 +27,9 @@ EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting reques
 
 
 class SlotTable:
-    """State of all slots as arrays, so that a step has no Python loop over rows. Decoding rows feed up to `ride` tokens
-    after a turn. `rope_of` maps a prompt to its rotary positions [3, N] and the next one; None: they are the places."""
+    """State of all slots as arrays, so that a step has no Python loop over rows. A decoding row feeds up to `ride`
+    tokens that follow a turn; longer replies are prefilled in chunks. `rope_of` maps a prompt to its rotary positions
+    [3, N] and the position after them; None: rotary positions equal token positions."""
 
     def __init__(
         self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1, rope_of: Any = None
@@ -131,8 +132,8 @@ class SlotTable:
         return width if is_common.all() else int(is_common.argmin())
 
     def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
-        """Start the request if a slot and pages are available and no longer prefix is being computed. Return whether it
-        did."""
+        """Start the request if a slot and pages are available, and if no other session is just computing a longer
+        prefix that the request could share. Return whether it started."""
         current, num_needed = request.seat.slot, len(request.prompt) - 1
         if current is None and not self._has_slot(request.seat, admission):
             return False
@@ -181,8 +182,8 @@ class SlotTable:
         return True
 
     def _pauses_prefill_at(self, slot: int, position: int) -> bool:
-        """With recurrent layers, let prefilling pause at `position` for a snapshot. Return whether a prefix that ends
-        there, or a few tokens before in deterministic mode, can be shared then."""
+        """With recurrent layers, let the slot's prefill pause at `position` for a snapshot. Return whether the prefix
+        up to there can then be shared. In deterministic mode, the prefix may end a few tokens earlier."""
         if self.snapshots is None:
             return True
         position = position // CHUNK * CHUNK if self.deterministic else int(position)
@@ -192,7 +193,7 @@ class SlotTable:
         return True
 
     def chunk_end(self, slot: int) -> int:
-        """Return the end of the chunk that the slot prefills next, if the budget allows."""
+        """Return the end of the chunk that the slot prefills next, if the token budget has room for all of it."""
         end = int(self.chunked[slot])
         return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
@@ -315,7 +316,8 @@ class SlotTable:
         return sorted(orders, key=lambda slot: (bool(self.running[slot]), -orders[slot]))
 
     def _preempt_slot(self, slot: int) -> None:
-        """Take slot and pages from a session. A running turn is admitted again later, with its sampled tokens."""
+        """Take the slot and its pages from the session that holds it. A running turn is admitted again later, with its
+        sampled tokens."""
         if self.running[slot]:
             request = self.stop(slot)
             length = int(self.lengths[slot])
@@ -432,7 +434,8 @@ class SlotTable:
             self.snapshots.reach(slots, self.stored, self.pure)
 
     def expect(self, slots: np.ndarray) -> None:
-        """Count an in-flight token as known, with the id -1 - slot, so that the next step can be planned."""
+        """Append an in-flight token to the sequence of each slot, with the placeholder id -1 - slot, so that the next
+        step can be planned before the token is known."""
         self.ids[slots, self.lengths[slots]] = -1 - slots
         self.lengths[slots] += 1
         self.flying[slots] += 1
@@ -440,7 +443,7 @@ class SlotTable:
     def accept(
         self, slots: np.ndarray, places: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[int]:
-        """Append sampled tokens to their sequences; return the slots whose turn has ended."""
+        """Write sampled tokens into the sequences of their slots. Return the slots whose turn has ended."""
         self.ids[slots, places] = tokens
         self.logprobs[slots, places] = logprobs
         np.maximum.at(self.lengths, slots, places + 1)
@@ -449,7 +452,7 @@ class SlotTable:
         return slots[is_finished].tolist() if is_finished.any() else []
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return which of the tokens are stop tokens of their slots."""
+        """Return a mask of the tokens that are stop tokens of their slots."""
         return (self.stops[slots] == tokens[:, None]).any(1)
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
@@ -460,7 +463,8 @@ class SlotTable:
         return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
 
     def abandon(self, slot: int) -> None:
-        """Stop a turn before its end. With recurrent layers, tokens in flight have changed the slot's state."""
+        """Stop a turn before its end. With recurrent layers, release the slot if tokens are in flight, because they
+        have changed its state."""
         in_flight = bool(self.flying[slot])
         self.stop(slot)
         if in_flight and self.snapshots is not None:

@@ -29,7 +29,7 @@ class TileArrays(NamedTuple):
 
 @dataclass(slots=True)
 class TileLayout:
-    """The tiles as arrays, and the sizes that a CUDA graph fixes."""
+    """The tiles of a forward as arrays, and the sizes that a CUDA graph fixes."""
 
     extra: int  # chunk tokens, including padding
     pieces: int  # tiles of the chunks
@@ -43,7 +43,7 @@ class TileLayout:
         return self.extra, self.pieces, self.groups
 
     def enter(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
-        """Set the tiles of a step from the tensors of `arrays`."""
+        """Set the tiles of `step` from `tensors`, the device copies of `arrays`."""
         remaining = iter(tensors)
         if plan.rows:
             step.rows = Tiles(plan.span or 1, plan.rows)

@@ -214,7 +214,8 @@ def _probe(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, step: StepContext, sinks: torch.Tensor | None, kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Record the shapes; raise ValueError for kinds of attention that are not supported."""
+    """Record the shapes of the layer's keys and values. Raise ValueError if the engine does not support its kind of
+    attention."""
     kind = _kind(module)
     if kwargs.get("position_bias") is not None:
         raise unsupported_model(kind, "its attention has a position bias")
@@ -236,7 +237,8 @@ def _probe(
 
 
 def _window(module: torch.nn.Module, number: int, kwargs: dict[str, Any]) -> int | None:
-    """Return the layer's sliding window: what it passes to its attention, or what its config says of it."""
+    """Return the layer's sliding window: the argument that the layer passes to its attention function, else the value
+    in its config. None: the layer has no window."""
     if kwargs.get("sliding_window") is not None:
         return int(kwargs["sliding_window"])
     config: Any = module.config
