@@ -1,4 +1,4 @@
-"""The Policy port over one learner in this process."""
+"""Implementation of the `Policy` protocol with one learner in this process."""
 
 from __future__ import annotations
 

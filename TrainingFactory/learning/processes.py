@@ -20,7 +20,8 @@ class Processes:
         """Shard the weights of a model, and of its head, over the processes."""
 
     def run(self, model: Any, call: Callable[[], Any]) -> Any:
-        """Return `call()`, run while the model's weights can be gathered. Use one call per pack."""
+        """Call `call` while the model's sharded weights can be gathered, and return its result. Use one call per
+        pack."""
         return call()
 
     def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
@@ -32,7 +33,7 @@ class Processes:
         return packs
 
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        """Exchange these array fields of the packs, so that every process has those of all packs."""
+        """Exchange the array fields `names` between the processes, so that every process has them for all packs."""
 
     def total(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the sums over all processes; a process may lack some of the keys."""

@@ -84,7 +84,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iterator[None]:
-    """Replace the forward of supported models' layers by the fused one inside the block; patched layers are skipped."""
+    """Replace the forward of each supported decoder layer by the fused one inside the block. Layers that other code has
+    patched are skipped."""
     config = model.config.get_text_config()
     supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
     base: Any = model.base_model
@@ -161,7 +162,8 @@ def _before(
 
 
 def _matrices(layer: Any) -> list[Matrix] | None:
-    """Return the projections' weights, or None if they must be called as modules (LoRA layers, sharded layers)."""
+    """Return the weights of the layer's projections. Return None if the projections must be called as modules, as LoRA
+    layers and sharded layers must."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]

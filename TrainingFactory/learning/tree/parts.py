@@ -1,5 +1,5 @@
-"""Tree attention on a CPU, in parts: the tokens of each node against themselves, and all descendants of a node against
-that node. No key is copied to the branches that attend to it.
+"""Tree attention on a CPU, in parts: in some, the tokens of a node attend to each other; in the others, all descendants
+of a node attend to that node. No key is copied to the branches that attend to it.
 
 Each part computes its own softmax and log-sum-exp; these merge the parts into one softmax over the whole path. In the
 backward pass every part has the gradient that it has within the merged softmax, so it needs only the merged output and
@@ -67,7 +67,8 @@ class TreePart:
 
 
 def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
-    """Return the parts: first the nodes against themselves, then level by level the descendants against their nodes."""
+    """Return the parts of the attention: first those in which the tokens of a node attend to each other, then level by
+    level those in which descendants attend to their ancestor node."""
     descendants = descendant_tokens(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
@@ -84,7 +85,7 @@ def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
 
 
 def own_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
-    """Return the parts of the nodes against themselves, nodes of similar length together."""
+    """Return the parts in which the tokens of a node attend to each other. Nodes of similar length share a part."""
     parts = []
     for numbers in _by_length(nodes):
         padded, _ = padded_rows([_own_tokens(nodes[number]) for number in numbers], device)
@@ -119,7 +120,8 @@ def _own_tokens(node: TreeNode) -> range:
 
 
 def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
-    """Return the token range of each node's descendants. Nodes are in depth-first order, so it follows its own."""
+    """Return the token range of each node's descendants. The range follows the node's own tokens, because nodes are in
+    depth-first order."""
     node_ends = [node.start + node.length for node in nodes]
     for number in reversed(range(len(nodes))):
         parent = nodes[number].parent
@@ -140,7 +142,8 @@ def padded_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np
 
 
 def padded_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
-    """Return rows of any token indices as padded rows, and a mask [n, length] that is False at padding."""
+    """Return rows of token indices, which need not be consecutive, as padded rows, and a mask [n, length] that is False
+    at padding."""
     lengths = np.array([len(row) for row in rows])
     is_token = np.arange(lengths.max()) < lengths[:, None]
     indices = np.zeros(is_token.shape, np.int64)
