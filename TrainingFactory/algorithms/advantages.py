@@ -45,7 +45,8 @@ def rewards_equal(outcomes: np.ndarray) -> bool:
 
 
 def returns_to_go(outcomes: np.ndarray, steps: np.ndarray, credit: Credit) -> np.ndarray:
-    """Return R: [..., n], [..., n, T] -> [..., n, T], or [..., n, 1] with credit `trajectory`."""
+    """Return the returns R of outcomes [..., n] and step rewards [..., n, T]: [..., n, T], or [..., n, 1] with credit
+    `trajectory`."""
     rewards_to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
     return outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
 

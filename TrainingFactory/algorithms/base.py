@@ -13,7 +13,7 @@ MIN_DEVIATION = 1e-6  # standard deviation; values that are closer together are 
 
 
 class BaseAlgorithm:
-    """Defaults of the `Algorithm` protocol; an algorithm overrides those that differ."""
+    """Default implementation of the `Algorithm` protocol. An algorithm overrides the methods in which it differs."""
 
     refill: int = 0
 
