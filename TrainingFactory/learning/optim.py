@@ -141,8 +141,8 @@ class MixedPrecision:
         ]
 
     def gather_grads(self) -> None:
-        """Add the gradients of the 16-bit weights to those of the float32 masters. Call after every backward pass: sums
-        in 16 bits lose precision."""
+        """Add the gradients of the 16-bit weights to those of the float32 masters. Call it after every backward pass,
+        because sums in 16 bits lose precision."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param and param.grad is not None:
                 full_precision = param.grad.float()
