@@ -54,7 +54,7 @@ class Chart:
 
     @property
     def marks(self) -> list[tuple[float, str]]:
-        """(y, label) of the horizontal grid lines."""
+        """Return the y position and the label of each horizontal grid line."""
         values = (self.bottom, (self.bottom + self.top) / 2, self.top)
         return [(self._y(value), f"{value:.3g}") for value in values]
 

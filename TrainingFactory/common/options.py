@@ -59,7 +59,8 @@ class OptionError(ValueError):
         self.invalid_options = invalid_options
 
     def with_prefix(self, option: str) -> OptionError:
-        """Return this error for a mapping that is itself the value of `option`: its name becomes a prefix."""
+        """Return a copy of the error for options that are themselves the value of `option`. The name of `option` is put
+        before the name of each invalid option."""
         return OptionError(
             *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.invalid_options)
         )
@@ -95,7 +96,8 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: s
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
 ) -> Any:
-    """Create the object of `kinds` that `options[key]` names, from the other options. A string is the name alone."""
+    """Create an object of the kind that `options[key]` names, with the other options as its arguments. A string in
+    place of `options` is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
