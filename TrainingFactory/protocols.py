@@ -64,7 +64,8 @@ class Engine(Protocol):
     keeps the inputs of every turn, so that it can retry the request on another engine with the same seed."""
 
     async def start(self) -> dict[str, Any]:
-        """Start, ready to sample or to `load` weights. Return a description: pid, node, versions, vocabulary."""
+        """Start the engine; afterwards it can sample or `load` weights. Return its description: pid, node, versions,
+        vocabulary."""
         ...
 
     async def sample(
@@ -97,7 +98,8 @@ class ChatFormat(Protocol):
         ...
 
     def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
-        """Return the tokens after a sampled turn: rest of its end marker, replies, next assistant header."""
+        """Return the tokens that follow a sampled turn: the rest of its end marker, the replies, and the next assistant
+        header."""
         ...
 
     def parse(
@@ -126,7 +128,8 @@ class ChatFormat(Protocol):
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool, called by name with JSON arguments. `run` is called on the event loop: use a thread for blocking code."""
+    """A tool that the model calls by name with JSON arguments. `run` is called on the event loop, so blocking code must
+    use a thread."""
 
     @property
     def spec(self) -> ToolSpec: ...
@@ -211,7 +214,8 @@ class GroupReward(Protocol):
         ...
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        """Return one entry per episode: its reward, or the exception that prevented it. Raise if all failed."""
+        """Return one entry per episode: its reward, or the exception that prevented it. Raise an error if scoring
+        failed for all episodes."""
         ...
 
 
@@ -262,7 +266,7 @@ class Algorithm(Objective, Protocol):
 
 
 class Policy(Protocol):
-    """Trains the weights with their algorithm. May run in other processes, so arguments and results are plain data.
+    """Trains a model's weights with an algorithm. May run in other processes, so arguments and results are plain data.
     Callers await every call before the next one."""
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]: ...

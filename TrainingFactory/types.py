@@ -119,7 +119,8 @@ class Task:
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """Sampling options of one turn. top_p, top_k and min_p are for evaluation: training needs the full softmax."""
+    """Sampling options of one turn. top_p, top_k and min_p are for evaluation only, because training needs the full
+    softmax."""
 
     temperature: float = 1.0  # 0 is greedy
     max_tokens: int = 256
@@ -225,7 +226,8 @@ class Trajectory:
 
     @property
     def own_turns(self) -> list[Turn]:
-        """Return the turns that the episode sampled itself, without those shared with its parent."""
+        """Return the turns that the episode sampled itself, without the turns that it shares with the episode from
+        which it was forked."""
         return self.turns[self.fork_turn :]
 
     @property

@@ -54,8 +54,9 @@ def returns_to_go(outcomes: np.ndarray, steps: np.ndarray, credit: Credit) -> np
 def advantages(
     outcomes: np.ndarray, steps: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
-    """Return the advantages: [..., n], [..., n, T] -> [..., n, T]. `scale` divides by the standard deviation (n - 1 in
-    the denominator) of the members' total rewards; where these are equal, all advantages are zero."""
+    """Return the advantages of turns from outcomes [..., n] and step rewards [..., n, T] as [..., n, T]. `scale`
+    divides by the standard deviation (n - 1 in the denominator) of the members' total rewards; where these are equal,
+    all advantages are zero."""
     members = outcomes.shape[-1]
     returns = returns_to_go(outcomes, steps, credit)
     if baseline == "none":

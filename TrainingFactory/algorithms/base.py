@@ -39,8 +39,8 @@ class BaseAlgorithm:
 def mean_and_deviation(
     arrays: Sequence[np.ndarray], weights: Sequence[np.ndarray | None] = ()
 ) -> tuple[float, float]:
-    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty. `weights` of the values
-    of each array; None: all 1."""
+    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty. `weights` has the weights
+    of the values for each array; None: all 1."""
     values = np.concatenate([np.zeros(0), *arrays])  # float64
     if not len(values):
         return 0.0, 0.0

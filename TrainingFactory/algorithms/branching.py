@@ -26,8 +26,8 @@ from TrainingFactory.types import Trajectory
 
 @dataclass(slots=True, frozen=True)
 class TurnTable:
-    """Credit of the turns of n leaves; entries after a leaf's last turn are zero. A shared turn has its entries at one
-    leaf; at all others they are zero."""
+    """Values, advantages and weights of the turns of n leaves. Entries after a leaf's last turn are zero. A turn that
+    several leaves share has its entries at one of them; its entries at the others are zero."""
 
     roots: list[int]  # [n] member that is the root of the leaf's tree
     weights: np.ndarray  # [n, T]
@@ -40,8 +40,8 @@ def has_forks(group: Sequence[Trajectory]) -> bool:
 
 
 class EpisodeTrees:
-    """The trees of a group, over its scored leaves. `group` includes the unscored ones, from which leaves may have
-    been forked."""
+    """The trees that the forked episodes of a group form over its scored leaves. `group` includes unscored episodes,
+    from which leaves may have been forked."""
 
     def __init__(self, group: Sequence[Trajectory], leaves: Sequence[Trajectory]) -> None:
         self._members = {trajectory.member: trajectory for trajectory in group}

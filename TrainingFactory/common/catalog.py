@@ -76,6 +76,7 @@ def _load(kind: str, name: str, target: str) -> Any:
 
 
 def _find_targets(kind: str) -> dict[str, str]:
-    """Return the built-in entries and those of other packages: entry points in groups like `TrainingFactory.tools`."""
+    """Return the targets of all names of a kind: built-in entries, and entry points of other packages in groups like
+    `TrainingFactory.tools`."""
     plugins = {point.name: point.value for point in entry_points(group=f"TrainingFactory.{kind}s")}
     return plugins | _CATALOG[kind]

@@ -36,7 +36,7 @@ class Curve:
 
 
 class Chart:
-    """Curves on common axes; the value axis spans the data, or `bottom` to `top` if given."""
+    """Curves on common axes. The value axis spans the data, unless `bottom` or `top` fix its ends."""
 
     left, right = LEFT, WIDTH - RIGHT
 

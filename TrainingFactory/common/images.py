@@ -127,7 +127,7 @@ def placeholder(image: Image) -> str:
 
 
 def label(image: Image) -> str:
-    """Return the text that names an image for a person: its size and the beginning of its file's name."""
+    """Return a short label of an image for people: its size and the beginning of its file name."""
     return f"[image {image.width}x{image.height} {image.digest[:8]}]"
 
 

@@ -114,7 +114,8 @@ def make_named(
 
 
 def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
-    """Return an annotation that creates the object from a mapping and leaves other values unchanged."""
+    """Return a pydantic annotation that converts a mapping to an object by calling `target`, and leaves other values
+    unchanged."""
 
     def make(value: Any) -> Any:
         return make_from(target, value, subject) if isinstance(value, Mapping) else value
@@ -123,7 +124,7 @@ def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
 
 
 def choice_error(value: Any, choices: Iterable[str]) -> str:
-    """Return the error text for a value that is none of the choices, with the closest one."""
+    """Return the error text for a value that is none of the choices. It suggests the closest choice."""
     known_names = list(choices)
     closest = nearest(value, known_names, cutoff=0.5) if isinstance(value, str) else None
     return f"must be one of {', '.join(known_names)}" + did_you_mean(closest)
@@ -215,7 +216,7 @@ def _explain_one(
 
 
 def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
-    """Return the key of an error in the options: pydantic's location without the labels of union branches."""
+    """Return the key of the invalid option: pydantic's error location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
     for depth, part in enumerate(details["loc"], 1):

@@ -55,7 +55,7 @@ def load_objects(kind: str, name: str) -> tuple[Path, str, list[Any]]:
 
 
 def own_definitions(module: ModuleType) -> list[Any]:
-    """Return the objects that a file defines itself, without those that it imports."""
+    """Return the objects that a module defines itself, without imported objects."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
@@ -142,7 +142,8 @@ def user_frames(error: BaseException) -> list[Frame]:
 
 
 def location_of(error: BaseException) -> str:
-    """Return ` (rewards.py:12)`, the innermost location in the user's code, or "" if there is none."""
+    """Return the innermost location of the error in the user's code, such as ` (rewards.py:12)`, or "" if there is
+    none."""
     frames = user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 

@@ -89,7 +89,8 @@ def _tree_rotary_positions(pack: Pack, vision: Vision) -> np.ndarray:
 
 
 def row_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
-    """Return the hidden states [N, D] by the model's own causal attention, which never sees the right-padding."""
+    """Return the hidden states [N, D], computed row by row with the model's own causal attention. Rows are padded on
+    the right, where no token attends to the padding."""
     assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())

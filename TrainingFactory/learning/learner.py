@@ -175,8 +175,9 @@ class Learner:
 
     @torch.no_grad()
     def _balance_counts(self, batch: Batch) -> np.ndarray | None:
-        """Return the `balance_counts` of the whole update, by one more forward pass without dropout over each pack.
-        None: the model has no auxiliary loss, or the update's only forward pass will count."""
+        """Return the `balance_counts` of the whole update, counted in an additional forward pass without dropout over
+        each pack. Return None if the model has no auxiliary loss, or if the update has a single forward pass, which
+        counts itself."""
         if self.routers is None or not self.routers.coefficient or batch.values_only:
             return None
         if len(batch.packs) == 1 and self.processes.count == 1:

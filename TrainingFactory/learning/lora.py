@@ -29,9 +29,9 @@ def add_lora(
     seed: int = 0,
     excluded: Sequence[str] = (),
 ) -> PeftModel:
-    """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
-    linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers. `experts`: adapt the
-    fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
+    """Freeze the model and add a LoRA adapter that does not change the outputs initially. `target_modules` is
+    "all-linear" (every linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers.
+    `experts`: adapt the fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     if targets == "all-linear":
         names = linear_layers(model)

@@ -86,8 +86,9 @@ def make_optimizers(
     options: OptimizerOptions,
     processes: Processes | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. With
-    Muon, it updates the policy's inner matrices and AdamW the rest. Head and critic have their own learning rate."""
+    """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. If
+    Muon is chosen, Muon updates the policy's inner matrices and AdamW all other weights. Head and critic have their own
+    learning rate."""
     matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
     for name, param in named_parameters:
         inner = param.dim() == 2 and "embed" not in name and "head." not in name

@@ -29,9 +29,10 @@ class WeightPublisher(Protocol):
 
 
 class LocalPolicy:
-    """Trains on one thread of this process, so that an update never blocks the event loop. Samplers in this process
-    share the weights; others need a `publisher`. The published version counts training steps, even skipped ones.
-    `before_step` gets the rows and the number of a step before its update, and returns further metrics."""
+    """Policy that trains a learner on one thread of this process, so that an update never blocks the event loop.
+    Samplers in this process share the weights; others need a `publisher`. The published version counts training steps,
+    even skipped ones. `before_step` gets the rows and the number of a step before its update, and returns further
+    metrics."""
 
     def __init__(
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,

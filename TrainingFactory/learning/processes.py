@@ -56,6 +56,6 @@ class Processes:
         return tensor
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
-        """Return the full weights for `save_pretrained`, trained weights cast to `dtype` except an adapter's. None: the
-        model is not sharded, and its own weights can be saved."""
+        """Return the full weights for `save_pretrained`. Trained weights are cast to `dtype`, except those of an
+        adapter. None: the model is not sharded, and its own weights can be saved."""
         return None

@@ -151,8 +151,9 @@ def _get_adapter_rank(model: Any) -> int | None:
 
 
 def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights under their names without PEFT, in the model's dtype, with the adapter `merged` or without.
-    PEFT's wrapper around fully trained modules needs no case of its own: it forwards attribute access to them."""
+    """Yield the weights under the names that they have without PEFT, in the model's dtype; with `merged`, the adapter
+    is merged into them. PEFT's wrapper around fully trained modules needs no special case, because it forwards
+    attribute access to them."""
     gather = learner.processes.gather
     for name in skeleton.state_dict():
         path, _, leaf = name.rpartition(".")

@@ -64,8 +64,8 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[Routing]:
-        """Record the routing of a forward pass inside the block. No hooks remain outside it: backward passes that run
-        the layers again and the sampler, which shares the modules, are not recorded."""
+        """Record the routing of a forward pass inside the block. No hooks remain after the block. Therefore neither
+        backward passes that run the layers again nor the sampler, which shares the modules, are recorded."""
         routing = Routing()
 
         def add_logits(module: Any, args: Any, output: Any) -> None:

@@ -154,7 +154,7 @@ def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
 
 
 def rename_adapter(folder: Path, config: Any) -> None:
-    """Rename the modules of an adapter of the text part, in its files, to those of the composite model, because vLLM
+    """Rename the modules in the files of a text part's adapter to the module names of the composite model, because vLLM
     ignores weights of unknown modules."""
     rename = _composite_names(config)
     weights = {
@@ -232,8 +232,8 @@ def processor_template(source: str, options: dict[str, Any]) -> str | None:
 
 @contextmanager
 def hiding_expected_warnings() -> Iterator[None]:
-    """Hide transformers' warnings about a text part: the table of weights that were not loaded, unless it also lists
-    invalid ones, and the wrong tying in the config, which `detach_from_composite` corrects."""
+    """Hide transformers' warnings about a text part: the table of weights that were not loaded (unless it also lists
+    invalid weights), and the warning about tied weights in the config, which `detach_from_composite` corrects."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         text = record.getMessage()

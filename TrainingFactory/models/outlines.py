@@ -59,8 +59,8 @@ class Outlines:
         return self._transforms[context](text)
 
     def shield(self, value: Any, texts: Texts, context: str, key: str = "nested argument") -> Any:
-        """Return a copy of JSON data with marks for all strings that could produce a control token. `context` is the
-        place of its strings in the conversation, `key` that of its object keys."""
+        """Return a copy of JSON data with marks for all strings that could produce a control token. `context` names the
+        place of the data's strings in the conversation, `key` the place of its object keys."""
         inner = "nested argument" if context == "argument" else context
         if isinstance(value, dict):
             contexts = {"name": key} | ({"type": "tool type"} if context.startswith("tool ") else {})

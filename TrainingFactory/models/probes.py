@@ -44,7 +44,7 @@ def user(text: Any) -> dict[str, Any]:
 
 
 def content_parts(message: Message) -> list[str | None]:
-    """Return the texts of a message around its images; None: an image."""
+    """Return the parts of a message's content in order: its texts, and None for each image."""
     return [part if isinstance(part, str) else None for part in split_text(message.content, message.images)]
 
 
@@ -187,7 +187,8 @@ def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | N
 
 
 def end_of_calls(template: ChatTemplate, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
-    """Return the control token that ends a turn with calls, unless it also occurs inside the turn (Gemma 4)."""
+    """Return the control token that ends a turn with tool calls; None if that token also occurs inside the turn, as
+    Gemma 4's does."""
     try:
         turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
         one_call, two_calls = (template.text([user("m"), turn], header=False).rstrip() for turn in turns)
@@ -290,7 +291,8 @@ def reply_outline(template: ChatTemplate, reply: Message, number: int, following
 def continuation(
     template: ChatTemplate, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
-    """Return the template's text after a sampled turn: the rest of its end, the replies, the next generation prompt."""
+    """Return the template's text after a sampled turn: the rest of the turn's end marker, the replies, and the next
+    generation prompt."""
     placeholders = template.marks
     tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
     failure: ValueError | None = None
@@ -322,8 +324,8 @@ def continuation(
 
 
 def _between(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
-    """Return the part of `conversation` after the turn that `without_answers` ends with. `marks` are those of the
-    user's message and of the end of the turn."""
+    """Return the part of `conversation` that follows the last turn of `without_answers`. `marks` are the marks of the
+    user's message and of the end of that turn."""
     first, last = marks
     ending, rest = without_answers.rpartition(last)[2], conversation.rpartition(last)[2]
     if last not in conversation:

@@ -96,7 +96,7 @@ def cache_argument(kind: type[nn.Module]) -> str:
 
 
 def unsupported_types(model: Any, supported: set[str]) -> list[str]:
-    """Return the layer types that are neither supported nor those of recurrent layers."""
+    """Return the model's layer types that are neither in `supported` nor types of recurrent layers."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     recurrent = {layer.layer_idx for layer in recurrent_layers(model)}
     return sorted(

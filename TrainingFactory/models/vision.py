@@ -190,7 +190,8 @@ class Vision:
         return ImageLayout((IMAGE,) * len(packed[0]))
 
     def _tiles(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Return the tokens of Idefics 3: its tiles row by row, each with its place, and the whole image."""
+        """Return the tokens of an image for Idefics 3: the image's tiles row by row, with a position token before each
+        of them, then the whole image."""
         token = self._tokenizer.convert_tokens_to_ids
         edge, image = token("<fake_token_around_image>"), (IMAGE,) * self._tile_tokens
         newline, newlines = (
@@ -245,8 +246,9 @@ class Vision:
     def model_inputs(
         self, model: Any, ids: np.ndarray, fresh: bool = False
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Return ids [B, T] with the placeholder for image tokens, and keyword arguments of the model's forward with
-        the images that they show. `fresh`: run the tower even for cached images, with gradients if they are enabled."""
+        """Return ids [B, T] in which the model's placeholder replaces every image token, and keyword arguments of the
+        model's forward that contain the encoded images. `fresh`: run the tower even for cached images, with gradients
+        if they are enabled."""
         is_image = ids >= VIRTUAL
         if not is_image.any():
             return ids, {}
@@ -406,7 +408,8 @@ def _with_ratio(picture: Any, limit: int) -> Any:
 
 
 def _flat(features: Any) -> torch.Tensor:
-    """[k, D] of all images: the tower returns them in a list, or as tiles [n, k / n, D]."""
+    """Return the features [k, D] of all images as one tensor. The tower returns them as a list, or as tiles [n, k / n,
+    D]."""
     return torch.cat(list(features)) if isinstance(features, list | tuple) else features.flatten(0, 1)
 
 

@@ -102,7 +102,8 @@ class AsyncRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Start a plan without guesses, and advance the table as if its tokens were known; `land` returns them."""
+        """Start the forward of a plan without guesses, and advance the table as if the sampled tokens were already
+        known. `land` returns the tokens."""
         table, plan.twice = self.table, True
         batch, picked = self._begin(plan)
         slots, offsets = batch.rows[batch.live], batch.offsets[batch.live]

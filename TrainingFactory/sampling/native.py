@@ -79,7 +79,8 @@ class NativeSession:
 
 class NativeEngine:
     """A `Sampler` over a transformers or PEFT model in this process. Without `source`, it shares the model's weights
-    with the learner. With `source`, the trained model, it has its own weights and copies them at every update."""
+    with the learner. With `source`, the learner's model, it has its own weights and copies them from `source` at every
+    update."""
 
     def __init__(
         self,
@@ -163,7 +164,8 @@ class NativeEngine:
             return await session.sample(prompt_ids, params)
 
     async def update(self, weights: Weights) -> None:
-        """Switch to new weights: hold new turns, let the running turns finish, invalidate the cache, then resume."""
+        """Switch to new weights. The engine lets the running turns finish while new turns wait, invalidates the cache,
+        and then resumes."""
         if weights.folder != "shared":
             raise ValueError(
                 f"the native engine shares the learner's weights; it cannot load {weights.folder}"

@@ -397,7 +397,8 @@ class Runner:
     def _make_attention_mask(
         self, positions: torch.Tensor, width: int, window: int | None, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the mask of positions [rows, T], additive, as [rows, 1, T, width]: causal, or up to `ends`."""
+        """Return the additive attention mask [rows, 1, T, width] of tokens at `positions` [rows, T]. It is causal, or
+        with `ends` each token attends up to its entry in `ends`."""
         if window is None and self.vision is not None and self.vision.whole_in_windows_only:
             ends = None
         span, positions = self._span[:width], positions[:, None, :, None]

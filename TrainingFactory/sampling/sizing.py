@@ -24,7 +24,8 @@ def round_up(number: int, step: int) -> int:
 
 def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> int:
     """Set the number of snapshots of recurrent layers, and return the memory that is left for the KV cache. States get
-    at most half of the memory: if that is short, there are fewer snapshots, then fewer slots."""
+    at most half of the memory. If that is too little, reduce the number of snapshots first, then the number of
+    slots."""
     if not shapes:
         return memory
     row_bytes = sum(shape.row_bytes for shape in shapes)

@@ -200,7 +200,8 @@ class SlotTable:
     def _continue_in_slot(
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> bool:
-        """Start the request in its session's slot, whose first `stored` tokens it keeps, if there are pages."""
+        """Start the request in the slot that its session holds, and keep the slot's first `stored` tokens, if enough
+        pages are available."""
         count = self.pages.missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
         if not self._make_room(count, request.seat, [slot]):
             if self.running.any():
@@ -216,8 +217,9 @@ class SlotTable:
         return True
 
     def _share_prefix(self, request: SamplingRequest, source: int, best: int, reusable: np.ndarray) -> bool:
-        """Start the request in a slot that has its first `best` tokens, or that shares those of `source`, if there are
-        pages. `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
+        """Start the request in a slot that already has the prompt's first `best` tokens, or in one that shares them
+        with slot `source`, if enough pages are available. `reusable` [slots] is the length of the prefix that the
+        request could reuse from each slot."""
         session_slot = request.seat
         length = len(request.prompt) + MARGIN
         num_pages = self.pages.pages(length)
@@ -256,7 +258,8 @@ class SlotTable:
         return not admission.full
 
     def _choose_slot(self, session_slot: SessionSlot, reusable: np.ndarray, best: int) -> int:
-        """Return the session's slot, a free one, or that of an evicted session; `_has_slot` must be true."""
+        """Return the slot for a session: the slot that it holds, a free slot, or the slot of a session that it evicts.
+        `_has_slot` must have returned True."""
         if session_slot.slot is not None:
             return session_slot.slot
         if self.deterministic:
@@ -274,8 +277,9 @@ class SlotTable:
         return slot
 
     def _find_longest_idle(self) -> int | None:
-        """Return the slot to evict: the one idle for longest, if for EVICT_AFTER seconds or if nothing runs, because a
-        parent session may wait for its child. None if there is none."""
+        """Return the slot that has been idle for longest, for eviction. It must have been idle for EVICT_AFTER seconds,
+        unless no turn runs at all, because then a parent session may be waiting for its child session. None if there is
+        no such slot."""
         idle = np.flatnonzero(~self.running)
         if not len(idle):
             return None
@@ -286,7 +290,8 @@ class SlotTable:
     # -- pages
 
     def _make_room(self, count: int, session_slot: SessionSlot, keep: list[int]) -> bool:
-        """Release pages of other slots than `keep` until `count` are free; return False if there are too few."""
+        """Release pages of slots that are not in `keep` until `count` pages are free. Return False if that is
+        impossible."""
         if self.pages.fixed or self.pages.available >= count:
             return True
         closed_slots = np.flatnonzero(self.free & (self.pages.held() > 0))
@@ -305,8 +310,9 @@ class SlotTable:
         return False
 
     def _find_younger(self, session_slot: SessionSlot, keep: list[int]) -> list[int]:
-        """Return the slots that may be preempted for a session: those of younger ones, and of all idle ones if nothing
-        runs, because a parent session may wait for its child. Idle ones first, the youngest first."""
+        """Return the slots that may be preempted for a session: the slots of younger sessions. If no turn runs, add
+        those of all idle sessions, because a parent session may be waiting for its child session. Idle sessions come
+        first, younger ones before older ones."""
         none_runs = not self.running.any()
         orders = {
             slot: seat.order

@@ -103,7 +103,8 @@ def _make_chunk_tiles(plan: StepPlan, start: int, tokens: int) -> TileArrays:
 
 
 def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
-    """Return tiles of rows with a shared prefix, None if they save too little, and where each row's own keys begin."""
+    """Return the tiles in which groups of rows attend to their shared prefix (None if they save too little), and the
+    position at which the unshared keys of each row begin."""
     dense = plan.dense
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
     rows = rows[table.mark[rows].argsort(kind="stable")]

@@ -159,8 +159,9 @@ class _Child:
         self._unparsed = b""  # bytes after the last answer
 
     async def exchange(self, message: Any, on_event: EventCallback | None) -> tuple[Any, str | None]:
-        """Send a message; return the answer and the problem. A random ticket ties an answer to its message: untrusted
-        code can find the pipe and write to it, and one extra answer would shift all later ones by one call."""
+        """Send a message to the process. Return the answer, and the error text if the call failed. A random ticket ties
+        an answer to its message, because untrusted code can find the pipe and write to it. Without tickets, one extra
+        answer would shift all later answers by one call."""
         ticket = secrets.token_hex(8)
         try:
             await self._send(json.dumps([ticket, message, on_event is not None]).encode() + b"\n")

@@ -142,7 +142,8 @@ def flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float,
     softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[1, H, N, d], [1, K, N, d], [1, K, N, dv] -> [1, H, N, dv]. `softcap` and `sinks` [H] as in `attend`."""
+    """Compute masked attention by FlexAttention: [1, H, N, d], [1, K, N, d], [1, K, N, dv] -> [1, H, N, dv]. `softcap`
+    and `sinks` [H] as in `attend`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     # The kernel for short queries fails on some shapes.

@@ -70,7 +70,8 @@ def layer_output(
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for static shapes, except the number of tokens: dimension 1 of 3-D tensors is dynamic."""
+    """Compile a function with torch.compile. Shapes are static except the number of tokens, which is dimension 1 of 3-D
+    tensors."""
     fused = torch.compile(function)
 
     def call(*args: Any) -> Any:
@@ -138,7 +139,8 @@ def _forward(
 
 
 def _window(attention: Any) -> int | None:
-    """Return the layer's sliding window: Mistral has one for all layers in its config, Qwen one in each layer."""
+    """Return the layer's sliding window. Mistral stores one window for all layers in its config, Qwen one in each
+    layer."""
     return (
         attention.config.sliding_window
         if attention.config.model_type == "mistral"

@@ -35,13 +35,13 @@ class PaddedRows:
     tokens: torch.Tensor | slice  # token indices without padding
 
     def spread(self, states: torch.Tensor) -> torch.Tensor:
-        """[N, ...] -> [n, length, ...]"""
+        """Arrange the states of the tree's tokens in padded rows: [N, ...] -> [n, length, ...]"""
         if isinstance(self.padded, slice):
             return states[self.padded][None]
         return states.index_select(0, self.padded).unflatten(0, (self.rows, -1))
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """[n, length, ...] -> [real tokens, ...]"""
+        """Return the states of padded rows without the padding: [n, length, ...] -> [real tokens, ...]"""
         states = states.flatten(0, 1)
         return states if self.places is None else states.index_select(0, self.places)
 
@@ -168,8 +168,8 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by tanh; `sinks` [H] are logits that
-    take part in the softmax without a value."""
+    """Compute tree attention part by part: [N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by
+    tanh; `sinks` [H] are logits that take part in the softmax without a value."""
     size = value.shape[-1]
     missing = key.shape[-1] - size  # the kernel needs equal head sizes; zero padding changes nothing
     if missing > 0:
@@ -184,7 +184,7 @@ def attend(
 
 
 def _fold(queries: torch.Tensor) -> torch.Tensor:
-    """[n, T, K, G, d] -> [n, K, G * T, d]: query heads that share a key head become query positions."""
+    """Fold queries [n, T, K, G, d] to [n, K, G * T, d]: query heads that share a key head become query positions."""
     return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
@@ -273,7 +273,7 @@ class _Attention(torch.autograd.Function):
 def _sink_gradient(
     grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the gradient of the sinks [K, G]: that of a softmax entry whose value is zero."""
+    """Return the gradient of the sinks [K, G]. A sink is a softmax entry whose value is zero."""
     if sinks is None:
         return None
     probability = torch.exp(sinks.float()[..., None] - total)

@@ -36,7 +36,8 @@ class Reach:
         return positions - positions % self.size if self.chunked else positions - (self.size - 1)
 
     def split(self, nodes: list[TreeNode]) -> list[TreeNode]:
-        """Split the nodes into pieces in which every token sees all earlier ones."""
+        """Split the nodes into pieces so short that every token of a piece attends to all earlier tokens of the
+        piece."""
         length = min(self.size, max(PIECE, self.size // 4))
         pieces: list[TreeNode] = []
         last_piece: list[int] = []  # of each node

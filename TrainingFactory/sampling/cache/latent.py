@@ -51,13 +51,13 @@ def _expansions(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def absorb_keys(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """[1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
+    """Apply the expansion of the keys to the queries: [1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
     keys, _ = _expansions(module)
     plain, rotated = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
     return torch.cat((plain[0] @ keys, rotated[0]), -1)[None]
 
 
 def expand_values(module: Any, output: torch.Tensor) -> torch.Tensor:
-    """[1, N, H, r] -> [1, N, H, value size]"""
+    """Apply the expansion of the values to the attention output: [1, N, H, r] -> [1, N, H, value size]"""
     _, values = _expansions(module)
     return (output[0].transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)[None]

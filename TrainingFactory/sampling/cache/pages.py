@@ -155,7 +155,7 @@ class PageTable:
 
 
 class CachePages:
-    """The page tables of all layers: one for each size of window, and one for layers without a window."""
+    """The page tables of all layers: one for each window size, and one for the layers without a window."""
 
     def __init__(
         self, slots: int, max_length: int, windows: Sequence[int | None], pages: Sequence[int], *, fixed: bool
@@ -205,7 +205,8 @@ class CachePages:
         return 0 if self.fixed else max(0, self.pages(length) - int(self.tables[0].ends[slot]))
 
     def copied(self, slot: int, length: int) -> int:
-        """Return the number of pages that `truncate` copies: 1 if the slot would write in a shared page."""
+        """Return the number of pages that `truncate` must copy: 1 if the slot would otherwise write to a page that it
+        shares, else 0."""
         if self.fixed or not length % PAGE:
             return 0
         return int(any(table.references[table.entries[slot, length // PAGE]] > 1 for table in self.tables))

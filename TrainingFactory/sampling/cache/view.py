@@ -122,7 +122,8 @@ def shared_view(
 
 
 def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
-    """Make the weights of plain layers contiguous in memory, and return them as one tensor; None for other layers."""
+    """Make the weights of plain linear layers contiguous in memory, and return them as one tensor. Return None if a
+    layer is not plain."""
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
     weights, size = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
@@ -143,7 +144,8 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError if the config shows that the slot cache cannot run the model; the probe checks the rest."""
+    """Raise ValueError if the config shows that the engine does not support the model. The engine's probe run detects
+    other unsupported models."""
     config = model.config
     kind = config.model_type
     if config.is_encoder_decoder:

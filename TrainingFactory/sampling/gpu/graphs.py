@@ -114,7 +114,8 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
 
 
 def active_adapters(model: torch.nn.Module) -> Hashable:
-    """Return which adapters are active. PEFT switches them by attributes, which addresses do not show."""
+    """Return which adapters are active. PEFT switches adapters by attributes, so that a comparison of memory addresses
+    does not detect it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))

@@ -309,7 +309,7 @@ def norm_rotate_and_cache(
 def attend(
     q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[N, H, D] -> [N, H, D]"""
+    """Compute the attention outputs [N, H, D] of the queries [N, H, D] over the cache."""
     output = q.new_empty(q.shape)
     dense = step.tokens
     if step.rows is not None:
