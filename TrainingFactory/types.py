@@ -48,8 +48,8 @@ class ToolResult:
         return _repr_with_images(self)
 
     def with_content(self, content: str) -> ToolResult:
-        """Return a copy of the result with `content` as its text. Five times as fast as `dataclasses.replace`, because
-        every tool call makes a copy."""
+        """Return a copy of the result with `content` as its text. Every tool call makes such a copy, so this method
+        avoids `dataclasses.replace`, which takes five times as long."""
         return ToolResult(
             content, self.ok, self.error, self.cached, self.seconds, self.attachments, self.id, self.images
         )
@@ -100,8 +100,8 @@ class Message:
         return _repr_with_images(self)
 
     def with_content(self, content: str, images: list[PlacedImage]) -> Message:
-        """Return a copy of the message with this content and these images. Five times as fast as `dataclasses.replace`,
-        because every reply is such a copy."""
+        """Return a copy of the message with this content and these images. Every reply is such a copy, so this method
+        avoids `dataclasses.replace`, which takes five times as long."""
         return Message(
             self.role, content, self.tool_calls, self.tool_call_id, self.name, self.reasoning, images
         )

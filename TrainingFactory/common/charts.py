@@ -117,7 +117,7 @@ def shortened(title: str) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """Return the finite points; average neighbours if there are more than `MAX_POINTS`."""
+    """Return the finite points. If there are more than `MAX_POINTS`, average neighbouring points."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MAX_POINTS:
         return points

@@ -204,7 +204,7 @@ def map_text(
 
 
 def limited(images: Sequence[PlacedImage], content: str, room: int) -> tuple[str, list[PlacedImage]]:
-    """Return a message's content with its first `room` images. A text replaces each further image."""
+    """Return a message's content and its first `room` images. In the content, a text replaces each further image."""
     if len(images) <= room:
         return content, list(images)
     note = rejected(f"at most {LIMITS.max_per_turn} images a turn")

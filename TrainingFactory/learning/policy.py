@@ -18,7 +18,8 @@ CLOSE_SECONDS = 10.0
 
 
 class WeightPublisher(Protocol):
-    """Writes weights for samplers in other processes; implemented in `learning/publishing.py`."""
+    """Protocol of an object that writes weights for samplers in other processes; implemented in
+    `learning/publishing.py`."""
 
     model_folder: str
     dtype: str

@@ -25,7 +25,8 @@ class Processes:
         return call()
 
     def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
-        """Return `make(budget)`, with a budget below `token_budget` if that balances the processes better."""
+        """Return the batch `make(budget)`. The budget is `token_budget`, or less if that balances the packs better
+        between the processes."""
         return make(token_budget)
 
     def deal(self, packs: Sequence[Pack]) -> Sequence[Pack]:

@@ -203,7 +203,8 @@ def _find_gates(model: PreTrainedModel) -> tuple[list[Any], int]:
 
 
 def _count_tokens_by_expert(chosen: torch.Tensor, weights: np.ndarray, experts: int) -> torch.Tensor:
-    """Return the weighted number of tokens by expert. chosen: [T, k] -> [E]; a number beyond the experts is ignored."""
+    """Return the weighted number of tokens by expert. `chosen` [T, k] -> [E]. Expert numbers of E and above are
+    ignored."""
     chosen = chosen.reshape(-1, chosen.shape[-1])
     values = _pad_weights(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
     counts = values.new_zeros(experts + 1, dtype=torch.float64)

@@ -51,8 +51,8 @@ TOOLS_ADVICE = (
 
 
 class TemplateChatFormat:
-    """Chat format of a tokenizer's template. `family` None: the first one whose parser reads the template's calls.
-    `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today.
+    """Chat format of a tokenizer's template. `family` None: use the first family whose parser reads the template's
+    calls. `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today.
     `vision`: the `Vision` of a model that sees images; without it, tool results get a placeholder text for each
     image."""
 

@@ -196,7 +196,7 @@ class ChatTemplate:
         return self.marks.restore_case(rendered)
 
     def transform(self, context: str, render: Callable[[str], str]) -> Transform:
-        """Find how the template changes a text at the place `context`, by rendering canaries there."""
+        """Find out how the template changes a text at the place `context`, by rendering test texts there."""
         placeholder = self.marks[0]
         pattern = render(placeholder)
         if placeholder not in pattern and context.startswith("tool "):

@@ -18,7 +18,8 @@ GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
 @dataclass(slots=True)
 class StepPlan:
-    """The inputs of one forward. Slot i of the dense part is row i."""
+    """Plan of one forward: the rows to decode and the chunks to prefill. Row i of the dense part, which decodes,
+    belongs to slot i."""
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows including unused ones

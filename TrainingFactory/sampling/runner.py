@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
+    """Runs the engine's forwards in inference mode, in the caller's thread. It owns the cache and the view of the
+    model, a second module tree over the same weights."""
 
     def __init__(
         self,
@@ -93,7 +94,7 @@ class Runner:
         """Choose the kernels that fit the recorded layer shapes. Subclasses override this."""
 
     def refresh(self) -> None:
-        """Rebuild the view of the model, whose adapters or modules may have changed."""
+        """Rebuild the view of the model, because the model's adapters or modules may have changed."""
         self.view = shared_view(self.model, ATTENTION, self._fused_kind)
         self.states.attach(self.view)
         self._moved = True  # the addresses in CUDA graphs may be stale
@@ -115,9 +116,9 @@ class Runner:
 
     @torch.inference_mode()
     def _compare_logits(self) -> None:
-        """Raise ValueError if the logits of a chunk or of dense rows differ at most tokens from those of the model's
-        own attention. Differences at a few tokens are accepted, because the 16-bit logits of a trained model depend
-        much on the order of summation there."""
+        """Raise ValueError if, for the majority of tokens, the logits of a chunk or of dense rows differ from the
+        logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
+        trained model depend much on the order of summation there."""
         ids = (self._span[:15] + 1000) % self.vocabulary  # the first ids are special tokens
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         windows = layer_windows(self.shapes)
@@ -211,7 +212,8 @@ class Runner:
         return batch, picked
 
     def _shows_images(self, batch: FlatBatch) -> bool:
-        """Return whether the step feeds image tokens, whose embeddings graphs do not record."""
+        """Return whether the step feeds image tokens. Such a step cannot run as a CUDA graph, because graphs do not
+        record the embeddings of images."""
         return self.vision is not None and bool((batch.tokens >= VIRTUAL).any())
 
     def _fill_in_flight_tokens(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ def _with_latent_cache(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def latent_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that caches compressed vectors, if the module has latent attention."""
+    """Return a subclass of the module's class that caches compressed vectors; None if the module has no latent
+    attention."""
     if hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), nn.Module):
         return _with_latent_cache(type(module))
     return None

@@ -103,7 +103,8 @@ class PageTable:
             self._copy(shared, int(self.entries[slot, last]))
 
     def share(self, source: int, target: int, length: int, end_page: int) -> None:
-        """Give `target`, which holds no pages, the first `length` tokens of `source`, and all pages to `end_page`."""
+        """Give the slot `target`, which holds no pages, the first `length` tokens of `source`, and reserve its pages
+        before `end_page`."""
         full, rest = divmod(length, PAGE)
         if self.fixed:
             pages = slice(0, full + bool(rest))
@@ -234,7 +235,7 @@ class CachePages:
             table.truncate(slot, length)
 
     def share(self, source: int, target: int, length: int, reserved: int) -> None:
-        """Give `target` the first `length` tokens of `source`, and pages for `reserved` tokens."""
+        """Give the slot `target` the first `length` tokens of `source`, and reserve pages for `reserved` tokens."""
         for table in self.tables:
             table.share(source, target, length, self.pages(reserved))
 

@@ -18,7 +18,8 @@ UNLIMITED = (0.0, float("inf"))
 
 
 class StateShape(NamedTuple):
-    """The states of one row of a recurrent layer, as the probe recorded them: convolution inputs, recurrent state."""
+    """The states of one row of a recurrent layer, as recorded in the engine's probe run: convolution inputs and
+    recurrent state."""
 
     layer: int
     states: tuple[torch.Tensor | None, torch.Tensor | None]  # empty tensors [0, ...]
@@ -146,7 +147,8 @@ class LimitedSteps(nn.Module):
 
 
 class RecurrentLayer:
-    """Mixin for a recurrent layer of the engine's view."""
+    """Mixin for a recurrent layer in the engine's view of the model. It reads and writes the layer's states in the
+    engine's cache."""
 
     tfactory_states: ModelStates
     layer_idx: int
@@ -216,7 +218,8 @@ def _with_states(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def recurrent_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that keeps its states in the engine's cache, if the module is a recurrent layer."""
+    """Return a subclass of the module's class that keeps its states in the engine's cache; None if the module is no
+    recurrent layer."""
     return _with_states(type(module)) if is_recurrent(module) else None
 
 

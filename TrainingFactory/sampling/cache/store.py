@@ -16,7 +16,7 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no
 
 @dataclass(slots=True)
 class LayerShape:
-    """One attention layer's keys and values, as the probe recorded them."""
+    """Shape and properties of the keys and values of an attention layer, as recorded in the engine's probe run."""
 
     queries: int  # query heads
     heads: int
