@@ -1,4 +1,5 @@
-"""Protocols between the layers. A layer receives what it needs from siblings or higher layers as one of these."""
+"""Protocols between the layers of the package. A layer receives objects of sibling or higher layers as one of these
+protocols, because it must not import them."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ from TrainingFactory.types import (
 
 
 class SamplingSession(Protocol):
-    """The sampler's state of one episode: keeps the computation of a turn (its KV cache) for the next turn."""
+    """The sampler's state of one episode. It keeps the KV cache of a turn for the next turn."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion: ...
     def fork(self) -> SamplingSession:
-        """Open the session of an episode that continues the turns of this one, and shares their computation as long as
-        the sampler holds it. This session may be closed."""
+        """Open a session for an episode that continues the turns of this session. The new session reuses their KV cache
+        as long as the sampler holds it. This session may already be closed."""
         ...
 
     def close(self) -> None: ...
@@ -63,14 +64,16 @@ class Engine(Protocol):
     keeps the inputs of every turn, so that it can retry the request on another engine with the same seed."""
 
     async def start(self) -> dict[str, Any]:
-        """Start, ready to sample or to `load` weights. Return a description: pid, node, versions, vocabulary."""
+        """Start the engine; afterwards it can sample or `load` weights. Return its description: pid, node, versions,
+        vocabulary."""
         ...
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion: ...
     async def load(self, weights: Weights) -> None:
-        """Switch to these weights. Raise if they are not the model's or not finite; the engine is then replaced."""
+        """Switch to these weights. Raise an error if they belong to another model or are not finite; the fleet then
+        replaces the engine."""
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Return the log-probs of all tokens but the first, at temperature 1."""
@@ -86,8 +89,8 @@ class ChatFormat(Protocol):
     def stop_ids(self) -> tuple[int, ...]: ...
     @property
     def sees_images(self) -> bool:
-        """Return whether the model gets the images of messages. If not, replies have placeholders for them, and other
-        messages with images raise ValueError."""
+        """Return whether the model gets the images of messages. If not, replies get placeholder texts for their images,
+        and any other message with an image raises ValueError."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> list[int]:
@@ -95,7 +98,8 @@ class ChatFormat(Protocol):
         ...
 
     def extend(self, turn: Turn, replies: Sequence[Message]) -> list[int]:
-        """Return the tokens after a sampled turn: rest of its end marker, replies, next assistant header."""
+        """Return the tokens that follow a sampled turn: the rest of its end marker, the replies, and the next assistant
+        header."""
         ...
 
     def parse(
@@ -124,7 +128,8 @@ class ChatFormat(Protocol):
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool, called by name with JSON arguments. `run` is called on the event loop: use a thread for blocking code."""
+    """A tool that the model calls by name with JSON arguments. `run` is called on the event loop, so blocking code must
+    use a thread."""
 
     @property
     def spec(self) -> ToolSpec: ...
@@ -145,7 +150,7 @@ class ToolSource(Protocol):
     closes it at the end. Every episode opens a session; slow setup waits for the first call, so opening is cheap."""
 
     async def open(self) -> None:
-        """Connect, so that `session` knows the tools. Idempotent."""
+        """Connect to the provider, so that `session` knows its tools. Idempotent."""
 
     def session(self) -> ToolSession: ...
     async def close(self) -> None:
@@ -155,8 +160,8 @@ class ToolSource(Protocol):
 class Environment(Protocol):
     """The environment of one episode of one task; closed after the reward has been computed. With an optional method
     `async def fork(self)`, which returns an independent copy in the same state, episodes can branch without replaying
-    their steps; `fork = None` excludes an environment from branching. A property
-    `state` may name the current state by a string."""
+    their steps; `fork = None` excludes an environment from branching. An optional property `state` names the current
+    state by a string."""
 
     @property
     def task(self) -> Task: ...
@@ -200,7 +205,7 @@ class GroupReward(Protocol):
 
     @property
     def grouped(self) -> bool:
-        """Return True if it needs the whole group, False if it scores each episode separately."""
+        """Return True if the reward needs the whole group, False if it scores each episode separately."""
         ...
 
     @property
@@ -209,7 +214,8 @@ class GroupReward(Protocol):
         ...
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        """Return one entry per episode: its reward, or the exception that prevented it. Raise if all failed."""
+        """Return one entry per episode: its reward, or the exception that prevented it. Raise an error if scoring
+        failed for all episodes."""
         ...
 
 
@@ -239,7 +245,7 @@ class Algorithm(Objective, Protocol):
 
     @property
     def refill(self) -> int:
-        """Return the maximum rounds in which groups without a training signal are replaced. 0: none."""
+        """Return the maximum number of rounds in which groups without a training signal are replaced. 0: none."""
         ...
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
@@ -260,7 +266,7 @@ class Algorithm(Objective, Protocol):
 
 
 class Policy(Protocol):
-    """Trains the weights with their algorithm. May run in other processes, so arguments and results are plain data.
+    """Trains a model's weights with an algorithm. May run in other processes, so arguments and results are plain data.
     Callers await every call before the next one."""
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]: ...
@@ -281,7 +287,7 @@ class Policy(Protocol):
 
 
 class Tracker(Protocol):
-    """Logs the metrics of each step, and sometimes its episodes, to a file, TensorBoard or a server."""
+    """Logs the metrics of each step, and the episodes of some steps, to a file, TensorBoard or a server."""
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None: ...

@@ -48,7 +48,8 @@ class ToolResult:
         return _repr_with_images(self)
 
     def with_content(self, content: str) -> ToolResult:
-        """Return a copy with another text, five times as fast as `dataclasses.replace`: every call makes one."""
+        """Return a copy of the result with `content` as its text. Every tool call makes such a copy, so this method
+        avoids `dataclasses.replace`, which takes five times as long."""
         return ToolResult(
             content, self.ok, self.error, self.cached, self.seconds, self.attachments, self.id, self.images
         )
@@ -56,7 +57,8 @@ class ToolResult:
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Image:
-    """A picture in a message. `common.images` makes it from the bytes of a file; equal digests are equal pictures."""
+    """A picture in a message. `common.images` decodes it from the bytes of a file. Two images are equal if their
+    digests are equal."""
 
     digest: str  # SHA-256 of size and pixels
     width: int
@@ -78,7 +80,8 @@ class PlacedImage(NamedTuple):
 
 
 def _repr_with_images(value: Message | ToolResult) -> str:
-    """Return the usual repr(), with `images` only if there are any: fingerprints hash it, and those of texts remain."""
+    """Return the repr() of a dataclass, without the field `images` if it is empty. Fingerprints hash the repr(), and
+    those of messages without images must not change."""
     names = [item.name for item in fields(value) if item.name != "images" or value.images]
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
 
@@ -97,7 +100,8 @@ class Message:
         return _repr_with_images(self)
 
     def with_content(self, content: str, images: list[PlacedImage]) -> Message:
-        """Return a copy with another content, five times as fast as `dataclasses.replace`: every reply is one."""
+        """Return a copy of the message with this content and these images. Every reply is such a copy, so this method
+        avoids `dataclasses.replace`, which takes five times as long."""
         return Message(
             self.role, content, self.tool_calls, self.tool_call_id, self.name, self.reasoning, images
         )
@@ -115,7 +119,8 @@ class Task:
 
 @dataclass(slots=True, frozen=True)
 class SamplingParams:
-    """Sampling options of one turn. top_p, top_k and min_p are for evaluation: training needs the full softmax."""
+    """Sampling options of one turn. top_p, top_k and min_p are for evaluation only, because training needs the full
+    softmax."""
 
     temperature: float = 1.0  # 0 is greedy
     max_tokens: int = 256
@@ -126,7 +131,7 @@ class SamplingParams:
     seed: int = 0  # seed and position in the sequence determine every random number of the turn
 
     def for_turn(self, max_tokens: int, seed: int) -> SamplingParams:
-        """Return the options of one turn, faster than `dataclasses.replace`."""
+        """Return a copy with the token limit and the seed of one turn. Faster than `dataclasses.replace`."""
         return SamplingParams(
             self.temperature, max_tokens, self.stop_ids, self.top_p, self.top_k, self.min_p, seed
         )
@@ -134,8 +139,8 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Completion:
-    """Sampled token ids, including a sampled stop token, with one log-prob each under the full softmax at the sampling
-    temperature (temperature 1 for greedy turns)."""
+    """Sampled token ids, including a sampled stop token, and the log-prob of each token under the full softmax at the
+    sampling temperature (temperature 1 for greedy turns)."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -159,7 +164,7 @@ class Completion:
 @dataclass(slots=True)
 class Turn:
     """One sampled message and the environment's replies. prompt_ids of turn n+1 == prompt_ids + completion.token_ids of
-    turn n + the tokens that `ChatFormat.extend` adds, unless the conversation was folded in between."""
+    turn n + the tokens that `ChatFormat.extend` adds, unless the conversation was folded (shortened) in between."""
 
     prompt_ids: list[int]
     completion: Completion
@@ -177,14 +182,15 @@ class Turn:
 
     @property
     def sampled_tokens(self) -> int:
-        """Return the number of sampled tokens; for a turn of an endpoint, which has no ids, the number it reported."""
+        """Return the number of sampled tokens. A turn sampled by an endpoint has no token ids; its number is the one
+        that the endpoint reported."""
         return len(self.completion.token_ids) or int(self.signals.get("endpoint/output_tokens", 0))
 
 
 @dataclass(slots=True)
 class Reward:
     """The reward of an episode. `steps` has one entry per turn or is empty; `parts` are named values for the logs. A
-    reward function may leave out the entries of summaries, which are then 0."""
+    reward function may leave out the entries of summary turns, which are then 0."""
 
     outcome: float
     steps: list[float] = field(default_factory=list)
@@ -214,12 +220,14 @@ class Trajectory:
 
     @property
     def is_folded(self) -> bool:
-        """Return whether the conversation was folded, so that its turns are not one conversation."""
+        """Return whether the conversation was folded (shortened between turns), so that its turns do not form one
+        continuous conversation."""
         return any(turn.fold is not None or turn.summary for turn in self.turns)
 
     @property
     def own_turns(self) -> list[Turn]:
-        """Return the turns that the episode sampled itself, without those shared with its parent."""
+        """Return the turns that the episode sampled itself, without the turns that it shares with the episode from
+        which it was forked."""
         return self.turns[self.fork_turn :]
 
     @property
@@ -243,8 +251,8 @@ _numbers = count()
 
 @dataclass(slots=True)
 class Sample:
-    """One training row; every list has one entry per token. Only `data/samples.py` builds rows from turns. Episodes
-    that are compared share `pair` and are packed together; the one with the higher `label` is preferred."""
+    """One training row; every list has one entry per token. Only `data/samples.py` builds rows from turns. Two episodes
+    that the loss compares share `pair` and are packed together; the one with the higher `label` is preferred."""
 
     token_ids: list[int]
     loss_mask: list[bool]  # true on trained tokens: all sampled ones, unless the algorithm selects fewer

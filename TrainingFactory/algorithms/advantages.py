@@ -45,7 +45,8 @@ def rewards_equal(outcomes: np.ndarray) -> bool:
 
 
 def returns_to_go(outcomes: np.ndarray, steps: np.ndarray, credit: Credit) -> np.ndarray:
-    """Return R: [..., n], [..., n, T] -> [..., n, T], or [..., n, 1] with credit `trajectory`."""
+    """Return the returns R of outcomes [..., n] and step rewards [..., n, T]: [..., n, T], or [..., n, 1] with credit
+    `trajectory`."""
     rewards_to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
     return outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
 
@@ -53,8 +54,9 @@ def returns_to_go(outcomes: np.ndarray, steps: np.ndarray, credit: Credit) -> np
 def advantages(
     outcomes: np.ndarray, steps: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
-    """Return the advantages: [..., n], [..., n, T] -> [..., n, T]. `scale` divides by the standard deviation (n - 1 in
-    the denominator) of the members' total rewards; where these are equal, all advantages are zero."""
+    """Return the advantages of turns from outcomes [..., n] and step rewards [..., n, T] as [..., n, T]. `scale`
+    divides by the standard deviation (n - 1 in the denominator) of the members' total rewards; where these are equal,
+    all advantages are zero."""
     members = outcomes.shape[-1]
     returns = returns_to_go(outcomes, steps, credit)
     if baseline == "none":

@@ -13,7 +13,7 @@ MIN_DEVIATION = 1e-6  # standard deviation; values that are closer together are 
 
 
 class BaseAlgorithm:
-    """Defaults of the `Algorithm` protocol; an algorithm overrides those that differ."""
+    """Default implementation of the `Algorithm` protocol. An algorithm overrides the methods in which it differs."""
 
     refill: int = 0
 
@@ -39,8 +39,8 @@ class BaseAlgorithm:
 def mean_and_deviation(
     arrays: Sequence[np.ndarray], weights: Sequence[np.ndarray | None] = ()
 ) -> tuple[float, float]:
-    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty. `weights` of the values
-    of each array; None: all 1."""
+    """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty. `weights` has the weights
+    of the values for each array; None: all 1."""
     values = np.concatenate([np.zeros(0), *arrays])  # float64
     if not len(values):
         return 0.0, 0.0

@@ -26,8 +26,8 @@ from TrainingFactory.types import Trajectory
 
 @dataclass(slots=True, frozen=True)
 class TurnTable:
-    """Credit of the turns of n leaves; entries after a leaf's last turn are zero. A shared turn has its entries at one
-    leaf; at all others they are zero."""
+    """Values, advantages and weights of the turns of n leaves. Entries after a leaf's last turn are zero. A turn that
+    several leaves share has its entries at one of them; its entries at the others are zero."""
 
     roots: list[int]  # [n] member that is the root of the leaf's tree
     weights: np.ndarray  # [n, T]
@@ -40,8 +40,8 @@ def has_forks(group: Sequence[Trajectory]) -> bool:
 
 
 class EpisodeTrees:
-    """The trees of a group, over its scored leaves. `group` includes the unscored ones, from which leaves may have
-    been forked."""
+    """The trees that the forked episodes of a group form over its scored leaves. `group` includes unscored episodes,
+    from which leaves may have been forked."""
 
     def __init__(self, group: Sequence[Trajectory], leaves: Sequence[Trajectory]) -> None:
         self._members = {trajectory.member: trajectory for trajectory in group}
@@ -50,7 +50,8 @@ class EpisodeTrees:
         self.roots = [origins[0] for origins in self._origins]
 
     def _find_turn_origins(self, leaf: Trajectory) -> list[int]:
-        """Return the member that sampled each turn of the leaf, and in the end the leaf's own."""
+        """Return the member number of the episode that sampled each turn of the leaf. The last entry is the leaf's own
+        member number."""
         origins = [leaf.member] * (len(leaf.turns) + 1)
         trajectory, end = leaf, len(leaf.turns)
         while trajectory.parent is not None:
@@ -66,7 +67,7 @@ class EpisodeTrees:
         return origins
 
     def continuations(self, leaves: Sequence[int], turn: int) -> list[list[int]]:
-        """Split leaves that share all turns before `turn` into those that share this turn as well."""
+        """Split leaves that share all turns before `turn` into groups of leaves that share this turn as well."""
         parts: dict[int, list[int]] = {}
         for leaf in leaves:
             origins = self._origins[leaf]
@@ -74,7 +75,8 @@ class EpisodeTrees:
         return list(parts.values())
 
     def next_fork(self, leaves: Sequence[int], turn: int) -> int:
-        """Return the first turn from `turn` on that the leaves do not share; the number of turns of a single leaf."""
+        """Return the first turn from `turn` on that the leaves do not share. For a single leaf, return its number of
+        turns."""
         if len(leaves) == 1:
             return len(self._leaves[leaves[0]].turns)
         while len(self.continuations(leaves, turn)) == 1:

@@ -41,8 +41,9 @@ def importance_weights(
     clip: tuple[float, float] | None = None,
     per_sequence: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | float, dict[str, float]]:
-    """Return the log-probs that the policy ratio is taken against, token weights, and metrics that sum over packs.
-    `clip`: the loss's bounds below and above 1; None if it has none. `per_sequence`: the loss uses sequence ratios."""
+    """Return the log-probs in the denominator of the policy ratio, the weights of the tokens, and metrics that are
+    summed over packs. `clip`: the loss's bounds below and above 1; None if it has none. `per_sequence`: the loss uses
+    sequence ratios."""
     if correction is None:
         return tokens.sampled, 1.0, {}
     assert tokens.old is not None

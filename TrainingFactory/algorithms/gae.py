@@ -25,7 +25,8 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np
 def gae_of_episodes(
     rewards: np.ndarray, values: np.ndarray, episode: np.ndarray, row: np.ndarray, gamma: float, lam: float
 ) -> np.ndarray:
-    """Return the advantages of many episodes' tokens [M]; `row` numbers an episode's rows in chronological order."""
+    """Return the advantages of the tokens [M] of several episodes. `episode` and `row` [M] are the numbers of each
+    token's episode and row; an episode's rows are numbered in chronological order."""
     advantages = np.zeros(len(rewards))
     row_order = np.lexsort((row, episode))  # stable
     starts = np.flatnonzero(np.diff(episode[row_order])) + 1

@@ -176,13 +176,14 @@ class GRPO(BaseAlgorithm):
         return rows
 
     def _with_states(self, episodes: Sequence[Trajectory], table: TurnTable) -> np.ndarray:
-        """Return the advantages with the term of the state groups. [n, T]"""
+        """Return the advantages [n, T], with the advantages within the state groups added."""
         leave_out = self.advantage == "rloo"
         term = state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
         return table.advantages + self.state_groups * term
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the episodes with the overlong penalty added to the parts of their rewards, for logs and files."""
+        """Return copies of the episodes with the overlong penalty among the named parts of their rewards, for logs and
+        files."""
         if self.overlong_length is None:
             return list(group)
         penalties = self._length_penalties(group, self.overlong_length).tolist()
@@ -246,5 +247,5 @@ class GRPO(BaseAlgorithm):
 
 
 def _mean(tokens: TrainedTokens, values: torch.Tensor) -> float:
-    """Return the pack's share of the mean over the step's tokens."""
+    """Return the pack's share of the weighted mean of `values` over the step's trained tokens."""
     return float(tokens.total(values.detach())) / tokens.step_tokens

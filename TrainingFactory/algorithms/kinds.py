@@ -1,4 +1,4 @@
-"""Table of the algorithms: class and data requirements of each, readable without importing torch."""
+"""Table of the algorithms with their classes and data requirements. Reading it does not import torch."""
 
 from __future__ import annotations
 

@@ -29,7 +29,8 @@ def kl_terms(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Estimat
 
 
 def probability_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Return the ratio w = e^gap of a log-prob difference, clamped to |gap| <= 20, with no gradient beyond."""
+    """Return the probability ratio w = e^d of a difference d of log-probs. d is clamped to |d| <= 20 and has no
+    gradient beyond."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 

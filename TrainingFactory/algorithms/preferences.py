@@ -24,7 +24,8 @@ def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]
 def pair_samples(
     group: Sequence[Trajectory], turns: AllOrLast = "all", tokens: AllOrLast = "all"
 ) -> list[Sample]:
-    """Return the rows of the best and the worst episode, with a common `pair`; their labels are the rewards."""
+    """Return the training rows of the group's best and worst episode. They have a common `pair`, and their labels are
+    the episodes' rewards."""
     rows: list[Sample] = []
     for trajectory in best_and_worst(group) or ():
         pair = rows[0].pair if rows else -1

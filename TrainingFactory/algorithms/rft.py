@@ -82,7 +82,7 @@ class RFT(BaseAlgorithm):
 
 
 def _action_key(trajectory: Trajectory) -> tuple[str, ...]:
-    """Return an episode's tool calls in order and its final text: the key for `dedupe`."""
+    """Return the key by which `dedupe` compares episodes: the tool calls in order, and the final text."""
     calls = [
         json.dumps([call.name, call.arguments], sort_keys=True, default=str)
         for turn in trajectory.turns

@@ -24,8 +24,9 @@ def state_advantages(
     roots: Sequence[int],
     leave_out: bool,
 ) -> np.ndarray:
-    """Return S [n, T] for the values [n, T] of turns. `weights` [n, T]: of the turns in the means, 0 for turns that
-    another episode of the same tree has too. `roots` [n]: episodes of one tree have the same."""
+    """Return S [n, T] for the values [n, T] of turns. `weights` [n, T] are the weights of the turns in the means. A
+    turn that several episodes of a tree share has weight 0 in all but one of them. `roots` [n] are equal for the
+    episodes of one tree."""
     result = np.zeros(values.shape)
     turns_by_state: dict[str, list[tuple[int, int]]] = {}
     for member, episode in enumerate(episodes):

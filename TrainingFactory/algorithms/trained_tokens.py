@@ -48,7 +48,8 @@ class TrainedTokens:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Return the number of trained tokens of each episode in the step, or the sum of their weights. [E]"""
+        """Return the number of trained tokens of each episode in the whole step; with token weights, the sum of their
+        weights. [E]"""
         if self.episode_lengths is not None:
             return self.episode_lengths.to(self.logprobs.dtype)
         return self.per_episode(torch.ones_like(self.logprobs))

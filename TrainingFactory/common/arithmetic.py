@@ -40,7 +40,8 @@ def tokens(expression: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent, one method per precedence level. Integers are int, which is faster than Fraction."""
+    """Recursive-descent parser with one method per precedence level. Integers stay int, which is faster than
+    Fraction."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens

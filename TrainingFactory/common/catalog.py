@@ -1,5 +1,5 @@
-"""Registry of named environments and tools. A name maps to `module:attribute`, which is imported on lookup: listing is
-cheap, and entries may refer to higher layers."""
+"""Registry of named environments and tools. A name maps to `module:attribute`, which is imported on lookup. Therefore
+listing is cheap, and entries may refer to modules of higher layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _CATALOG: dict[str, dict[str, str]] = {
 
 
 def names(kind: str) -> dict[str, str | None]:
-    """Return every name of a kind, with the name of which it is an alias, or None."""
+    """Return every name of a kind. The value is the name for which it is an alias, or None."""
     targets = _find_targets(kind)
     return {name: target if target in targets else None for name, target in targets.items()}
 
@@ -76,6 +76,7 @@ def _load(kind: str, name: str, target: str) -> Any:
 
 
 def _find_targets(kind: str) -> dict[str, str]:
-    """Return the built-in entries and those of other packages: entry points in groups like `TrainingFactory.tools`."""
+    """Return the targets of all names of a kind: built-in entries, and entry points of other packages in groups like
+    `TrainingFactory.tools`."""
     plugins = {point.name: point.value for point in entry_points(group=f"TrainingFactory.{kind}s")}
     return plugins | _CATALOG[kind]

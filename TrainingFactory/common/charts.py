@@ -36,7 +36,7 @@ class Curve:
 
 
 class Chart:
-    """Curves on common axes; the value axis spans the data, or `bottom` to `top` if given."""
+    """Curves on common axes. The value axis spans the data, unless `bottom` or `top` fix its ends."""
 
     left, right = LEFT, WIDTH - RIGHT
 
@@ -54,7 +54,7 @@ class Chart:
 
     @property
     def marks(self) -> list[tuple[float, str]]:
-        """(y, label) of the horizontal grid lines."""
+        """Return the y position and the label of each horizontal grid line."""
         values = (self.bottom, (self.bottom + self.top) / 2, self.top)
         return [(self._y(value), f"{value:.3g}") for value in values]
 
@@ -117,7 +117,7 @@ def shortened(title: str) -> str:
 
 
 def thinned(points: Points) -> Points:
-    """Return the finite points; average neighbours if there are more than `MAX_POINTS`."""
+    """Return the finite points. If there are more than `MAX_POINTS`, average neighbouring points."""
     points = [point for point in points if math.isfinite(point[1])]
     if len(points) <= MAX_POINTS:
         return points

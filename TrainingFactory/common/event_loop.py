@@ -1,4 +1,4 @@
-"""Running of coroutines from any context, and of blocking functions on one thread."""
+"""Run coroutines from any context, with or without a running event loop, and blocking functions on one thread."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callab
 
 
 def foreign_loop_hint(error: BaseException) -> str:
-    """Return a hint to append to the message of an error that an object of another event loop caused, else ""."""
+    """Return a hint to append to the error's message if the error was caused by using an object of another event loop,
+    else ""."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -127,7 +128,8 @@ class OneThread:
 async def call_in_thread(
     start: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call the function in a job that `start` passes to another thread, and return its result."""
+    """Call the function on another thread and return its result. `start` gets the call as a job without arguments and
+    must run it on that thread."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()

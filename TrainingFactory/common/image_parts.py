@@ -17,7 +17,8 @@ URL_PREFIX = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
 
 
 def read_parts(content: Any) -> tuple[str, list[PlacedImage]]:
-    """Return the text and the images of a content: a string, a part, or a list of parts with inline images."""
+    """Return the text and the images of a message's content, which is a string, a part, or a list of parts with inline
+    images."""
     if content is None or isinstance(content, str):
         return content or "", []
     parts = content if isinstance(content, list) else [content]
@@ -46,7 +47,7 @@ def is_image_part(part: Any) -> bool:
 
 
 def image_of_part(part: Mapping[str, Any]) -> Image:
-    """Return the image of an image part. Raises ValueError if its data is not inline, or no valid image."""
+    """Return the image in an image part. Raise ValueError if its data is not inline or is no valid image."""
     inline = part.get("inlineData", part.get("inline_data"))
     url = part.get("image_url", part.get("url"))
     source = part.get("source")
@@ -69,7 +70,7 @@ def image_of_part(part: Mapping[str, Any]) -> Image:
 
 
 def image_of_url(url: Any) -> Image:
-    """Return the image of a data: URL."""
+    """Decode the image in a data: URL."""
     if isinstance(url, str) and (match := URL_PREFIX.match(url[:200])):
         return image_of_base64(url[match.end() :])
     raise ValueError(f"only data: URLs with base64 are read, not {str(url)[:60]!r}")
@@ -103,7 +104,8 @@ def pieces_of(message: Message) -> Iterable[str | Image]:
 
 
 def openai_content(message: Message) -> str | list[dict[str, Any]]:
-    """Return a message's content for chat completions: a string if it has no images."""
+    """Return a message's content in the form of OpenAI's chat completions: a string, or for a message with images a
+    list of parts."""
     if not message.images:
         return message.content
     return [

@@ -1,8 +1,8 @@
 """Image tokens as virtual ids: every token of an image has an id of its own, at `VIRTUAL` or above.
 
-A process numbers the images it sees. An image of `count` tokens has `count` consecutive ids, so that an id tells both
-the image and the row of the vision tower's output. Two positions hold equal ids exactly if they show the same part of
-the same picture: whatever compares tokens (shared prefixes, prefix trees, episode checks) is right without knowing of
+A process numbers the images it sees. An image of `count` tokens has `count` consecutive ids, so that an id identifies
+both the image and the row of the vision tower's output. Two positions hold equal ids exactly if they show the same part
+of the same picture: code that compares tokens (shared prefixes, prefix trees, episode checks) needs no special case for
 images. Numbers differ between processes. The ids of the model's own placeholder appear only in `models/vision`, which
 feeds the model; on disk an image token is negative (`to_disk`, `from_disk`).
 """
@@ -29,7 +29,7 @@ KEPT_BYTES = 1 << 30  # of pictures in memory; older ones are in a temporary fol
 
 @dataclass(slots=True, frozen=True)
 class ImageTokens:
-    """An image under its ids, first ... first + count - 1."""
+    """An image and its token ids, first ... first + count - 1."""
 
     image: Image
     first: int
@@ -41,14 +41,14 @@ class ImageTokens:
 
 
 class StoredImage(NamedTuple):
-    """An image of a list of ids on disk."""
+    """An image to which token ids on disk refer: its digest and its number of tokens."""
 
     digest: str
     tokens: int
 
 
 class _Numbers:
-    """The images of this process."""
+    """Assigns virtual token ids to the images that this process has seen, and finds images by id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -114,22 +114,23 @@ _numbers = _Numbers()
 
 
 def number_image(image: Image, count: int) -> ImageTokens:
-    """Return the ids of an image that a model shows in `count` tokens; the same ids for equal pictures."""
+    """Return the ids of an image that takes `count` tokens in the model. Equal images with equal counts get the same
+    ids."""
     return _numbers.add(image, count)
 
 
 def find_image(token: int) -> ImageTokens:
-    """Return the image of an id. Raises ValueError if it has none."""
+    """Return the image to which a token id belongs. Raise ValueError if it belongs to none."""
     return _numbers.find(token)
 
 
 def picture_of(tokens: ImageTokens) -> Image:
-    """Return the image of these ids with its pixels, which may have left the memory."""
+    """Return the image with its pixels. They are read from disk if this process has dropped them from memory."""
     return _numbers.picture(tokens)
 
 
 def images_in(ids: Iterable[int]) -> list[ImageTokens]:
-    """Return the images of a row of ids, each once, in the order of their first tokens."""
+    """Return the distinct images in a row of ids, in the order of their first tokens."""
     images = (find_image(token) for token in ids if token >= VIRTUAL)
     return list({tokens.first: tokens for tokens in images}.values())
 
@@ -139,7 +140,8 @@ def has_images(ids: Sequence[int]) -> bool:
 
 
 def to_disk(ids: Sequence[int]) -> tuple[list[int], list[StoredImage]]:
-    """Return ids that another process can read, and their images: every token of image i is -1 - i."""
+    """Return ids that another process can read, and the images to which they refer. Every token of image i has the id
+    -1 - i."""
     if not _numbers or not has_images(ids):  # a process that has seen no image searches for none
         return list(ids), []
     images = images_in(ids)
@@ -149,8 +151,8 @@ def to_disk(ids: Sequence[int]) -> tuple[list[int], list[StoredImage]]:
 
 
 def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[int]:
-    """Return the ids in this process of ids that `to_disk` wrote. `images` are its images, with their pictures and
-    token counts, in its order. Raises ValueError if an image is incomplete."""
+    """Convert ids from `to_disk` to ids of this process. `images` are the images that `to_disk` returned, in the same
+    order, with their pictures and token counts. Raise ValueError if the tokens of an image are incomplete."""
     if not images:
         return list(ids)
     known = [number_image(image, count) for image, count in images]
@@ -175,8 +177,9 @@ def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[i
 
 
 def whole_image_end(ids: Any, start: int, end: int) -> int:
-    """Return the end of a part of a row that begins at `start`, at most `end` if that cuts no image: else before the
-    image, or after it if the part begins with it."""
+    """Return the end of the part of a row of ids that begins at `start`, without cutting an image. It is `end` if no
+    image continues there, else the beginning of that image. If the part begins with that image, it is the image's
+    end."""
     last = int(ids[end - 1])
     if last < VIRTUAL or end == len(ids):
         return end
@@ -189,8 +192,8 @@ def whole_image_end(ids: Any, start: int, end: int) -> int:
 
 
 def process_independent(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Return the rows with images numbered by the order of their digests, so that sorting them gives the same order in
-    every process. A resumed run needs that to sum in the same order."""
+    """Return the rows with their images renumbered in the order of the digests, so that sorting the rows gives the same
+    order in every process. A resumed run needs this to add numbers in the same order."""
     if not any(has_images(row) for row in rows):
         return list(rows)
     images = sorted(

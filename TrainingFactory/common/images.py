@@ -122,12 +122,12 @@ def thumbnail(image: Image, edge: int = 320) -> bytes:
 
 
 def placeholder(image: Image) -> str:
-    """Return the text that stands for an image where it cannot be shown."""
+    """Return the placeholder text for an image where only text can be shown."""
     return f"[image {image.width}x{image.height}]"
 
 
 def label(image: Image) -> str:
-    """Return the text that names an image for a person: its size and the beginning of its file's name."""
+    """Return a short label of an image for people: its size and the beginning of its file name."""
     return f"[image {image.width}x{image.height} {image.digest[:8]}]"
 
 
@@ -137,7 +137,7 @@ def rejected(reason: object) -> str:
 
 
 def split_text(content: str, images: Sequence[PlacedImage]) -> list[str | Image]:
-    """Return the pieces of a content in order: texts that are not empty, and images."""
+    """Split a message's content at its images. Return the texts that are not empty and the images, in order."""
     if not images:
         return [content] if content else []
     pieces: list[str | Image] = []
@@ -149,7 +149,8 @@ def split_text(content: str, images: Sequence[PlacedImage]) -> list[str | Image]
 
 
 def join_pieces(pieces: Iterable[str | Image], separator: str = "") -> tuple[str, list[PlacedImage]]:
-    """Return texts and images as a content and its images. `separator` is put between two texts."""
+    """Join texts and images into a message's content and its placed images. `separator` is put between two adjacent
+    texts."""
     content, images = "", list[PlacedImage]()
     for piece in pieces:
         if isinstance(piece, Image):
@@ -162,7 +163,7 @@ def join_pieces(pieces: Iterable[str | Image], separator: str = "") -> tuple[str
 def as_text(
     content: str, images: Sequence[PlacedImage], replacement: Callable[[Image], str] = placeholder
 ) -> str:
-    """Return a content as text alone, with placeholders for its images."""
+    """Return a message's content as text alone, with a placeholder for each image."""
     if not images:
         return content
     return "".join(
@@ -171,7 +172,8 @@ def as_text(
 
 
 def moved(images: Sequence[PlacedImage], old: str, new: str) -> list[PlacedImage]:
-    """Return the images of a text that was truncated, or in which one part was replaced, at their new places."""
+    """Return the images at their new places after the text `old` was changed to `new`, by truncation or by replacing
+    one part."""
     if not images or old == new:
         return list(images)
     prefix = _num_equal(zip(old, new, strict=False))
@@ -186,14 +188,14 @@ def moved(images: Sequence[PlacedImage], old: str, new: str) -> list[PlacedImage
 
 
 def _num_equal(pairs: Iterable[tuple[str, str]]) -> int:
-    """Return how many pairs are equal before the first that is not."""
+    """Return the number of leading pairs whose characters are equal."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def map_text(
     content: str, images: Sequence[PlacedImage], change: Callable[[str], str]
 ) -> tuple[str, list[PlacedImage]]:
-    """Return a content with `change` applied to the texts between its images."""
+    """Return a message's content and images with `change` applied to each text between the images."""
     if not images:
         return change(content), []
     return join_pieces(
@@ -202,7 +204,7 @@ def map_text(
 
 
 def limited(images: Sequence[PlacedImage], content: str, room: int) -> tuple[str, list[PlacedImage]]:
-    """Return a content with its first `room` images, and a text in place of the others."""
+    """Return a message's content and its first `room` images. In the content, a text replaces each further image."""
     if len(images) <= room:
         return content, list(images)
     note = rejected(f"at most {LIMITS.max_per_turn} images a turn")
@@ -216,7 +218,7 @@ def limited(images: Sequence[PlacedImage], content: str, room: int) -> tuple[str
 
 
 class LazyImage(Image):
-    """An image whose file is read each time its data is needed, so that it takes no memory."""
+    """An image whose pixels stay on disk: `data` reads the file at every access, so that the image takes no memory."""
 
     __slots__ = ("_source",)
 
@@ -234,7 +236,7 @@ class LazyImage(Image):
         return image.data
 
     def __repr__(self) -> str:
-        """Return the text of any other image: fingerprints hash it."""
+        """Return the same repr() as an equal `Image` in memory, because fingerprints hash it."""
         return f"Image(digest={self.digest!r}, width={self.width}, height={self.height})"
 
     def __reduce__(self) -> Any:
@@ -249,7 +251,7 @@ class ImageStore:
 
     @classmethod
     def beside(cls, file: Path) -> ImageStore:
-        """Return the store of the images that a file names by digest."""
+        """Return the store in the folder of `file`, for the images that the file names by digest."""
         return cls(file.parent / IMAGES_FOLDER)
 
     def path(self, digest: str) -> Path:
@@ -279,7 +281,8 @@ class ImageStore:
         return image
 
     def remove_unused(self, used: set[str]) -> int:
-        """Remove the images whose digests are not in `used`, and incomplete files. Return how many."""
+        """Remove the images whose digests are not in `used`, and incomplete files. Return the number of removed
+        files."""
         paths = [path for path in self.folder.glob("??/*") if path.stem not in used or path.suffix != ".png"]
         for path in paths:
             path.unlink(missing_ok=True)
@@ -287,7 +290,8 @@ class ImageStore:
 
 
 def images_to_rows(images: Sequence[PlacedImage], store: ImageStore | None) -> list[dict[str, Any]]:
-    """Return images as JSON: their digests if they are put into a store, otherwise with their data."""
+    """Convert images to JSON. With a store, write their pixels to the store and keep only their digests; without one,
+    include their data."""
     rows: list[dict[str, Any]] = []
     for place, image in images:
         row = {"place": place, "digest": image.digest, "width": image.width, "height": image.height}
@@ -300,7 +304,7 @@ def images_to_rows(images: Sequence[PlacedImage], store: ImageStore | None) -> l
 
 
 def images_from_rows(rows: Iterable[Mapping[str, Any]], store: ImageStore | None) -> list[PlacedImage]:
-    """Return the images of `images_to_rows`. Those of a store are read when their data is needed."""
+    """Restore images from the JSON of `images_to_rows`. Images in a store are read only when their data is needed."""
     images: list[PlacedImage] = []
     for row in rows:
         digest, width, height = str(row["digest"]), int(row["width"]), int(row["height"])

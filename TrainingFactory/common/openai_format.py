@@ -11,8 +11,8 @@ from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
-    """Convert without loss. Two keys are not OpenAI's: `reasoning_content`, and `error` on an unparsable call. The
-    content of a message with images is a list of parts."""
+    """Convert a message to an OpenAI-style dict without loss. Two keys are not OpenAI's: `reasoning_content`, and
+    `error` on an unparsable call. The content of a message with images is a list of parts."""
     content = openai_content(message) if message.images else message.content
     row: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:

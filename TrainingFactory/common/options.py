@@ -59,7 +59,8 @@ class OptionError(ValueError):
         self.invalid_options = invalid_options
 
     def with_prefix(self, option: str) -> OptionError:
-        """Return this error for a mapping that is itself the value of `option`: its name becomes a prefix."""
+        """Return a copy of the error for options that are themselves the value of `option`. The name of `option` is put
+        before the name of each invalid option."""
         return OptionError(
             *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.invalid_options)
         )
@@ -95,7 +96,8 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: s
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
 ) -> Any:
-    """Create the object of `kinds` that `options[key]` names, from the other options. A string is the name alone."""
+    """Create an object of the kind that `options[key]` names, with the other options as its arguments. A string in
+    place of `options` is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
@@ -112,7 +114,8 @@ def make_named(
 
 
 def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
-    """Return an annotation that creates the object from a mapping and leaves other values unchanged."""
+    """Return a pydantic annotation that converts a mapping to an object by calling `target`, and leaves other values
+    unchanged."""
 
     def make(value: Any) -> Any:
         return make_from(target, value, subject) if isinstance(value, Mapping) else value
@@ -121,7 +124,7 @@ def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
 
 
 def choice_error(value: Any, choices: Iterable[str]) -> str:
-    """Return the error text for a value that is none of the choices, with the closest one."""
+    """Return the error text for a value that is none of the choices. It suggests the closest choice."""
     known_names = list(choices)
     closest = nearest(value, known_names, cutoff=0.5) if isinstance(value, str) else None
     return f"must be one of {', '.join(known_names)}" + did_you_mean(closest)
@@ -213,7 +216,7 @@ def _explain_one(
 
 
 def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
-    """Return the key of an error in the options: pydantic's location without the labels of union branches."""
+    """Return the key of the invalid option: pydantic's error location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
     for depth, part in enumerate(details["loc"], 1):

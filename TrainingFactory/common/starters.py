@@ -43,7 +43,8 @@ class Starter:
 
     @property
     def command(self) -> str:
-        """Return the command that runs the copy: the one that its text shows, else the usual one of its kind."""
+        """Return the command that runs the copied starter: the command in its own text, else the usual command for its
+        kind."""
         if self.kind == "notebook":
             return f"jupyter lab {self.path}"
         if self.kind == "config" or self.path.suffix == "":
@@ -54,7 +55,7 @@ class Starter:
 
     @property
     def is_template(self) -> bool:
-        """Return True if it names files that the user still has to write."""
+        """Return True if the starter refers to files that the user still has to write."""
         return self.path.parent.name == "templates"
 
 
@@ -149,7 +150,7 @@ def _same_content(original: Path, copy: Path) -> bool:
 
 
 def command_that_creates(path: Path) -> str | None:
-    """Return the `tfactory new` command that creates a missing config; None: it is not a starter's."""
+    """Return the `tfactory new` command that creates a missing config file; None if no starter creates it."""
     configs = {starter.path.name: starter for starter in starters("config")}
     for starter in [*starters("example"), *configs.values()]:
         if PurePosixPath(path.as_posix()) in starter.files:
@@ -160,7 +161,7 @@ def command_that_creates(path: Path) -> str | None:
 
 
 def docs_page(name: str) -> str:
-    """Return where the user finds a documentation page: `docs/NAME` of a checkout, or its path in the installed
+    """Return the path of a documentation page for the user: `docs/NAME` in a checkout, else its path in the installed
     package."""
     if not IN_WHEEL.is_dir():
         return f"docs/{name}"

@@ -55,7 +55,7 @@ def load_objects(kind: str, name: str) -> tuple[Path, str, list[Any]]:
 
 
 def own_definitions(module: ModuleType) -> list[Any]:
-    """Return the objects that a file defines itself, without those that it imports."""
+    """Return the objects that a module defines itself, without imported objects."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
 
@@ -86,7 +86,8 @@ def _import_file(path: Path) -> ModuleType:
 @contextmanager
 def _import_siblings(folder: Path) -> Iterator[None]:
     """Let a file import its siblings. Installed packages take precedence: a sibling json.py does not shadow json.
-    Loaded modules from elsewhere with the name of a sibling are hidden meanwhile and restored afterwards."""
+    Modules that are already loaded from elsewhere under the name of a sibling are hidden inside the block and restored
+    after it."""
     path = list(sys.path)
     installed = [entry for entry in path if entry.startswith(INSTALLED)]
     sys.path[:] = [*installed, str(folder), *(entry for entry in path if entry not in installed)]
@@ -109,13 +110,14 @@ def _is_inside(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
 
 
 def _pop_modules(names: Collection[str]) -> dict[str, ModuleType]:
-    """Remove modules and their submodules from sys.modules, and return them."""
+    """Remove the modules with these names and their submodules from sys.modules, and return them."""
     modules = [name for name in sys.modules if name.partition(".")[0] in names]
     return {name: sys.modules.pop(name) for name in modules}
 
 
 def as_value_error(error: BaseException) -> ValueError:
-    """Convert an exception of a user's code to a ValueError with file and line. Return our own ValueErrors as is."""
+    """Convert an exception of a user's code to a ValueError with file and line. Return this package's own ValueErrors
+    unchanged."""
     if isinstance(error, ValueError) and has_plain_message(error):
         return error
     frames = user_frames(error)
@@ -140,7 +142,8 @@ def user_frames(error: BaseException) -> list[Frame]:
 
 
 def location_of(error: BaseException) -> str:
-    """Return ` (rewards.py:12)`, the innermost location in the user's code, or "" if there is none."""
+    """Return the innermost location of the error in the user's code, such as ` (rewards.py:12)`, or "" if there is
+    none."""
     frames = user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 
@@ -155,7 +158,8 @@ def describe_failure(error: BaseException, subject: str = "") -> str:
 
 
 def has_plain_message(error: BaseException) -> bool:
-    """Return whether the message needs no exception type: one of our exceptions, or a ValueError from our code."""
+    """Return whether the message is clear without the exception's type: for this package's own exceptions, and for a
+    ValueError that its code raised."""
     if type(error).__module__.partition(".")[0] == PACKAGE.name:
         return True
     frames = list(traceback.walk_tb(error.__traceback__))

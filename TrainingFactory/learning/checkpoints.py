@@ -98,7 +98,7 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
 
 def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     """Restore the learner and return the caller's `state`. Raise ValueError, with nothing changed, if the checkpoint
-    belongs to another model, and Damaged if its files are missing or corrupt."""
+    belongs to another model, and DamagedCheckpoint if its files are missing or corrupt."""
     folder = Path(folder)
     if files := modified_files(folder):
         raise DamagedCheckpoint(
@@ -214,7 +214,7 @@ def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[s
 
 
 def _describe_identity(learner: Learner) -> dict[str, Any]:
-    """Return what must be equal in a checkpoint and in the learner that loads it."""
+    """Return the properties of the learner that must be equal in a checkpoint and in the learner that loads it."""
     return {
         "architecture": type(learner.causal).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],

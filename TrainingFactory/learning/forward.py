@@ -1,5 +1,5 @@
 """Forward pass of one model over one pack: hidden states over the prefix tree, or row by row for models that cannot
-share prefixes, and the output head. Probes show what a model's config does not say about its forward."""
+share prefixes, and the output head. Probes detect properties of a model's forward that its config does not state."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ def causal_model(model: Any) -> PreTrainedModel:
 
 
 def decoder(model: PreTrainedModel) -> Any:
-    """Return the model without its output layer. Llama 4 names another attribute than the one that holds it."""
+    """Return the model without its output layer. Llama 4's `base_model` is the whole model, so its attribute `model` is
+    used instead."""
     return model.base_model if model.base_model is not model else model.model
 
 
 @contextlib.contextmanager
 def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
-    """Run the model with tree attention inside the block; backward passes too, which may run the layers again. Not
-    `enabled`: with its own attention, by an implementation that caps the scores if the model does."""
+    """Let the model use tree attention inside the block. Backward passes must run inside it too, because they may run
+    the layers again. If not `enabled`, the model uses its own attention; if it soft-caps scores, an implementation that
+    supports capping is selected."""
     config = model.config.get_text_config()
     previous = config._attn_implementation
     row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous
@@ -87,7 +89,8 @@ def _tree_rotary_positions(pack: Pack, vision: Vision) -> np.ndarray:
 
 
 def row_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
-    """Return the hidden states [N, D] by the model's own causal attention, which never sees the right-padding."""
+    """Return the hidden states [N, D], computed row by row with the model's own causal attention. Rows are padded on
+    the right, where no token attends to the padding."""
     assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
@@ -123,7 +126,7 @@ def output_head(model: PreTrainedModel) -> Head:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ValueError if `head_of` does not reproduce the model's own logits from its hidden states."""
+    """Raise ValueError if `output_head` does not reproduce the model's own logits from its hidden states."""
     # A few tokens suffice: whatever happens after the output layer happens to every token.
     ids = torch.from_numpy(_make_probe_pack(model, sharing=False).token_ids[:32]).to(model.device)[None]
     model.eval()  # `update` switches back to train mode
@@ -141,7 +144,8 @@ def check_head(model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def sharing_problem(model: PreTrainedModel) -> str | None:
-    """Return why a forward over a prefix tree differs from one over rows (by layer types and a probe), or None."""
+    """Return the reason why a forward over a prefix tree would differ from one over rows; None if both are equal.
+    Checks the layer types, then runs a probe."""
     if unsupported := unsupported_types(model, SHARED_LAYER_TYPES):
         return f"it has {' and '.join(unsupported)} layers"
     model.eval()
@@ -150,7 +154,8 @@ def sharing_problem(model: PreTrainedModel) -> str | None:
 
 
 def _probe_problem(model: PreTrainedModel) -> str | None:
-    """Compare the hidden states of a few rows over a tree with those row by row."""
+    """Compute the hidden states of a few rows over a prefix tree and row by row. Return the problem as text; None if
+    both agree up to rounding."""
     unshared, probe = _make_probe_pack(model, sharing=False), _make_probe_pack(model, sharing=True)
     try:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
@@ -176,8 +181,8 @@ def _probe_problem(model: PreTrainedModel) -> str | None:
 
 @contextlib.contextmanager
 def short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Shorten windows and chunks inside the block, so that the probe's rows exceed them. Different ones stay different:
-    a layer whose mask and attention disagree is noticed."""
+    """Shorten windows and chunks inside the block, so that the probe's rows exceed them. Different lengths stay
+    different, so that the probe detects a layer whose mask and attention use different windows."""
     owners: list[Any] = [model.config.get_text_config(), *model.modules()]
     lengths = [
         (owner, name, length)
@@ -196,7 +201,7 @@ def short_windows(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _row_positions(pack: Pack) -> torch.Tensor:
-    """Return the positions of the rows' tokens in the pack, rows in the order of the samples."""
+    """Return the index in the pack of each token of the rows, one row after another in the order of the samples."""
     return torch.from_numpy(pack.source[np.argsort(pack.row, kind="stable")])
 
 

@@ -27,7 +27,7 @@ class ScalarHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """[M, D] -> [M]"""
+        """Return the scalar of each hidden state: [M, D] -> [M]"""
         # Not `squeeze`, which returns a view: FSDP registers its backward hooks on the output tensor.
         return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 

@@ -49,8 +49,9 @@ class Learner:
     `temperature` is the sampler's, so that training sees the distribution that was sampled from. `reference` is a
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
     `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of
-    the auxiliary loss of a mixture of experts; None: the model's own. `vision` is that of a model that sees images.
-    `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) are for `make_batch`."""
+    the auxiliary loss of a mixture of experts; None: the model's own. `vision` is the `Vision` of a model that sees
+    images. Callers pass `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) to
+    `make_batch`."""
 
     def __init__(
         self,
@@ -115,7 +116,8 @@ class Learner:
 
     @torch.no_grad()
     def annotate(self, batch: Batch, needs: frozenset[str]) -> Batch:
-        """Fill in reference log-probs, old log-probs and values, as far as in `needs`, by the current weights."""
+        """Fill in the reference log-probs, old log-probs and critic values that `needs` contains. Old log-probs and
+        values are computed with the current weights."""
         self._set_training(False)
         precomputed = {"reference"} if all(pack.reference is not None for pack in batch.packs) else set()
         self._annotate_packs(batch.packs, [name for name in ANNOTATIONS if name in needs - precomputed])
@@ -173,8 +175,9 @@ class Learner:
 
     @torch.no_grad()
     def _balance_counts(self, batch: Batch) -> np.ndarray | None:
-        """Return the `balance_counts` of the whole update, by one more forward pass without dropout over each pack.
-        None: the model has no auxiliary loss, or the update's only forward pass will count."""
+        """Return the `balance_counts` of the whole update, counted in an additional forward pass without dropout over
+        each pack. Return None if the model has no auxiliary loss, or if the update has a single forward pass, which
+        counts itself."""
         if self.routers is None or not self.routers.coefficient or batch.values_only:
             return None
         if len(batch.packs) == 1 and self.processes.count == 1:
@@ -238,7 +241,8 @@ class Learner:
             return (tree_states if self.sharing else row_states)(causal, pack, self.vision)
 
     def _offload_saved_tensors(self) -> contextlib.AbstractContextManager[object]:
-        """Copy what autograd saves inside the block to CPU memory: with checkpointing, the inputs of the layers."""
+        """Copy the tensors that autograd saves inside the block to CPU memory. With gradient checkpointing, these are
+        the inputs of the layers."""
         if not (self.activation_offload and torch.is_grad_enabled()):
             return contextlib.nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=self.causal.device.type == "cuda")

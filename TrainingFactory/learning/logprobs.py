@@ -19,8 +19,9 @@ GPU_FACTOR = 8
 
 
 class _Pick(torch.autograd.Function):
-    """Logits [C, V] -> log-probs of the targets [C] and entropies [C], with a manual backward: autograd would keep more
-    [C, V] tensors. Gradients by logits / temperature: one-hot - p of a log-prob, -p (log p + H) of an entropy."""
+    """Logits [C, V] -> log-probs of the targets [C] and entropies [C], with a manual backward, because autograd would
+    keep more [C, V] tensors. Gradients by logits / temperature: one-hot - p of a log-prob, -p (log p + H) of an
+    entropy."""
 
     @staticmethod
     def forward(
@@ -73,7 +74,7 @@ def logits_gradient(
 
 
 def float32_logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the logits [C, V] in float32: at a logit of 20, the spacing of bfloat16 numbers is 0.125."""
+    """Return the logits [C, V] in float32, because bfloat16 numbers near a logit of 20 are 0.125 apart."""
     if states.dtype == torch.float32:
         return states @ weight.t()
     return torch.mm(states, weight.t(), out_dtype=torch.float32)  # CUDA only

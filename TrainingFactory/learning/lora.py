@@ -29,9 +29,9 @@ def add_lora(
     seed: int = 0,
     excluded: Sequence[str] = (),
 ) -> PeftModel:
-    """Freeze the model and add an adapter, initialised to change nothing. `target_modules` is "all-linear" (every
-    linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers. `experts`: adapt the
-    fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
+    """Freeze the model and add a LoRA adapter that does not change the outputs initially. `target_modules` is
+    "all-linear" (every linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers.
+    `experts`: adapt the fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     if targets == "all-linear":
         names = linear_layers(model)
@@ -63,8 +63,9 @@ def add_lora(
 
 
 def linear_layers(model: Any) -> list[str]:
-    """Return the names of the linear layers that can have an adapter: all but the output layer, routers that return
-    more than their product, and the output layers of Mamba kernels."""
+    """Return the names of the linear layers that can have an adapter: all except the output layer, routers that return
+    more than the output of a linear layer, and output projections whose weights Mamba kernels read without calling the
+    layer."""
     is_mamba = model.config.model_type in MAMBA_TYPES
     return [
         name
@@ -75,8 +76,8 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def adapter_sizes(model: Any) -> tuple[int, int, bool]:
-    """Return the weights of an adapter of rank 1 on all linear layers, those of one on experts (and on routers where
-    PEFT adds them), and whether "all-linear" includes experts."""
+    """Return the number of weights of a rank-1 adapter on all linear layers, the number for one on the experts (and on
+    routers, where PEFT adapts them too), and whether "all-linear" includes experts."""
     maps_to_experts = _maps_to_experts(model, "all-linear")
     names = linear_layers(model)
     layers = [
@@ -109,7 +110,7 @@ def expert_weights(model: Any) -> list[str]:
 
 
 def _without_experts(names: list[str], model: Any) -> list[str]:
-    """Return the layers that PEFT does not replace by the experts."""
+    """Return the names of the layers that PEFT does not map to fused experts."""
     partners = {"gate_proj": "up_proj", "up_proj": "gate_proj"}  # PEFT maps them together only
     leaves = {name.rpartition(".")[2] for name in names}
     mapped = {leaf for leaf in leaves if _maps_to_experts(model, [leaf, partners.get(leaf, leaf)])}
@@ -117,8 +118,8 @@ def _without_experts(names: list[str], model: Any) -> list[str]:
 
 
 def _maps_to_experts(model: Any, targets: str | list[str]) -> bool:
-    """Return whether PEFT replaces one of these layers by the experts: it does for the families whose experts were
-    linear layers of that name in earlier versions of transformers."""
+    """Return whether PEFT maps one of these targets to fused experts. It does so for families whose experts were linear
+    layers of that name in earlier versions of transformers."""
     config = LoraConfig(target_modules=targets)
     convert_peft_config_for_transformers(config, model, None)
     return bool(config.target_parameters)

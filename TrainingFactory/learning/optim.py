@@ -86,8 +86,9 @@ def make_optimizers(
     options: OptimizerOptions,
     processes: Processes | None = None,
 ) -> list[torch.optim.Optimizer]:
-    """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. With
-    Muon, it updates the policy's inner matrices and AdamW the rest. Head and critic have their own learning rate."""
+    """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. If
+    Muon is chosen, Muon updates the policy's inner matrices and AdamW all other weights. Head and critic have their own
+    learning rate."""
     matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
     for name, param in named_parameters:
         inner = param.dim() == 2 and "embed" not in name and "head." not in name
@@ -141,7 +142,8 @@ class MixedPrecision:
         ]
 
     def gather_grads(self) -> None:
-        """Add gradients to the masters' in float32. Call after every backward pass: sums in 16 bits lose precision."""
+        """Add the gradients of the 16-bit weights to those of the float32 masters. Call it after every backward pass,
+        because sums in 16 bits lose precision."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param and param.grad is not None:
                 full_precision = param.grad.float()

@@ -1,4 +1,4 @@
-"""The Policy port over one learner in this process."""
+"""Implementation of the `Policy` protocol with one learner in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CLOSE_SECONDS = 10.0
 
 
 class WeightPublisher(Protocol):
-    """Writes weights for samplers in other processes; implemented in `learning/publishing.py`."""
+    """Protocol of an object that writes weights for samplers in other processes; implemented in
+    `learning/publishing.py`."""
 
     model_folder: str
     dtype: str
@@ -29,9 +30,10 @@ class WeightPublisher(Protocol):
 
 
 class LocalPolicy:
-    """Trains on one thread of this process, so that an update never blocks the event loop. Samplers in this process
-    share the weights; others need a `publisher`. The published version counts training steps, even skipped ones.
-    `before_step` gets the rows and the number of a step before its update, and returns further metrics."""
+    """Policy that trains a learner on one thread of this process, so that an update never blocks the event loop.
+    Samplers in this process share the weights; others need a `publisher`. The published version counts training steps,
+    even skipped ones. `before_step` gets the rows and the number of a step before its update, and returns further
+    metrics."""
 
     def __init__(
         self, learner: Learner, algorithm: Algorithm, tokenizer: Any, options: StepOptions,

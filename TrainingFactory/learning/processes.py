@@ -20,11 +20,13 @@ class Processes:
         """Shard the weights of a model, and of its head, over the processes."""
 
     def run(self, model: Any, call: Callable[[], Any]) -> Any:
-        """Return `call()`, run while the model's weights can be gathered. Use one call per pack."""
+        """Call `call` while the model's sharded weights can be gathered, and return its result. Use one call per
+        pack."""
         return call()
 
     def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
-        """Return `make(budget)`, with a budget below `token_budget` if that balances the processes better."""
+        """Return the batch `make(budget)`. The budget is `token_budget`, or less if that balances the packs better
+        between the processes."""
         return make(token_budget)
 
     def deal(self, packs: Sequence[Pack]) -> Sequence[Pack]:
@@ -32,7 +34,7 @@ class Processes:
         return packs
 
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        """Exchange these array fields of the packs, so that every process has those of all packs."""
+        """Exchange the array fields `names` between the processes, so that every process has them for all packs."""
 
     def total(self, sums: dict[str, float]) -> dict[str, float]:
         """Return the sums over all processes; a process may lack some of the keys."""
@@ -55,6 +57,6 @@ class Processes:
         return tensor
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
-        """Return the full weights for `save_pretrained`, trained weights cast to `dtype` except an adapter's. None: the
-        model is not sharded, and its own weights can be saved."""
+        """Return the full weights for `save_pretrained`. Trained weights are cast to `dtype`, except those of an
+        adapter. None: the model is not sharded, and its own weights can be saved."""
         return None

@@ -34,7 +34,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class Publisher:
     """Writes versions of a learner's weights. `model_folder` is the `EngineSpec.model`: the model's config, and for
-    adapters the base weights. `rank` is the LoRA rank; None: full weights are published. Without `adapters` always."""
+    adapters the base weights. `rank` is the rank of the published LoRA adapter; None: full weights are published.
+    Without `adapters`, full weights are always published."""
 
     def __init__(self, learner: Learner, adapters: bool = True) -> None:
         self._learner, self._causal = learner, learner.causal
@@ -71,7 +72,8 @@ class Publisher:
         self._numbers, self._published = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
-        """Write the current weights, and return their folder with their log-probs of the canary. Rank 0 writes."""
+        """Write the current weights on rank 0. Return their folder and version, and their log-probs of the canary, a
+        fixed token sequence with which the fleet verifies its engines."""
         target = self._home / f"{next(self._numbers):06d}-version-{version}"
         if self.rank is None:
             self._write_weights(target, merged=True)
@@ -149,8 +151,9 @@ def _get_adapter_rank(model: Any) -> int | None:
 
 
 def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights under their names without PEFT, in the model's dtype, with the adapter `merged` or without.
-    PEFT's wrapper around fully trained modules needs no case of its own: it forwards attribute access to them."""
+    """Yield the weights under the names that they have without PEFT, in the model's dtype; with `merged`, the adapter
+    is merged into them. PEFT's wrapper around fully trained modules needs no special case, because it forwards
+    attribute access to them."""
     gather = learner.processes.gather
     for name in skeleton.state_dict():
         path, _, leaf = name.rpartition(".")

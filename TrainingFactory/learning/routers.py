@@ -64,8 +64,8 @@ class Routers:
 
     @contextmanager
     def recording(self) -> Iterator[Routing]:
-        """Record the routing of a forward pass inside the block. No hooks remain outside it: backward passes that run
-        the layers again and the sampler, which shares the modules, are not recorded."""
+        """Record the routing of a forward pass inside the block. No hooks remain after the block. Therefore neither
+        backward passes that run the layers again nor the sampler, which shares the modules, are recorded."""
         routing = Routing()
 
         def add_logits(module: Any, args: Any, output: Any) -> None:
@@ -94,8 +94,8 @@ class Routers:
         return torch.stack(counts).cpu().numpy()
 
     def balance_counts(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
-        """Return the tokens that have each expert among their k most likely ones, over all layers, and last the number
-        of tokens times layers. [E + 1]"""
+        """Return for each expert the number of tokens that have it among their k most likely experts, summed over all
+        layers. The last entry is the number of tokens times layers. [E + 1]"""
         total = torch.stack(
             [
                 _count_tokens_by_expert(logits.topk(self._top_k).indices, weights, logits.shape[-1])
@@ -172,7 +172,8 @@ def routing_bias_count(model: torch.nn.Module) -> int:
 
 
 def _get_balanced_top_k(model: PreTrainedModel) -> int:
-    """Return k of the auxiliary loss that transformers defines for the family; 0: none, or another loss."""
+    """Return the number k of experts per token in the auxiliary loss that transformers defines for the family; 0: it
+    defines none, or another loss."""
     function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
     top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
     if function is None or not top_k or not experts:
@@ -202,7 +203,8 @@ def _find_gates(model: PreTrainedModel) -> tuple[list[Any], int]:
 
 
 def _count_tokens_by_expert(chosen: torch.Tensor, weights: np.ndarray, experts: int) -> torch.Tensor:
-    """Return the weighted number of tokens by expert. chosen: [T, k] -> [E]; a number beyond the experts is ignored."""
+    """Return the weighted number of tokens by expert. `chosen` [T, k] -> [E]. Expert numbers of E and above are
+    ignored."""
     chosen = chosen.reshape(-1, chosen.shape[-1])
     values = _pad_weights(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
     counts = values.new_zeros(experts + 1, dtype=torch.float64)

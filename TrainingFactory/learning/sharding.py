@@ -145,7 +145,7 @@ class ShardedProcesses(Processes):
         return distribute_tensor(local, reference.device_mesh, reference.placements, src_data_rank=None)
 
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Gather weight by weight into rank 0's CPU memory; of a PEFT model, only the adapter."""
+        """Gather the weights one by one into rank 0's CPU memory. For a PEFT model, gather only the adapter."""
         state = model.state_dict(keep_vars=True)  # tied weights are one object
         adapter = isinstance(model, PeftModel)
         adapter_state = (
@@ -176,7 +176,8 @@ class _Root(nn.Module):
 
 
 def rounds_cost(packs: Sequence[Pack], count: int) -> int:
-    """Sum the tokens of the largest pack of every round, in which each of `count` processes takes one pack."""
+    """Return the sum over all rounds of the tokens of the round's largest pack. In a round, each of `count` processes
+    takes one pack."""
     return sum(sorted((len(pack.token_ids) for pack in packs), reverse=True)[::count])
 
 

@@ -22,7 +22,7 @@ COUNTS = (
 
 @dataclass(slots=True, frozen=True)
 class StepOptions:
-    """A step makes `epochs` passes over its rows, each in `minibatches` updates."""
+    """Options of a training step. A step makes `epochs` passes over its rows, each in `minibatches` updates."""
 
     token_budget: int = 16_384
     epochs: int = 1

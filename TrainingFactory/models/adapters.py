@@ -14,7 +14,8 @@ from TrainingFactory.models.loading_errors import explained_errors
 
 
 def attach_adapter(model: Any, adapter: str, is_whole: bool = False) -> Any:
-    """Return the model with an adapter. Unless the model `is_whole`, it may be the text part of a composite one."""
+    """Load a LoRA adapter into the model. `is_whole`: the model has all its parts; otherwise it may be only the text
+    part of a composite model, whose adapters name their modules differently."""
     from peft import PeftModel
 
     folder = Path(adapter).expanduser()

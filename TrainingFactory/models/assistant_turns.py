@@ -27,13 +27,14 @@ class AssistantTurns:
         return self._header.endswith(think[0])
 
     def render(self, outline: dict[str, Any], think: tuple[str, str]) -> str:
-        """Return a turn from the model's first token to its last one before the end."""
+        """Return the template's text of an assistant's turn: from the first text that the model samples up to, but
+        without, the end-of-turn token."""
         return self._cut_end(
             probes.assistant_body(self._template, self._prompt, outline, think, self.thought.key)
         )
 
     def render_calls(self, style: CallStyle | None, calls: Sequence[ToolCall], think: tuple[str, str]) -> str:
-        """Return the text of a turn that only has tool calls."""
+        """Return the template's text of a turn that consists of tool calls alone, without the end-of-turn token."""
         if style is None:
             raise ValueError("the chat template renders no tool calls")
         turn = probes.assistant_body(

@@ -51,9 +51,10 @@ TOOLS_ADVICE = (
 
 
 class TemplateChatFormat:
-    """Chat format of a tokenizer's template. `family` None: the first one whose parser reads the template's calls.
-    `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today.
-    `vision` is that of a model that sees images; without it, tool results have a text in place of their images."""
+    """Chat format of a tokenizer's template. `family` None: use the first family whose parser reads the template's
+    calls. `stop_ids` are additional tokens that end a turn. `day` is the date for templates that print it; None: today.
+    `vision`: the `Vision` of a model that sees images; without it, tool results get a placeholder text for each
+    image."""
 
     def __init__(
         self,
@@ -194,7 +195,8 @@ class TemplateChatFormat:
         raise problem
 
     def _as_template(self, message: Message, texts: Texts, opens_thought: bool) -> str:
-        """Return a turn as the template writes it, from the model's first token to the end."""
+        """Return an assistant's turn as the template writes it, from the first text that the model samples to the end
+        of the turn."""
         write_calls = self._calls_text if message.tool_calls else None
         outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
         body = self._turn(json.dumps(outline))
@@ -212,7 +214,8 @@ class TemplateChatFormat:
         return f"{think_start}\n{thought.strip()}\n{think_end}{answer}"
 
     def _render_turn(self, outline: str) -> str:
-        """Return the template's text of an outline, which is JSON so that it can be cached."""
+        """Render the outline of a turn with the chat template. The outline is JSON text, so that the result can be
+        cached by it."""
         return self._turns.render(json.loads(outline), self.family.think)
 
     def _in_parts(self, message: Message, texts: Texts, opens_thought: bool) -> str:
@@ -268,7 +271,8 @@ class TemplateChatFormat:
         return self._encoder.truncate(text, max_tokens)
 
     def _continuation(self, replies: Sequence[Message]) -> Pieces:
-        """Return what the template writes between an assistant's turn and the next one, with these replies."""
+        """Return the text that the template writes between an assistant's turn and the next one, with these replies,
+        split into pieces to encode."""
         key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
         pieces = self._renderings.cached(key)
         if pieces is not None:
@@ -282,8 +286,8 @@ class TemplateChatFormat:
     # what the template does not render
 
     def _as_user(self, messages: Sequence[Message]) -> list[Message]:
-        """Join the tool results of a turn into one user message, if the template does not render tool messages. Move
-        their images into a user message after them, if it renders no images there."""
+        """Join the tool results of a turn into one user message, if the template does not render tool messages. If the
+        template renders no images in tool messages, move their images into a user message after them."""
         if not self.sees_images:
             messages = [without_images(message) if message.images else message for message in messages]
         if self._replies_as_user:
@@ -291,7 +295,8 @@ class TemplateChatFormat:
         return images_after_results(messages) if self._images_as_user else list(messages)
 
     def _check_images(self) -> str | None:
-        """Raise ValueError if the template renders no images. Return a note if it renders none of tool results."""
+        """Raise ValueError if the template renders no images. Return a note for the user if it renders no images of
+        tool results."""
         user, result = (Message(role, "m", images=[PlacedImage(0, NO_IMAGE)]) for role in ("user", "tool"))
         self._places.require(lambda: self._template.text([self._outlines.message(user, [])]))
         if self._replies_as_user:
@@ -349,7 +354,7 @@ class TemplateChatFormat:
         )
 
     def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens that end a turn: those of the template first."""
+        """Return the tokens that end a turn; the tokens of the template come first."""
         control_texts = self._encoder.control_texts
         end = self._turns.end
         family_stops = [control_texts.get(text) for text in self.family.stop_texts]
@@ -358,7 +363,8 @@ class TemplateChatFormat:
         return tuple(dict.fromkeys(stop for stop in candidates if stop is not None))
 
     def _starts_of_replies(self) -> list[int]:
-        """Return the control tokens that begin the message after a turn: they end it if the template has no other."""
+        """Return the control tokens that begin the message after a turn. They serve as stop tokens if the template has
+        no end-of-turn token."""
         starts: list[int] = []
         for reply in (Message("tool", "r"), Message("user", "r")):
             try:

@@ -83,7 +83,7 @@ def _spellings(family: FamilySupport) -> list[str]:
 
 
 def _model_types(folder: Path) -> Iterator[str]:
-    """Yield the model type of a folder's config.json, and that of the text part of a vision model."""
+    """Yield the model type in a folder's config.json; for a vision model, also the model type of its text part."""
     file = folder / "config.json"
     if not file.is_file():
         return

@@ -46,14 +46,14 @@ def is_composite(config: Any) -> bool:
 
 
 def loading_options(name: str, config: Any) -> dict[str, Any]:
-    """Return the arguments with which `from_pretrained` loads the text part of a composite model, and reads no other
-    weights. Raise ValueError if transformers has no class for it."""
+    """Return the arguments with which `from_pretrained` loads only the text part of a composite model. Raise ValueError
+    if transformers has no class for it."""
     return {"config": _text_config(name, config), "key_mapping": dict(TEXT_NAMES)}
 
 
 def vision_options(config: Any) -> dict[str, Any]:
-    """Return the arguments with which `from_pretrained` loads a model with images without its audio part, which would
-    take memory and never run; none if it has no audio part."""
+    """Return the arguments with which `from_pretrained` loads a vision-language model without its audio part, because
+    the audio part would take memory and never run. The result is {} if the model has no audio part."""
     if config.model_type != "gemma4" or config.audio_config is None:
         return {}
     seen = copy.deepcopy(config)
@@ -94,7 +94,8 @@ def _text_config(name: str, config: Any) -> Any:
 
 
 def detach_from_composite(model: Any) -> None:
-    """Make a loaded text part a model of its own: saved under the names of its class, with the tying that it has."""
+    """Turn a loaded text part into an independent model: `save_pretrained` then uses the weight names of the model's
+    own class, and the config states whether its embeddings are tied."""
     if hasattr(model, "_weight_conversions"):
         del model._weight_conversions  # `save_pretrained` would restore the composite names
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -102,7 +103,7 @@ def detach_from_composite(model: Any) -> None:
 
 
 def describe_text_part(name: str, config: Any, model: Any, folder: Path, unexpected: Iterable[str]) -> str:
-    """Return a note on what was loaded of a composite model, and on the weights of its files that were left out.
+    """Return a note that names the loaded part of a composite model and the weights in its files that were not loaded.
     `unexpected` are the renamed weights that transformers did not load."""
     unexpected_names = set(unexpected)
     loaded_names = set(model.state_dict())
@@ -132,8 +133,8 @@ def to_text_name(key: str) -> str:
 
 
 def adapter_options(folder: Path) -> dict[str, Any]:
-    """Return the arguments with which PEFT loads an adapter of a composite model into its text part; none if the
-    adapter has the names of the text part."""
+    """Return the arguments with which PEFT loads an adapter of a composite model into its text part. The result is {}
+    if the adapter already uses the module names of the text part."""
     from peft import PeftConfig
 
     modules = _adapted_modules(folder)
@@ -146,13 +147,14 @@ def adapter_options(folder: Path) -> dict[str, Any]:
 
 
 def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
-    """Return the modules of `adapter_options` that the text part does not have, such as those of a vision part."""
+    """Return the modules that `adapter_options` names and the text part does not have, such as modules of a vision
+    part."""
     targets = options["config"].target_modules if options else set()
     return sorted(targets - {name for name, _ in model.named_modules()})
 
 
 def rename_adapter(folder: Path, config: Any) -> None:
-    """Rename the modules of an adapter of the text part, in its files, to those of the composite model, because vLLM
+    """Rename the modules in the files of a text part's adapter to the module names of the composite model, because vLLM
     ignores weights of unknown modules."""
     rename = _composite_names(config)
     weights = {
@@ -195,7 +197,8 @@ def _composite_names(config: Any) -> Callable[[str], str]:
 
 
 def was_trained_with_vision(folder: str) -> bool:
-    """Return whether a model or adapter of a run has a vision part, also if it was exported or registered."""
+    """Return whether the model or adapter in this folder was trained by a run with its vision part loaded. Exported and
+    registered models count too."""
     path = Path(folder).expanduser() / IMAGE_PROCESSOR
     if not path.is_file():
         return False
@@ -212,7 +215,8 @@ def read_image_processor(source: str, options: dict[str, Any]) -> Any:
 
 
 def processor_template(source: str, options: dict[str, Any]) -> str | None:
-    """Return the chat template of a model whose processor has it, instead of its tokenizer; None if there is none."""
+    """Return the chat template that a model stores with its processor instead of its tokenizer; None if there is
+    none."""
     from transformers.utils.hub import cached_file
 
     for file in ("chat_template.json", "processor_config.json"):
@@ -228,8 +232,8 @@ def processor_template(source: str, options: dict[str, Any]) -> str | None:
 
 @contextmanager
 def hiding_expected_warnings() -> Iterator[None]:
-    """Hide transformers' warnings about a text part: the table of weights that were not loaded, unless it also lists
-    invalid ones, and the wrong tying in the config, which `detach_from_composite` corrects."""
+    """Hide transformers' warnings about a text part: the table of weights that were not loaded (unless it also lists
+    invalid weights), and the warning about tied weights in the config, which `detach_from_composite` corrects."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         text = record.getMessage()

@@ -28,8 +28,8 @@ def pick_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
 
 
 def convert_weights(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
-    """Convert the weights, but leave the buffers in float32 that transformers keeps so: in bfloat16 the bias by which a
-    router chooses experts would choose others."""
+    """Move the weights to the device and convert them to the dtype. Buffers that transformers keeps in float32 stay in
+    float32, because a router with a bias in bfloat16 would choose other experts."""
     exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     kept = {name: value.float() for name, value in model.named_buffers() if exact and name.endswith(exact)}
     model = model.to(device=device, dtype=dtype)

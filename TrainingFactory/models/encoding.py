@@ -36,7 +36,8 @@ class Control(NamedTuple):
 
 
 def decodes_unchanged(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer decodes the canary, which has everything that tokenizers lose, unchanged."""
+    """Return whether encoding and decoding returns the canary text unchanged. The canary contains the characters that
+    tokenizers tend to lose, such as double spaces and accents."""
     ids = tokenizer.encode(CANARY, add_special_tokens=False).ids
     return tokenizer.decode(ids, skip_special_tokens=False) == CANARY
 
@@ -136,7 +137,8 @@ class TextEncoder:
         )
 
     def _can_join(self, text: str) -> bool:
-        """Return whether the text contains a control token, is the word in one, or could be its beginning or end."""
+        """Return whether the text contains a control token, begins with the word inside one, or could complete one
+        together with the text around it."""
         text = text.strip()
         sizes = range(1, min(len(text), self._longest) + 1)
         return bool(text) and (

@@ -10,7 +10,7 @@ from TrainingFactory.models.loading import LoadedModel, load_model
 
 
 class FamilyModel:
-    """Base class: a named model that is loaded on first use of an attribute."""
+    """Base class of the model families: a named model that is loaded when one of its attributes is first used."""
 
     family: ClassVar[str | None] = None
 

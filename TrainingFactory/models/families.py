@@ -137,7 +137,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def register_family(family: Family) -> None:
-    """Add a custom family, which `chat_format(tokenizer, family=NAME)` then finds."""
+    """Register a custom family, so that `chat_format(tokenizer, family=NAME)` finds it."""
     FAMILIES[family.name] = family
 
 

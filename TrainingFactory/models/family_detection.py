@@ -24,7 +24,8 @@ class FamilyDetector:
         self._control_texts = control_texts
 
     def find(self, requested: Family | None) -> tuple[CallStyle | None, Family]:
-        """Return the style of calls and the family that reads them; a style that no family reads is the last choice."""
+        """Return the template's style of tool calls and the family that parses them. Prefer a style that the family can
+        parse."""
         styles = probes.find_call_styles(self._template)
         for style in styles:
             family = self._detect(style) if requested is None else self._with_thought(requested)
@@ -60,7 +61,8 @@ class FamilyDetector:
         return family if tags is None or family.think != THINK_TAGS else replace(family, think=tags)
 
     def _detect(self, style: CallStyle) -> Family | None:
-        """Return the first family that reads the calls, else one whose parser is learned from them."""
+        """Return the first registered family that parses the template's calls, else a family whose parser is learned
+        from them."""
         for family in FAMILIES.values():
             if family.needs_token is None or family.needs_token in self._control_texts:
                 candidate = self._with_thought(family)

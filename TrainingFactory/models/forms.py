@@ -92,7 +92,8 @@ class TaggedCallReader:
 
 
 def _json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
-    """Find {"name": NAME, "arguments": {...}}, with any keys in any order, or a list of such objects."""
+    """Return the syntax of calls written as {"name": NAME, "arguments": {...}}, with any keys in any order, or as a
+    list of such objects."""
     for start in (bracket.start() for bracket in re.finditer(r"[\[{]", text)):
         value, end = _decode(text, start) or (None, 0)
         path = _path(value[-1] if isinstance(value, list) and value else value, name, placeholders[2])
@@ -113,7 +114,8 @@ def _json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
 
 
 def _named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
-    """Find NAME, a separator and {...}, as JSON or with bare keys and a special quote."""
+    """Return the syntax of calls written as NAME, a separator and {...}, as JSON or with bare keys and a special
+    quote."""
     start = text.find(name)
     name_end = start + len(name)
     brace = text.find("{", name_end) if start >= 0 else -1
@@ -142,7 +144,7 @@ def _named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
 
 
 def _python(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
-    """Find [NAME(KEY=VALUE, ...), ...]."""
+    """Return the syntax of calls written as [NAME(KEY=VALUE, ...), ...]."""
     calls = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
     if calls is None:
         return None
@@ -175,7 +177,8 @@ def _python_calls(code: str, end: int) -> Parsed | None:
 
 
 def _pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
-    """Find NAME and any number of pairs, each with a tag before the key, before the value and after the value."""
+    """Return the syntax of calls written as NAME and any number of pairs, each with a tag before the key, before the
+    value and after the value."""
     start = text.find(name)
     pieces = re.split("|".join(placeholders[n] for n in range(2, 6)), text[start + len(name) :])
     if start < 0 or len(pieces) < 5:

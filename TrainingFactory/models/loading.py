@@ -83,8 +83,9 @@ def load_model(
     vision: bool | None = None,
     image_tokens: int | None = None,
 ) -> LoadedModel:
-    """Load a model. The options are those of the config's section `model`. `seed` is that of the built-in weights.
-    `vision`: load the vision part too; None: of the built-in model and of checkpoints that were trained with it."""
+    """Load a model. The options are those of the config's section `model`. `seed` determines the weights of the
+    built-in model. `vision`: load the vision part too; None: only if the model is built in or was trained with its
+    vision part."""
     target = resolve_model_name(name)
     check_quantization(quantization, target)
     _freeze_imports()
@@ -124,7 +125,7 @@ def load_model(
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load only the tokenizer, of a model name as in `load_model` or of a folder that contains a tokenizer."""
+    """Load only the tokenizer. `name` is a model name as in `load_model`, or a folder that contains a tokenizer."""
     target = resolve_model_name(name)
     if target in BUILTINS:
         return builtin_tokenizer(target)
@@ -140,8 +141,8 @@ def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bo
 
 @functools.cache
 def _freeze_imports() -> None:
-    """Exclude the half a million permanent objects of torch and transformers from garbage collection, where they cost
-    0.2 s per full collection, in the middle of a step."""
+    """Exclude the half a million permanent objects of torch and transformers from garbage collection, because scanning
+    them costs 0.2 s per full collection, in the middle of a step."""
     import transformers.generation  # noqa: F401  # loaded lazily by the first model otherwise
 
     gc.collect()
@@ -150,7 +151,8 @@ def _freeze_imports() -> None:
 
 
 def _check_finite(name: str, model: Any) -> None:
-    """Raise ValueError if a weight is NaN or infinite: one pass over the weights and one device synchronization."""
+    """Raise ValueError if a weight is NaN or infinite. Takes one pass over the weights and one device
+    synchronization."""
     weights = {key: param.detach() for key, param in model.named_parameters() if param.numel()}
     weights = {key: param for key, param in weights.items() if param.dtype in DTYPES.values()}
     if not weights:
@@ -169,7 +171,8 @@ def _check_finite(name: str, model: Any) -> None:
 
 
 def composite_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Return the config of a composite model; None for other models, and for hub ids that are not on this machine."""
+    """Return the config of a composite model. Return None for other models, and for hub ids that are not cached on this
+    machine."""
     source, options = locate_model(name, resolve_model_name(name))
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
     if "gguf_file" in options or not (local_folder(source, options) / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Errors of loading a model as one line: which file is missing or damaged, and what to do."""
+"""One-line messages for errors while loading a model: the missing or damaged file, and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Images of messages where a chat template, or the model, does not take them as they are."""
+"""Images of messages: encoding at the places where a chat template renders them, and workarounds for templates and
+models that cannot show them."""
 
 from __future__ import annotations
 
@@ -24,15 +25,16 @@ IMAGES_NOTE = (
 
 
 class ImagePlaces:
-    """The places of images in the renderings of a chat template: its placeholder becomes the tokens of an image. Texts
-    of a conversation, which are not in the template's own text, cannot become one."""
+    """Finds the places of images in the renderings of a chat template and replaces the template's placeholder by the
+    tokens of an image. The same placeholder in a conversation's texts stays text, because only the template's own text
+    is searched."""
 
     def __init__(self, vision: Vision | None, encoder: TextEncoder) -> None:
         self._vision, self._encoder = vision, encoder
         self._token = None if vision is None else encoder.control_texts[vision.placeholder]
 
     def split(self, text: str) -> list[str | Control]:
-        """Split a template's own text at its control tokens and images."""
+        """Split a template's own text at its control tokens and at the places of its images."""
         parts = self._encoder.split(text)
         if self._vision is None:
             return parts
@@ -44,7 +46,7 @@ class ImagePlaces:
         return self.split(text).count(Control(IMAGE))
 
     def require(self, render: Callable[[], str]) -> None:
-        """Raise ValueError if the rendering of one image does not show it."""
+        """Raise ValueError if `render`, which renders a message with one image, does not show that image once."""
         shows = False
         with suppress(ValueError):
             shows = self.count(render()) == 1

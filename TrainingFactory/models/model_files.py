@@ -57,8 +57,8 @@ def _suggest_name(name: str) -> str:
 
 
 def check_hub(name: str, target: str, revision: str) -> None:
-    """Raise `Unknown` if the model is not cached and the hub is unreachable, after one round of the hub library's
-    retries. Loading would take one round for each file."""
+    """Raise UnknownNameError if the model is not cached and the hub is unreachable. The check takes one round of the
+    hub library's retries; loading would take one round for each file."""
     from huggingface_hub import errors, hf_hub_download
 
     try:
@@ -75,7 +75,8 @@ def check_hub(name: str, target: str, revision: str) -> None:
 
 
 def read_config(source: str, options: dict[str, Any]) -> Any:
-    """Raise ValueError if config.json is corrupt, or generation_config.json, which transformers would silently skip."""
+    """Return the model's config. Raise an error if config.json is corrupt, and ValueError if it names more than
+    MAX_LAYERS layers or if generation_config.json is corrupt, because transformers would silently skip that file."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(source, **options)
@@ -105,7 +106,8 @@ def read_tokenizer(source: str, options: dict[str, Any]) -> Any:
 @contextmanager
 def gguf_read_once() -> Iterator[None]:
     """Cache the reader of a GGUF file and its table of names. Without the cache transformers reads the file again for
-    tokenizer, config and weights, and builds the table for each part of the model, half of the loading time."""
+    tokenizer, config and weights, and builds the table for each part of the model, which takes half of the loading
+    time."""
     import gguf
 
     originals: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}

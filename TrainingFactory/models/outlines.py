@@ -37,8 +37,9 @@ class Outlines:
         self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
 
     def settle(self, calls_as_json: bool) -> None:
-        """Set whether calls are written as JSON instead of by the template. If the template's transform of arguments is
-        known, marks replace usual strings from now on, so that calls with other strings have the same outline."""
+        """Set whether tool calls are written as JSON instead of by the template. If it is known how the template
+        transforms a call's arguments, marks then replace ordinary strings in arguments too, so that calls that differ
+        only in strings share one cached outline."""
         self._calls_as_json = calls_as_json
         with suppress(ValueError):
             self._marks_arguments = not calls_as_json and self.hide_marks("argument", "") == ""
@@ -48,7 +49,8 @@ class Outlines:
         return self._template.marks[len(texts) - 1]
 
     def hide_marks(self, context: str, text: str) -> str:
-        """Return the text as the template writes it at the place `context`: some strip it, some encode it as JSON."""
+        """Return the text as the template writes it at the place `context`. Some templates strip a text, some encode it
+        as JSON."""
         if self._calls_as_json and context.endswith("argument"):
             return json_inner(text)
         if context not in self._transforms:
@@ -57,8 +59,8 @@ class Outlines:
         return self._transforms[context](text)
 
     def shield(self, value: Any, texts: Texts, context: str, key: str = "nested argument") -> Any:
-        """Return a copy of JSON data with marks for all strings that could produce a control token. `context` is the
-        place of its strings in the conversation, `key` that of its object keys."""
+        """Return a copy of JSON data with marks for all strings that could produce a control token. `context` names the
+        place of the data's strings in the conversation, `key` the place of its object keys."""
         inner = "nested argument" if context == "argument" else context
         if isinstance(value, dict):
             contexts = {"name": key} | ({"type": "tool type"} if context.startswith("tool ") else {})
@@ -77,8 +79,8 @@ class Outlines:
         return value
 
     def schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
-        """Return the tool list as the template gets it, its JSON text, and the texts of its marks. The last list is
-        cached, because the episodes of a batch have the same tools."""
+        """Return the tool list as the template gets it, the list's JSON text, and the texts that its marks stand for.
+        The result for the last list is cached, because the episodes of a batch have the same tools."""
         if specs != self._last_specs:
             texts: Texts = []
             schemas = self.shield([spec_to_dict(spec) for spec in specs], texts, "tool text", "tool name")
@@ -111,7 +113,8 @@ class Outlines:
         return [self.hide_marks(f"{message.role} part", part) for part in parts] or [""]
 
     def content(self, message: Message, texts: Texts) -> Any:
-        """Return the content of a message: a mark, or with images a list of marks and places of images."""
+        """Return the content of a message with marks in place of its texts: one mark, or for a message with images a
+        list of marks and image placeholders."""
         if not message.images:
             return self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
         return [
@@ -138,7 +141,7 @@ class Outlines:
         return outline
 
     def unquote(self, message: Message, quotes: Texts) -> Message:
-        """Return an assistant's message with the texts of its marks."""
+        """Return an assistant's message in which every mark is replaced by the text that it stands for."""
 
         def plain(value: Any) -> Any:
             if isinstance(value, str):

@@ -44,12 +44,13 @@ def user(text: Any) -> dict[str, Any]:
 
 
 def content_parts(message: Message) -> list[str | None]:
-    """Return the texts of a message around its images; None: an image."""
+    """Return the parts of a message's content in order: its texts, and None for each image."""
     return [part if isinstance(part, str) else None for part in split_text(message.content, message.images)]
 
 
 def content_shape(message: Message) -> tuple[bool, ...]:
-    """Return for each part of a message whether it is an image: equal shapes have equal renderings."""
+    """Return for each part of a message whether it is an image. Messages of equal shape have the same rendering around
+    their texts."""
     if not message.images:
         return (False,) if message.content else ()
     return tuple(part is None for part in content_parts(message))
@@ -104,8 +105,8 @@ def find_thought_style(template: ChatTemplate, start: str, control_texts: Iterab
 def _tags_of_header(
     template: ChatTemplate, start: str, control_texts: Iterable[str]
 ) -> tuple[str, str] | None:
-    """Return the tags of the empty thought that a generation prompt ends with and finished turns do not show, or those
-    of Gemma if the tokenizer has them."""
+    """Return the tags of an empty thought at the end of the generation prompt that finished turns do not show.
+    Otherwise return Gemma's tags, if the tokenizer has them."""
     header = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", start)
     if header:
         turn = {"role": "assistant", "content": template.marks[1]}
@@ -186,7 +187,8 @@ def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | N
 
 
 def end_of_calls(template: ChatTemplate, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
-    """Return the control token that ends a turn with calls, unless it also occurs inside the turn (Gemma 4)."""
+    """Return the control token that ends a turn with tool calls; None if that token also occurs inside the turn, as
+    Gemma 4's does."""
     try:
         turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
         one_call, two_calls = (template.text([user("m"), turn], header=False).rstrip() for turn in turns)
@@ -277,8 +279,8 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
 
 
 def reply_outline(template: ChatTemplate, reply: Message, number: int, following: Iterator[int]) -> Any:
-    """Return the content of reply `number` with marks: 2 + 2 * number, and the `following` ones for texts after an
-    image."""
+    """Return the content of reply `number` with marks in place of its texts: mark 2 + 2 * number for the first text,
+    then the marks numbered by `following` for the texts after an image."""
     if not reply.images:
         return template.marks[2 + 2 * number] if reply.content else ""
     marks = chain([2 + 2 * number], following)
@@ -289,7 +291,8 @@ def reply_outline(template: ChatTemplate, reply: Message, number: int, following
 def continuation(
     template: ChatTemplate, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
-    """Return the template's text after a sampled turn: the rest of its end, the replies, the next generation prompt."""
+    """Return the template's text after a sampled turn: the rest of the turn's end marker, the replies, and the next
+    generation prompt."""
     placeholders = template.marks
     tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
     failure: ValueError | None = None
@@ -321,8 +324,8 @@ def continuation(
 
 
 def _between(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
-    """Return the part of `conversation` after the turn that `without_answers` ends with. `marks` are those of the
-    user's message and of the end of the turn."""
+    """Return the part of `conversation` that follows the last turn of `without_answers`. `marks` are the marks of the
+    user's message and of the end of that turn."""
     first, last = marks
     ending, rest = without_answers.rpartition(last)[2], conversation.rpartition(last)[2]
     if last not in conversation:

@@ -23,7 +23,8 @@ CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
 class RowStates:
-    """The states of the P rows of one call of a recurrent layer. Without states, the rows begin there."""
+    """The states of the P rows of one call of a recurrent layer. Without states, the rows begin with this call's first
+    token."""
 
     record_past = False
 
@@ -43,7 +44,7 @@ class RowStates:
     def update_conv_state(
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
     ) -> torch.Tensor:
-        """Keep the last inputs [P, C, K], and return all inputs that the convolution sees [P, C, K + T]."""
+        """Store the last inputs [P, C, K], and return all inputs of the convolution [P, C, K + T]."""
         previous = self.conv_states[state_idx]
         inputs = conv_states if previous is None else torch.cat((previous, conv_states), -1)
         missing = max(conv_kernel_size - inputs.shape[-1], 0)
@@ -89,13 +90,13 @@ def kernel_packages(model: nn.Module) -> list[str]:
 
 @functools.cache
 def cache_argument(kind: type[nn.Module]) -> str:
-    """Return the name under which the layer's forward takes the cache."""
+    """Return the name of the argument with which the layer's forward takes the cache."""
     parameters = inspect.signature(kind.forward).parameters
     return next(name for name in CACHE_ARGUMENTS if name in parameters)
 
 
 def unsupported_types(model: Any, supported: set[str]) -> list[str]:
-    """Return the layer types that are neither supported nor those of recurrent layers."""
+    """Return the model's layer types that are neither in `supported` nor types of recurrent layers."""
     types = getattr(model.config.get_text_config(), "layer_types", None) or []
     recurrent = {layer.layer_idx for layer in recurrent_layers(model)}
     return sorted(

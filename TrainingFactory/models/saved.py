@@ -27,7 +27,8 @@ def build_meta_model(config: Any, trust_remote_code: bool = False) -> Any:
 
 def to_checkpoint_names(meta_model: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Rename weights from module names to checkpoint names, and drop the duplicates of tied weights. `meta_model` is
-    the model's `skeleton`: a loaded model would give the names of the file that it was loaded from."""
+    built from the config on the meta device, because a loaded model would return the names in the file that it was
+    loaded from."""
     from transformers.core_model_loading import revert_weight_conversion
 
     names = {name for name, _ in meta_model.named_parameters(remove_duplicate=False)}

@@ -63,7 +63,8 @@ class Marks:
         return f"Tf{self._salt}x{index}fT"
 
     def restore_case(self, text: str) -> str:
-        """Return the text with marks in their own case: Gemma 4's template upper-cases the type of a property."""
+        """Return the text with its marks in their original case, because Gemma 4's template upper-cases the type of a
+        property."""
         return self._any_case.sub(lambda match: self[int(match[1])], text)
 
     def is_damaged(self, text: str) -> bool:
@@ -139,7 +140,8 @@ def _parse(template: str) -> None:
 
 
 def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> None:
-    """Replace the tokenizer's chat template by that of `file` (None: by the one saved with the adapter, if any)."""
+    """Replace the tokenizer's chat template by the template in `file`. None: use the template saved with the adapter,
+    if there is one."""
     saved = None if adapter is None else Path(adapter).expanduser() / SAVED_TEMPLATE
     if file is not None:
         tokenizer.chat_template = read_template(file)
@@ -194,7 +196,7 @@ class ChatTemplate:
         return self.marks.restore_case(rendered)
 
     def transform(self, context: str, render: Callable[[str], str]) -> Transform:
-        """Find how the template changes a text at the place `context`, by rendering canaries there."""
+        """Find out how the template changes a text at the place `context`, by rendering test texts there."""
         placeholder = self.marks[0]
         pattern = render(placeholder)
         if placeholder not in pattern and context.startswith("tool "):

@@ -91,8 +91,8 @@ def builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
 
 
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
-    """Return the model. `revision` is the seed of its weights. `torch:SEED` draws them with torch's generator, as
-    versions before 0.2 did; those weights depend on the processor type."""
+    """Return the built-in text model. `revision` is the seed of its weights. `torch:SEED` draws them with torch's
+    generator, as versions before 0.2 did; those weights depend on the processor type."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -110,7 +110,8 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
 
 
 def tiny_vl_config(tokenizer: Any) -> Any:
-    """Return the config of a Qwen3-VL with the text part's shape and a tower of two layers."""
+    """Return the config of the built-in vision-language model: a Qwen3-VL with a text part of the built-in text model's
+    shape and a vision tower of two layers."""
     from transformers import Qwen3VLConfig
 
     rope = {
@@ -135,7 +136,7 @@ def tiny_vl_config(tokenizer: Any) -> Any:
 
 
 def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
-    """Return the model that sees images. `revision` is the seed of its weights."""
+    """Return the built-in vision-language model. `revision` is the seed of its weights."""
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
@@ -153,7 +154,7 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
 
 
 def tiny_image_processor() -> Any:
-    """Return the image processor of the model that sees images: a token shows 16 x 16 pixels."""
+    """Return the image processor of the built-in vision-language model. An image token shows 16 x 16 pixels."""
     from transformers import Qwen2VLImageProcessorPil
 
     size = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}

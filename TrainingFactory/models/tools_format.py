@@ -21,8 +21,8 @@ def add_tools_format(
     loaded_model: LoadedModel, name: str, frozen: bool = False, notify: Callable[[str], None] = lambda _: None
 ) -> None:
     """Add tokens, embeddings and a template for tools to a model in place, and report it with `notify`. Change nothing
-    if the template renders tools already. `frozen`: an adapter is trained over the model, or the weights are
-    quantized."""
+    if the template renders tools already. `frozen`: the model's own weights are not trained, because an adapter is
+    trained or the weights are quantized."""
     tokenizer = loaded_model.tokenizer
     tools_template = _template(name)
     chat_template = tokenizer.chat_template

@@ -12,7 +12,7 @@ from TrainingFactory.models.vision import FAMILIES, QWEN, TILED, tower_parameter
 
 
 class TowerShape(NamedTuple):
-    """Dimensions of a vision tower. Those of a layer are named as in a text config."""
+    """Dimensions of a vision tower. The dimensions of a layer have the names of a transformers text config."""
 
     weights: int
     num_hidden_layers: int
@@ -24,7 +24,7 @@ class TowerShape(NamedTuple):
 
 
 class ImageUse(NamedTuple):
-    """The images that a run shows."""
+    """Size and number of the images in a run's rows, for estimates of memory and time."""
 
     tokens: float  # of an image
     share: float  # of image tokens among the tokens of a row
@@ -32,12 +32,12 @@ class ImageUse(NamedTuple):
 
     @classmethod
     def largest(cls, image_tokens: int) -> ImageUse:
-        """Return the most: rows of the largest images, and more images than the cache holds."""
+        """Return the upper bound: rows that consist of the largest images, and more images than the cache holds."""
         return cls(image_tokens, 1.0, float("inf"))
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[int]], rows_in_run: int) -> ImageUse:
-        """Return the images of these token ids, for a run of `rows_in_run` such rows."""
+        """Measure the images in these rows of token ids, for a run with `rows_in_run` such rows."""
         images = {tokens.first: tokens for row in rows for tokens in images_in(row)}.values()
         shown = sum(token >= VIRTUAL for row in rows for token in row)
         mean = sum(tokens.count for tokens in images) / max(1, len(images))
@@ -46,14 +46,15 @@ class ImageUse(NamedTuple):
 
 
 def loaded_tower(model: Any) -> TowerShape | None:
-    """Return the tower of a loaded model; None if it has none, or was loaded without it."""
+    """Return the vision tower's shape of a loaded model; None if it has no tower or was loaded without it."""
     if getattr(model.config, "vision_config", None) is None:  # foreign object
         return None
     return _shape(model.config, sum(weight.numel() for _, weight in tower_parameters(model)))
 
 
 def described_tower(config: Mapping[str, Any]) -> TowerShape | None:
-    """Return the tower of a model's config.json; None if the model has none that can be trained."""
+    """Return the vision tower's shape from a model's config.json; None if the model has no tower of a supported
+    family."""
     if not config.get("vision_config") or config.get("model_type") not in FAMILIES:
         return None
     return _counted(json.dumps(config, sort_keys=True, default=str))
@@ -61,7 +62,7 @@ def described_tower(config: Mapping[str, Any]) -> TowerShape | None:
 
 @functools.cache
 def _counted(config_json: str) -> TowerShape:
-    """Count the weights in a model that is built without memory."""
+    """Return the tower's shape. Its weights are counted in a model on the meta device, which takes no memory."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -89,7 +90,7 @@ def _shape(config: Any, weights: int) -> TowerShape:
 
 
 def _patches(config: Any) -> float:
-    """Return the patches of a picture that become one token."""
+    """Return the number of patches of a picture that become one image token."""
     vision, kind = config.vision_config, config.model_type
     if kind in QWEN:
         return vision.spatial_merge_size**2

@@ -24,8 +24,8 @@ class TurnParser:
         return Message("assistant", content.strip(), calls, reasoning=reasoning)
 
     def _split_thoughts(self, text: str, opens_thought: bool) -> tuple[str | None, str]:
-        """Return the thoughts of a turn (None if there are none) and its other text. A thought that does not end takes
-        the rest of the turn."""
+        """Return the thoughts of a turn (None if there are none) and its other text. A thought without an end tag
+        extends to the end of the turn."""
         start, end = self._think_start, self._think_end
         thoughts = list[str]()
         begins = text.lstrip().startswith(start)

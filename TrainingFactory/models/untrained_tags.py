@@ -1,5 +1,6 @@
-"""Tags of tool calls that are tokens of the tokenizer but were never trained, as <tool_call> in Qwen2.5-Coder: its rows
-are those of unused ids, so the model cannot write the token, and SFT makes other unused tokens as likely."""
+"""Tags of tool calls that are tokens of the tokenizer but were never trained, such as <tool_call> in Qwen2.5-Coder. The
+token's row of the output layer equals the rows of unused ids, so the model cannot write the token, and SFT makes other
+unused tokens just as likely."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def remove_untrained_tags(name: str, model: Any, tokenizer: Any) -> tuple[str, .
 
 
 def _free_texts(state: dict[str, Any], texts: set[str]) -> None:
-    """Change the added tokens of a tokenizer so that these texts are no tokens, and all ids stay the same. Tokens that
-    are not in the vocabulary itself are renamed, because the library numbers the added tokens in their order."""
+    """Change the added tokens of a tokenizer so that these texts are no longer tokens. All ids stay the same. Tokens
+    that are not in the vocabulary itself are renamed, because the library numbers the added tokens in their order."""
     vocabulary = state["model"]["vocab"]
     kept = [token for token in state["added_tokens"] if token["content"] not in texts & vocabulary.keys()]
     for token in kept:

@@ -70,7 +70,7 @@ class ImageLayout:
 
 
 class Vision:
-    """Image tokens of a vision-language model. `config` is the model's, `processor` its image processor."""
+    """Image tokens of a vision-language model. `config` is the model's config, `processor` its image processor."""
 
     def __init__(
         self, config: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None,
@@ -120,7 +120,8 @@ class Vision:
         return [next(numbers) if token == IMAGE else token for token in layout.tokens]
 
     def _capped(self, max_tokens: int) -> Any:
-        """Return a processor whose images have at most `max_tokens` tokens, as far as the model has smaller layouts."""
+        """Return an image processor that limits each image to `max_tokens` tokens, or to the model's smallest layout if
+        that has more."""
         processor: Any = copy.deepcopy(self.processor)
         smallest = 1
         if self.kind in QWEN:
@@ -189,7 +190,8 @@ class Vision:
         return ImageLayout((IMAGE,) * len(packed[0]))
 
     def _tiles(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Return the tokens of Idefics 3: its tiles row by row, each with its place, and the whole image."""
+        """Return the tokens of an image for Idefics 3: the image's tiles row by row, with a position token before each
+        of them, then the whole image."""
         token = self._tokenizer.convert_tokens_to_ids
         edge, image = token("<fake_token_around_image>"), (IMAGE,) * self._tile_tokens
         newline, newlines = (
@@ -231,7 +233,8 @@ class Vision:
         return positions, start
 
     def image_ends(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the last place that each token sees in a model that sees whole images."""
+        """Return the last position to which each token attends, for models in which an image token attends to its whole
+        image."""
         ends = places.copy()
         for number in np.flatnonzero(ids >= VIRTUAL).tolist():
             tokens = find_image(int(ids[number]))
@@ -243,8 +246,9 @@ class Vision:
     def model_inputs(
         self, model: Any, ids: np.ndarray, fresh: bool = False
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Return ids [B, T] with the placeholder for image tokens, and keyword arguments of the model's forward with
-        the images that they show. `fresh`: run the tower even for cached images, with gradients if they are enabled."""
+        """Return ids [B, T] in which the model's placeholder replaces every image token, and keyword arguments of the
+        model's forward that contain the encoded images. `fresh`: run the tower even for cached images, with gradients
+        if they are enabled."""
         is_image = ids >= VIRTUAL
         if not is_image.any():
             return ids, {}
@@ -256,7 +260,7 @@ class Vision:
         return np.where(is_image, self.placeholder_id, ids), arguments
 
     def _outputs(self, rows: torch.Tensor) -> Any:
-        """Return rows [n, 1 + L, D] as the outputs of the tower: embeddings, and L levels of deepstack."""
+        """Convert rows [n, 1 + L, D] to the tower's output object: embeddings, and L levels of deepstack features."""
         embeddings = rows[:, 0]
         if self.kind in (*QWEN, "llava_onevision", "gemma4"):
             return SimpleNamespace(
@@ -265,7 +269,7 @@ class Vision:
         return SimpleNamespace(pooler_output=embeddings[:, None])
 
     def _rows(self, model: Any, shown: np.ndarray, fresh: bool) -> torch.Tensor:
-        """Return the tower's output [n, 1 + L, D] for these tokens, image tokens and placeholders."""
+        """Return the tower's output [n, 1 + L, D] for these n tokens, which are image tokens or placeholders."""
         runs = list(_runs(shown))
         images = {tokens.first: tokens for tokens, _, _ in runs if tokens is not None}
         if fresh:
@@ -306,7 +310,8 @@ class Vision:
             self._cached_bytes = 0
 
     def _encode_by_shape(self, model: Any, images: list[ImageTokens]) -> dict[int, torch.Tensor]:
-        """Run the tower once per shape of images: alone, small images would take the time of starting kernels."""
+        """Run the tower once for all images of the same shape, because kernel launches would dominate the time of small
+        images run one by one."""
         groups: dict[Any, list[tuple[ImageTokens, dict[str, torch.Tensor]]]] = {}
         for tokens in images:
             inputs = self._inputs(model, tokens)
@@ -333,8 +338,9 @@ class Vision:
     def _encode(
         self, model: Any, counts: list[int], inputs: list[dict[str, torch.Tensor]]
     ) -> tuple[torch.Tensor, ...]:
-        """Run the tower on images whose inputs have one shape: for each image [count, 1 + L, D]. Only one alone has an
-        output that does not depend on other images, to the last bit."""
+        """Run the tower on images whose inputs have the same shape. Return [count, 1 + L, D] for each image. Only the
+        output of an image that is encoded alone is bit-identical in every call, because rounding depends on the
+        batch."""
         together = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
         dtype = (
             torch.float32 if self.kind == "gemma4" else model.dtype
@@ -359,7 +365,7 @@ class Vision:
 
 
 def open_vision(model: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None) -> Vision:
-    """Return the vision of a model, and freeze its tower."""
+    """Return the `Vision` of a loaded model, and freeze the model's vision tower."""
     if (kind := model.config.model_type) not in FAMILIES:
         raise ValueError(
             f"images are not supported for model type {kind!r}; the supported types are {', '.join(FAMILIES)}. Set "
@@ -376,7 +382,8 @@ def open_vision(model: Any, processor: Any, tokenizer: Any, max_tokens: int | No
 
 
 def _runs(shown: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:
-    """Yield the images of these tokens with the range of their rows; None: a placeholder."""
+    """Yield each image in these tokens with the range of its rows of the tower's output. None stands for a
+    placeholder."""
     place = 0
     while place < len(shown):
         if shown[place] < VIRTUAL:
@@ -393,7 +400,7 @@ def _runs(shown: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:
 
 
 def _with_ratio(picture: Any, limit: int) -> Any:
-    """Return a picture whose longer edge is at most `limit` times the shorter one; a longer one is squeezed."""
+    """Return the picture with its longer edge squeezed to at most `limit` times the shorter one."""
     width, height = picture.size
     if max(width, height) <= limit * min(width, height):
         return picture
@@ -401,7 +408,8 @@ def _with_ratio(picture: Any, limit: int) -> Any:
 
 
 def _flat(features: Any) -> torch.Tensor:
-    """[k, D] of all images: the tower returns them in a list, or as tiles [n, k / n, D]."""
+    """Return the features [k, D] of all images as one tensor. The tower returns them as a list, or as tiles [n, k / n,
+    D]."""
     return torch.cat(list(features)) if isinstance(features, list | tuple) else features.flatten(0, 1)
 
 
@@ -415,7 +423,7 @@ def tower_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
 
 
 def tower_modules(model: Any) -> list[str]:
-    """Return the names of the modules that hold these weights."""
+    """Return the names of the modules that hold the weights of `tower_parameters`."""
     return sorted({name.rpartition(".")[0] for name, _ in tower_parameters(model)})
 
 

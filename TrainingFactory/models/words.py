@@ -1,5 +1,5 @@
 """Words that are single tokens of the built-in model, with and without a leading space. Environments build their tasks
-from them, so that a model of half a million parameters can copy a name in one step."""
+from these words, so that a model of half a million parameters can copy a name by sampling one token."""
 
 NAMES = tuple(
     """Ada Amir Anna Boris Carla Chen Clara David Dora Edgar Elena Emma Felix Fiona Frank Greta Hanna Henry Ines

@@ -1,4 +1,4 @@
-"""The arrays of one forward: its tokens as one flat row, its inputs, and what was drawn."""
+"""The arrays of one forward: its tokens as one flat row, the inputs of the model, and the sampled tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class FlatBatch:
 
 
 class StepInputs(NamedTuple, Generic[Data]):
-    """Inputs of a forward without CUDA graph. U of the N tokens are computed: all of them, unless twins are merged."""
+    """Inputs of a forward without CUDA graph. U of the N tokens are computed: all of them, unless rows that feed equal
+    tokens after equal histories (twins) are merged."""
 
     tokens: Data  # [U]
     positions: Data  # [U]
@@ -44,8 +45,8 @@ class StepInputs(NamedTuple, Generic[Data]):
 
 
 class GraphInputs(NamedTuple, Generic[Data]):
-    """Inputs of a forward that a CUDA graph may record, besides those of the draws. In the second leg of a launch, they
-    feed the tokens that the first leg samples."""
+    """Inputs of a forward that a CUDA graph may record, without the inputs of the draws. One launch may run two
+    forwards; the second one then feeds the tokens that the first one samples."""
 
     tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
     positions: Data  # [N]
@@ -59,8 +60,9 @@ class GraphInputs(NamedTuple, Generic[Data]):
     stops: Data  # [M * K] stop tokens of each draw's slot; empty without states
 
     def dry(self, unused: int) -> GraphInputs[np.ndarray]:
-        """Return the same inputs with all results in unused rows, to run a forward that changes nothing. Keys and
-        values are written, because the forward that follows writes them again."""
+        """Return inputs for a dry run: the same forward, with its draws and states written to the unused row, so that
+        it changes no slot. It does write keys and values to the cache, which the real forward then overwrites with the
+        same ones."""
         target_slots, state_slots = (
             np.full(len(slots), unused) for slots in (self.target_slots, self.state_slots)
         )
@@ -85,8 +87,8 @@ def step_inputs(
     batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray,
     rope: np.ndarray,
 ) -> StepInputs[np.ndarray]:  # fmt: skip
-    """Return the inputs of a forward; `fed` and `counts` [rows] are the tokens of each dense row and of each chunk,
-    `rope` [N, 3] the rotary positions, if they are not the places."""
+    """Return the inputs of a forward. `fed` and `counts` [rows] are the numbers of tokens of each dense row and of each
+    chunk. `rope` [N, 3] are the rotary positions, empty if they equal the token positions."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
     rest = *padding(fed), *padding(counts), rope.T.ravel(), EMPTY
@@ -98,8 +100,8 @@ def step_inputs(
 
 
 def covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
-    """Return all slots from the first to the last as a slice, with the tokens of each, if these are few more than the
-    given slots: a slice of the cache needs no copy."""
+    """Return the slots and their numbers of tokens. If the range from the first to the last slot is at most 1.5 times
+    as long as `slots`, return the whole range as a slice, because reading a slice of the cache needs no copy."""
     if not len(slots) or slots[-1] - slots[0] + 1 > 1.5 * len(slots):
         return slots, counts
     first, end = int(slots[0]), int(slots[-1]) + 1
@@ -109,8 +111,8 @@ def covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, 
 
 
 def padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the token at each position of the padded [rows, longest], flattened, and the padded position of each
-    token; both empty if all rows have the same length."""
+    """Return two index arrays for padding rows of `counts` tokens to [rows, longest]: the token at each padded
+    position, flattened, and the padded position of each token. Both are empty if all rows have the same length."""
     if not len(counts) or (counts == counts[0]).all():
         return EMPTY, EMPTY
     columns = np.arange(counts.max())
@@ -120,7 +122,8 @@ def padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accepted(batch: FlatBatch, drawn_tokens: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return [M] whether all guesses before a row of logits equal the tokens drawn there, and none is a stop token."""
+    """Return a mask [M] of the rows of logits to use: those for which every guess up to that row equals the token drawn
+    in its place and is no stop token."""
     is_rejected = np.zeros(len(drawn_tokens), bool)
     guesses = np.flatnonzero(batch.offsets > 0)
     expected = drawn_tokens[guesses - 1]

@@ -8,7 +8,8 @@ from TrainingFactory.sampling.table import SlotTable
 
 
 def scattered(table: SlotTable) -> list[tuple[int, int]]:
-    """Return pairs of slots whose exchange moves the running slots to the front, if that halves the rows."""
+    """Return pairs of slots whose exchange moves the running slots to the front. Return none unless that halves the
+    rows of a step."""
     running_slots = np.flatnonzero(table.running)
     count = len(running_slots)
     if table.deterministic or not count or running_slots[-1] + 1 < max(2 * count, 4):

@@ -25,7 +25,8 @@ class DraftTable:
         return (hashed * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
 
     def guess(self, context: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the drafts after each context [M, CONTEXT]: tokens [M, most], and how many of them to use [M]."""
+        """Return the drafts after each context [M, CONTEXT]: tokens [M, max_tokens], and the number of them to use
+        [M]."""
         count = len(context)
         tokens, lengths = np.zeros((count, max_tokens), np.int64), np.zeros(count, np.int64)
         rows = np.arange(count)  # rows whose drafts continue

@@ -1,4 +1,5 @@
-"""From a plan and the slot table to the flat arrays of a forward, and from what was drawn back to the table."""
+"""Conversion of a plan and the slot table to the flat arrays of a forward, and of the drawn tokens to updates of the
+table."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def _logit_rows(
 
 
 def make_draw_inputs(table: SlotTable, batch: FlatBatch) -> DrawInputs[np.ndarray]:
-    """Return random numbers, temperatures and, if a live row has any, filters of the batch's draws."""
+    """Return the random numbers and temperatures of the batch's draws, and the filters (top-p, top-k, min-p) if a row
+    that draws a used token has any."""
     rows, live_rows = batch.rows, batch.rows[batch.live]
     uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
     if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():
@@ -89,14 +91,15 @@ def make_draw_inputs(table: SlotTable, batch: FlatBatch) -> DrawInputs[np.ndarra
 
 
 def rotary_positions(table: SlotTable, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Return the rotary positions [N, 3] of tokens at these places; padding has any."""
+    """Return the rotary positions [N, 3] of the tokens at these positions of their slots. Those of padding tokens are
+    arbitrary."""
     return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(places, table.max_length - 1)]
 
 
 def settle_draws(
     table: SlotTable, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None
 ) -> SampledTokens:
-    """Return the tokens that were drawn after correct guesses only, and advance the table's `stored`."""
+    """Return the drawn tokens except those after a wrong guess, and advance the table's `stored`."""
     is_used = batch.live
     tokens, logprobs = split_picked(picked, is_used)
     num_new: np.ndarray | int = 1

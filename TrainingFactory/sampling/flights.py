@@ -44,7 +44,8 @@ Leg = tuple[GraphInputs[Data], DrawInputs[Data]]
 
 
 class AsyncRunner(Runner):
-    """A `Runner` that uses the GPU kernels if `tiled`."""
+    """A `Runner` whose `launch` returns before the sampled tokens reach the host. It uses the engine's own GPU kernels
+    if `tiled` is True."""
 
     _kernels: Any = None
 
@@ -101,7 +102,8 @@ class AsyncRunner(Runner):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlightStep:
-        """Start a plan without guesses, and advance the table as if its tokens were known; `land` returns them."""
+        """Start the forward of a plan without guesses, and advance the table as if the sampled tokens were already
+        known. `land` returns the tokens."""
         table, plan.twice = self.table, True
         batch, picked = self._begin(plan)
         slots, offsets = batch.rows[batch.live], batch.offsets[batch.live]
@@ -123,7 +125,7 @@ class AsyncRunner(Runner):
         return flight
 
     def land(self, flight: InFlightStep) -> SampledTokens:
-        """Wait for the tokens of a step, and return those of turns that have not ended."""
+        """Wait for the sampled tokens of a launched step. Return the tokens of turns that have not ended meanwhile."""
         if flight.ready is not None:
             flight.ready.synchronize()
         table, first = self.table, flight.first
@@ -194,8 +196,9 @@ class AsyncRunner(Runner):
         return batch, picked
 
     def _second_leg(self, plan: StepPlan, batch: FlatBatch, scaled: bool) -> Leg[np.ndarray]:
-        """Return a leg that feeds the tokens of the first leg, in rows whose turn may continue, and add its rows of
-        logits to `batch`. Two legs pay because a launch takes the host as long as a token takes the GPU."""
+        """Return the inputs of a launch's second forward, and add its rows of logits to `batch`. It feeds the tokens
+        that the first forward samples, in rows whose turn may continue. A launch runs two forwards because it takes the
+        host about as long as one token takes the GPU."""
         table, rows = self.table, np.arange(plan.rows)
         slots = batch.rows[batch.live]
         slots = slots[(slots < plan.rows) & (table.lengths[slots] + 1 < table.limit[slots])]
@@ -218,6 +221,6 @@ def _arrays(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]
 
 
 def _next_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
-    """Take the tensors of a leg's arrays, which have the same order."""
+    """Take the tensors of one forward from the iterator, in the order of its `arrays`."""
     inputs, draws = arrays
     return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))

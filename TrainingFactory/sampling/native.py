@@ -43,7 +43,7 @@ MAX_STEPS_AHEAD = (
 
 
 class NativeSession:
-    """An episode's handle of the engine, for one turn at a time."""
+    """A sampling session of one episode. It samples one turn at a time."""
 
     def __init__(self, engine: NativeEngine, order: int) -> None:
         self._engine = engine
@@ -62,8 +62,8 @@ class NativeSession:
             self._busy = False
 
     def fork(self) -> NativeSession:
-        """Open a session for a continuation. Its first turn shares the pages of all stored tokens of its prompt, which
-        are those of this session unless they have been released; deterministic mode computes them again."""
+        """Open a session for a continuation. Its first turn shares the cache pages of the prompt with this session,
+        unless they have been released. In deterministic mode, it computes the prompt again."""
         return self._engine.session()
 
     def close(self) -> None:
@@ -79,7 +79,8 @@ class NativeSession:
 
 class NativeEngine:
     """A `Sampler` over a transformers or PEFT model in this process. Without `source`, it shares the model's weights
-    with the learner. With `source`, the trained model, it has its own weights and copies them at every update."""
+    with the learner. With `source`, the learner's model, it has its own weights and copies them from `source` at every
+    update."""
 
     def __init__(
         self,
@@ -163,7 +164,8 @@ class NativeEngine:
             return await session.sample(prompt_ids, params)
 
     async def update(self, weights: Weights) -> None:
-        """Switch to new weights: hold new turns, let the running turns finish, invalidate the cache, then resume."""
+        """Switch to new weights. The engine lets the running turns finish while new turns wait, invalidates the cache,
+        and then resumes."""
         if weights.folder != "shared":
             raise ValueError(
                 f"the native engine shares the learner's weights; it cannot load {weights.folder}"
@@ -197,7 +199,8 @@ class NativeEngine:
                 target.copy_(source)
 
     def metrics(self) -> dict[str, float]:
-        """Return the peak share of used pages, the preempted sessions and the recomputed tokens, since the start."""
+        """Return counters since the engine's start: the peak share of used pages, preempted sessions and recomputed
+        tokens."""
         pages, stats = self._table.pages, self.stats
         metrics = {}
         if self._table.snapshots is not None:
@@ -310,8 +313,8 @@ class NativeEngine:
             self._deliver_results([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit_requests(self, resumed_only: bool = False) -> None:
-        """Start the waiting requests that get a slot and pages, first come first served. `resumed_only`: only requests
-        that were preempted after they had sampled tokens."""
+        """Start waiting requests in their order of arrival, as far as slots and pages are available. `resumed_only`:
+        only requests that were preempted after they had sampled tokens."""
         if not self._waiting:
             return
         admission, place_request = AdmissionRound(), self._table.place

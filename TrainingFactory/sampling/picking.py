@@ -16,7 +16,8 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class DrawInputs(NamedTuple, Generic[Data]):
-    """Inputs of M draws besides the logits. Fields that no row needs are None: the filters, or all but `uniform`."""
+    """Inputs of M draws besides the logits. Fields that no row needs are None: either the filters alone, or all fields
+    except `uniform`."""
 
     uniform: Data  # [M] float64 in [0, 1)
     temperature: Data | None = None  # [M], 0 is greedy; None: all are 1

@@ -18,7 +18,8 @@ GUESSED_TOKENS = 512  # most dense tokens of a forward with guesses
 
 @dataclass(slots=True)
 class StepPlan:
-    """The inputs of one forward. Slot i of the dense part is row i."""
+    """Plan of one forward: the rows to decode and the chunks to prefill. Row i of the dense part, which decodes,
+    belongs to slot i."""
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows including unused ones
@@ -45,7 +46,8 @@ class StepPlanner:
         self.tiled = False  # chunks of different lengths share a forward without padding
 
     def plan(self, guess: bool = True) -> StepPlan:
-        """Return a plan for all decoding rows and for as many chunks as fit into the budget, oldest first."""
+        """Return a plan for all decoding rows, and for as many prefill chunks as fit into the token budget, oldest
+        first."""
         table = self.table
         # A row whose in-flight token reaches the limit has nothing more to feed.
         running_slots = np.flatnonzero(table.running & ((table.flying == 0) | (table.lengths < table.limit)))
@@ -113,7 +115,7 @@ class StepPlanner:
     def _use_known_tokens(
         self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, counts: np.ndarray
     ) -> None:
-        """Replace the guesses of rows with known tokens that are not yet cached by these tokens."""
+        """In rows whose known tokens are not all in the cache yet, replace the guesses by those known tokens."""
         stored_lengths = self.table.stored[dense]
         for row in np.flatnonzero(stored_lengths + 1 < known_lengths):
             unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]][

@@ -31,7 +31,7 @@ class EngineStats:
 
 @dataclass(slots=True, eq=False)
 class SessionSlot:
-    """State of a session in the table."""
+    """A session's entry in the slot table: its number and the slot that it holds."""
 
     order: int  # number of the session, in the order of opening
     slot: int | None = None
@@ -40,7 +40,7 @@ class SessionSlot:
 
 @dataclass(slots=True, eq=False)
 class SamplingRequest:
-    """A turn to sample."""
+    """A request to sample one turn of a session."""
 
     seat: SessionSlot
     prompt: np.ndarray  # int32
@@ -53,7 +53,7 @@ class SamplingRequest:
 
 @dataclass(slots=True)
 class AdmissionRound:
-    """State of one round of admissions."""
+    """State of one round in which the slot table admits waiting requests."""
 
     must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
     full: bool = False  # no slot is free, and no idle session can be evicted

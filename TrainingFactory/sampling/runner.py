@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Owns the view of the model and the cache. Runs in inference mode, in the caller's thread."""
+    """Runs the engine's forwards in inference mode, in the caller's thread. It owns the cache and the view of the
+    model, a second module tree over the same weights."""
 
     def __init__(
         self,
@@ -90,10 +91,10 @@ class Runner:
         self._compare_logits()
 
     def _choose_kernels(self) -> None:
-        """Choose the kernels for the known shapes."""
+        """Choose the kernels that fit the recorded layer shapes. Subclasses override this."""
 
     def refresh(self) -> None:
-        """Rebuild the view of the model, whose adapters or modules may have changed."""
+        """Rebuild the view of the model, because the model's adapters or modules may have changed."""
         self.view = shared_view(self.model, ATTENTION, self._fused_kind)
         self.states.attach(self.view)
         self._moved = True  # the addresses in CUDA graphs may be stale
@@ -115,8 +116,9 @@ class Runner:
 
     @torch.inference_mode()
     def _compare_logits(self) -> None:
-        """Raise ValueError if the logits of a chunk or of dense rows differ from those of the model's own attention at
-        most tokens. At a few tokens, the 16-bit logits of a trained model differ much for any order of summation."""
+        """Raise ValueError if, for the majority of tokens, the logits of a chunk or of dense rows differ from the
+        logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
+        trained model depend much on the order of summation there."""
         ids = (self._span[:15] + 1000) % self.vocabulary  # the first ids are special tokens
         expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
         windows = layer_windows(self.shapes)
@@ -139,7 +141,7 @@ class Runner:
             )
 
     def _tile_comparison(self, step: StepContext, positions: torch.Tensor) -> StepContext:
-        """Prepare the step of `_compare_logits` for the kernels, in subclasses that have them."""
+        """Return the step of `_compare_logits`. Subclasses with GPU kernels add the kernels' inputs."""
         return step
 
     # -- cache
@@ -156,7 +158,7 @@ class Runner:
 
     @torch.inference_mode()
     def copy_pages(self) -> None:
-        """Make the copies of pages that the table has ordered."""
+        """Execute the pending page copies of the slot table."""
         self.current_cache().copy_pages()
 
     def width(self, length: int) -> int:
@@ -210,7 +212,8 @@ class Runner:
         return batch, picked
 
     def _shows_images(self, batch: FlatBatch) -> bool:
-        """Return whether the step feeds image tokens, whose embeddings graphs do not record."""
+        """Return whether the step feeds image tokens. Such a step cannot run as a CUDA graph, because graphs do not
+        record the embeddings of images."""
         return self.vision is not None and bool((batch.tokens >= VIRTUAL).any())
 
     def _fill_in_flight_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -283,8 +286,8 @@ class Runner:
         self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
         live: np.ndarray, keep: np.ndarray = EMPTY,
     ) -> GraphInputs[np.ndarray]:  # fmt: skip
-        """Return the inputs of tokens [N] of `slots`, the first `dense` of them of decoding rows, and of draws for the
-        slots `rows` [M]."""
+        """Return the inputs of a forward that feeds the tokens [N] to `slots` [N] and draws for the slots `rows` [M].
+        The first `dense` tokens belong to decoding rows."""
         table = self.table
         cache_positions = table.pages.locate(slots, positions).ravel()
         rope = (
@@ -300,8 +303,9 @@ class Runner:
         return inputs._replace(state_slots=slots[:dense], stops=table.stops[rows].ravel())
 
     def _enter_states(self, inputs: GraphInputs[torch.Tensor], chunks: Sequence[StateRows] = ()) -> None:
-        """Prepare the states of a forward: of its decoding rows, then of its chunks. A row that feeds a token in flight
-        after a stop token keeps its state: the host does not know yet that its turn has ended."""
+        """Prepare the states of the recurrent layers for a forward: those of its decoding rows, then those of its
+        chunks. A row whose turn has ended on the device keeps its state, although the host still feeds it a token
+        because it does not know the stop token yet."""
         if self.states.cache is None:
             return
         count = len(inputs.state_slots)
@@ -313,7 +317,7 @@ class Runner:
         self.states.begin(self.states.cache, [*own, *chunks])
 
     def _leave_states(self, inputs: GraphInputs[torch.Tensor], drawn: torch.Tensor) -> None:
-        """Remember which of the drawn tokens [M] end their turn."""
+        """Record on the device which of the drawn tokens [M] end their turn."""
         if self.states.cache is not None:
             is_stop = (inputs.stops.unflatten(0, (len(drawn), -1)) == drawn[:, None]).any(1)
             ended = is_stop | self._ended.index_select(0, inputs.target_slots)
@@ -395,7 +399,8 @@ class Runner:
     def _make_attention_mask(
         self, positions: torch.Tensor, width: int, window: int | None, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the mask of positions [rows, T], additive, as [rows, 1, T, width]: causal, or up to `ends`."""
+        """Return the additive attention mask [rows, 1, T, width] of tokens at `positions` [rows, T]. It is causal, or
+        with `ends` each token attends up to its entry in `ends`."""
         if window is None and self.vision is not None and self.vision.whole_in_windows_only:
             ends = None
         span, positions = self._span[:width], positions[:, None, :, None]

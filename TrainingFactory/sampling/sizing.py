@@ -24,7 +24,8 @@ def round_up(number: int, step: int) -> int:
 
 def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> int:
     """Set the number of snapshots of recurrent layers, and return the memory that is left for the KV cache. States get
-    at most half of the memory: if that is short, there are fewer snapshots, then fewer slots."""
+    at most half of the memory. If that is too little, reduce the number of snapshots first, then the number of
+    slots."""
     if not shapes:
         return memory
     row_bytes = sum(shape.row_bytes for shape in shapes)
@@ -50,9 +51,9 @@ def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> 
 
 
 def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, lazy: bool) -> None:
-    """Set the pages of the table to what fits into the memory. Without room for fixed pages, slots share
-    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`
-    memory is committed when it is written, and few episodes reach the full length."""
+    """Set the table's number of pages to the most that fit into the memory. Without room for fixed pages, slots share
+    the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`: the
+    memory is committed only when it is written, and few episodes reach the full length."""
     length = round_up(table.max_length, 64)
     windows, per_slot = layer_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)

@@ -27,8 +27,9 @@ EVICT_AFTER = 0.2  # seconds that a session must be idle before a waiting reques
 
 
 class SlotTable:
-    """State of all slots as arrays, so that a step has no Python loop over rows. Decoding rows feed up to `ride` tokens
-    after a turn. `rope_of` maps a prompt to its rotary positions [3, N] and the next one; None: they are the places."""
+    """State of all slots as arrays, so that a step has no Python loop over rows. A decoding row feeds up to `ride`
+    tokens that follow a turn; longer replies are prefilled in chunks. `rope_of` maps a prompt to its rotary positions
+    [3, N] and the position after them; None: rotary positions equal token positions."""
 
     def __init__(
         self, slots: int, max_length: int, *, deterministic: bool = False, ride: int = 1, rope_of: Any = None
@@ -131,8 +132,8 @@ class SlotTable:
         return width if is_common.all() else int(is_common.argmin())
 
     def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
-        """Start the request if a slot and pages are available and no longer prefix is being computed. Return whether it
-        did."""
+        """Start the request if a slot and pages are available, and if no other session is just computing a longer
+        prefix that the request could share. Return whether it started."""
         current, num_needed = request.seat.slot, len(request.prompt) - 1
         if current is None and not self._has_slot(request.seat, admission):
             return False
@@ -181,8 +182,8 @@ class SlotTable:
         return True
 
     def _pauses_prefill_at(self, slot: int, position: int) -> bool:
-        """With recurrent layers, let prefilling pause at `position` for a snapshot. Return whether a prefix that ends
-        there, or a few tokens before in deterministic mode, can be shared then."""
+        """With recurrent layers, let the slot's prefill pause at `position` for a snapshot. Return whether the prefix
+        up to there can then be shared. In deterministic mode, the prefix may end a few tokens earlier."""
         if self.snapshots is None:
             return True
         position = position // CHUNK * CHUNK if self.deterministic else int(position)
@@ -192,14 +193,15 @@ class SlotTable:
         return True
 
     def chunk_end(self, slot: int) -> int:
-        """Return the end of the chunk that the slot prefills next, if the budget allows."""
+        """Return the end of the chunk that the slot prefills next, if the token budget has room for all of it."""
         end = int(self.chunked[slot])
         return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> bool:
-        """Start the request in its session's slot, whose first `stored` tokens it keeps, if there are pages."""
+        """Start the request in the slot that its session holds, and keep the slot's first `stored` tokens, if enough
+        pages are available."""
         count = self.pages.missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
         if not self._make_room(count, request.seat, [slot]):
             if self.running.any():
@@ -215,8 +217,9 @@ class SlotTable:
         return True
 
     def _share_prefix(self, request: SamplingRequest, source: int, best: int, reusable: np.ndarray) -> bool:
-        """Start the request in a slot that has its first `best` tokens, or that shares those of `source`, if there are
-        pages. `reusable` [slots] is the length of the prefix that the request could reuse from each slot."""
+        """Start the request in a slot that already has the prompt's first `best` tokens, or in one that shares them
+        with slot `source`, if enough pages are available. `reusable` [slots] is the length of the prefix that the
+        request could reuse from each slot."""
         session_slot = request.seat
         length = len(request.prompt) + MARGIN
         num_pages = self.pages.pages(length)
@@ -255,7 +258,8 @@ class SlotTable:
         return not admission.full
 
     def _choose_slot(self, session_slot: SessionSlot, reusable: np.ndarray, best: int) -> int:
-        """Return the session's slot, a free one, or that of an evicted session; `_has_slot` must be true."""
+        """Return the slot for a session: the slot that it holds, a free slot, or the slot of a session that it evicts.
+        `_has_slot` must have returned True."""
         if session_slot.slot is not None:
             return session_slot.slot
         if self.deterministic:
@@ -273,8 +277,9 @@ class SlotTable:
         return slot
 
     def _find_longest_idle(self) -> int | None:
-        """Return the slot to evict: the one idle for longest, if for EVICT_AFTER seconds or if nothing runs, because a
-        parent session may wait for its child. None if there is none."""
+        """Return the slot that has been idle for longest, for eviction. It must have been idle for EVICT_AFTER seconds,
+        unless no turn runs at all, because then a parent session may be waiting for its child session. None if there is
+        no such slot."""
         idle = np.flatnonzero(~self.running)
         if not len(idle):
             return None
@@ -285,7 +290,8 @@ class SlotTable:
     # -- pages
 
     def _make_room(self, count: int, session_slot: SessionSlot, keep: list[int]) -> bool:
-        """Release pages of other slots than `keep` until `count` are free; return False if there are too few."""
+        """Release pages of slots that are not in `keep` until `count` pages are free. Return False if that is
+        impossible."""
         if self.pages.fixed or self.pages.available >= count:
             return True
         closed_slots = np.flatnonzero(self.free & (self.pages.held() > 0))
@@ -304,8 +310,9 @@ class SlotTable:
         return False
 
     def _find_younger(self, session_slot: SessionSlot, keep: list[int]) -> list[int]:
-        """Return the slots that may be preempted for a session: those of younger ones, and of all idle ones if nothing
-        runs, because a parent session may wait for its child. Idle ones first, the youngest first."""
+        """Return the slots that may be preempted for a session: the slots of younger sessions. If no turn runs, add
+        those of all idle sessions, because a parent session may be waiting for its child session. Idle sessions come
+        first, younger ones before older ones."""
         none_runs = not self.running.any()
         orders = {
             slot: seat.order
@@ -315,7 +322,8 @@ class SlotTable:
         return sorted(orders, key=lambda slot: (bool(self.running[slot]), -orders[slot]))
 
     def _preempt_slot(self, slot: int) -> None:
-        """Take slot and pages from a session. A running turn is admitted again later, with its sampled tokens."""
+        """Take the slot and its pages from the session that holds it. A running turn is admitted again later, with its
+        sampled tokens."""
         if self.running[slot]:
             request = self.stop(slot)
             length = int(self.lengths[slot])
@@ -432,7 +440,8 @@ class SlotTable:
             self.snapshots.reach(slots, self.stored, self.pure)
 
     def expect(self, slots: np.ndarray) -> None:
-        """Count an in-flight token as known, with the id -1 - slot, so that the next step can be planned."""
+        """Append an in-flight token to the sequence of each slot, with the placeholder id -1 - slot, so that the next
+        step can be planned before the token is known."""
         self.ids[slots, self.lengths[slots]] = -1 - slots
         self.lengths[slots] += 1
         self.flying[slots] += 1
@@ -440,7 +449,7 @@ class SlotTable:
     def accept(
         self, slots: np.ndarray, places: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[int]:
-        """Append sampled tokens to their sequences; return the slots whose turn has ended."""
+        """Write sampled tokens into the sequences of their slots. Return the slots whose turn has ended."""
         self.ids[slots, places] = tokens
         self.logprobs[slots, places] = logprobs
         np.maximum.at(self.lengths, slots, places + 1)
@@ -449,7 +458,7 @@ class SlotTable:
         return slots[is_finished].tolist() if is_finished.any() else []
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Return which of the tokens are stop tokens of their slots."""
+        """Return a mask of the tokens that are stop tokens of their slots."""
         return (self.stops[slots] == tokens[:, None]).any(1)
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
@@ -460,7 +469,8 @@ class SlotTable:
         return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
 
     def abandon(self, slot: int) -> None:
-        """Stop a turn before its end. With recurrent layers, tokens in flight have changed the slot's state."""
+        """Stop a turn before its end. With recurrent layers, release the slot if tokens are in flight, because they
+        have changed its state."""
         in_flight = bool(self.flying[slot])
         self.stop(slot)
         if in_flight and self.snapshots is not None:

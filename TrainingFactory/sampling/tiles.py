@@ -29,7 +29,7 @@ class TileArrays(NamedTuple):
 
 @dataclass(slots=True)
 class TileLayout:
-    """The tiles as arrays, and the sizes that a CUDA graph fixes."""
+    """The tiles of a forward as arrays, and the sizes that a CUDA graph fixes."""
 
     extra: int  # chunk tokens, including padding
     pieces: int  # tiles of the chunks
@@ -43,7 +43,7 @@ class TileLayout:
         return self.extra, self.pieces, self.groups
 
     def enter(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
-        """Set the tiles of a step from the tensors of `arrays`."""
+        """Set the tiles of `step` from `tensors`, the device copies of `arrays`."""
         remaining = iter(tensors)
         if plan.rows:
             step.rows = Tiles(plan.span or 1, plan.rows)
@@ -103,7 +103,8 @@ def _make_chunk_tiles(plan: StepPlan, start: int, tokens: int) -> TileArrays:
 
 
 def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
-    """Return tiles of rows with a shared prefix, None if they save too little, and where each row's own keys begin."""
+    """Return the tiles in which groups of rows attend to their shared prefix (None if they save too little), and the
+    position at which the unshared keys of each row begin."""
     dense = plan.dense
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
     rows = rows[table.mark[rows].argsort(kind="stable")]

@@ -1,5 +1,6 @@
-"""Twins: rows that feed the same tokens after the same history, as the members of a group do until they diverge. Each
-kind is computed once and written to every slot; every row draws with its own random number."""
+"""Twins: rows that feed the same tokens after the same history, as the members of a group do until they diverge. Twins
+are computed once, and the result is written to the slot of every one of them; every row draws with its own random
+number."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 
 class TwinRows(NamedTuple):
-    """The U tokens to compute, of the N tokens of a forward."""
+    """The U of the N tokens of a forward that are computed, so that twins are computed once."""
 
     leaders: np.ndarray  # [rows] whether a row is the first of its kind
     is_leader: np.ndarray  # [N] whether a token belongs to a leader
@@ -17,8 +18,8 @@ class TwinRows(NamedTuple):
 
 
 def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndarray) -> TwinRows | None:
-    """Return the twins of rows that feed `counts` [rows] tokens; None if all rows differ. `histories` [rows] are hashes
-    of the rows' sequences, `prompt_hashes` [N] are hashes of the tokens with their positions."""
+    """Find the twins among rows that feed `counts` [rows] tokens each. Return None if all rows differ. `histories`
+    [rows] are hashes of the rows' sequences, `prompt_hashes` [N] are hashes of the tokens with their positions."""
     starts = counts.cumsum() - counts
     hashes = histories + np.add.reduceat(prompt_hashes, starts)
     _, first, kind = np.unique(hashes, return_index=True, return_inverse=True)

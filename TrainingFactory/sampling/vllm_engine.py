@@ -34,7 +34,8 @@ SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM su
 
 
 def lora_options(rank: int) -> dict[str, Any]:
-    """Return the engine arguments for adapters of a rank, two versions at the same time."""
+    """Return vLLM's engine arguments for LoRA adapters of this rank. Two versions of the adapter may be loaded at the
+    same time."""
     max_rank = next((supported for supported in SUPPORTED_RANKS if supported >= rank), None)
     if max_rank is None:
         raise ValueError(f"lora.r is {rank}, but vLLM supports at most {SUPPORTED_RANKS[-1]}. Lower lora.r")
@@ -229,7 +230,7 @@ class VllmEngine:
 
 
 def engine_arguments(spec: EngineSpec) -> Any:
-    """Return vLLM's engine arguments. The spec's options override the others."""
+    """Return vLLM's engine arguments. The spec's `options` override all other arguments."""
     from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 

@@ -57,8 +57,8 @@ def _read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _repack_tied_head(model: Any) -> None:
-    """Repack an output head that shares the embedding's weights. On a CPU every layer computes with a packed copy, and
-    a reload does not update that of a tied head, because the file has no weights for it."""
+    """Repack an output head that shares the embedding's weights. On a CPU, every layer computes with a packed copy of
+    its weights. A reload does not update the copy of a tied head, because the file has no separate weights for it."""
     from vllm.model_executor.layers import vocab_parallel_embedding  # pyright: ignore[reportMissingImports]
 
     is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)

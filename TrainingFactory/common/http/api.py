@@ -44,7 +44,7 @@ Handler = Callable[..., Awaitable[HandlerResult]]  # gets the body, and the vari
 
 
 class ErrorFormat(Protocol):
-    """The form of errors in an API dialect."""
+    """The form of error responses in one API dialect."""
 
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
@@ -52,7 +52,8 @@ class ErrorFormat(Protocol):
 
 
 def encode_events(events: Iterable[StreamEvent]) -> bytes:
-    """Return events as one piece of a response body. Their data must be a single line, as JSON is."""
+    """Encode server-sent events as bytes for a response body. The data of an event must be a single line, such as
+    JSON."""
     texts = [
         f"data: {event}\n\n"
         if isinstance(event, str)
@@ -94,7 +95,7 @@ class Api:
         self._add("GET", path, handler)
 
     def post(self, path: str, answer: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
-        """Add a handler of JSON bodies. It is cancelled when the client disconnects."""
+        """Add a POST route whose handler gets the JSON body. The handler is cancelled when the client disconnects."""
         self._post(path, lambda request: answer if self._is_valid_key(request) else None, errors)
 
     def post_by_key(
@@ -174,7 +175,7 @@ class EventStreamResponse(EventSourceResponse):
 
 
 def _key_of_request(request: Request) -> str:
-    """Return the key in the first of `KEY_PLACES` that has one, else ""."""
+    """Return the API key from the first of `KEY_PLACES` in which the request has one, else ""."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     bearer = key.strip() if scheme.lower() == "bearer" else ""
     headers = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key")
@@ -203,7 +204,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 async def _unless_disconnected(request: Request, handler: Awaitable[HandlerResult]) -> HandlerResult | None:
-    """Return the result of the work. If the client disconnects first, cancel the work and return None."""
+    """Return the result of the handler. If the client disconnects first, cancel the handler and return None."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":

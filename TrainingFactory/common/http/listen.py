@@ -48,7 +48,7 @@ def address_of(bound: socket.socket) -> str:
 
 
 class _Connection(H11Protocol):
-    """Connection that times out if the headers do not arrive; uvicorn would wait forever."""
+    """Connection that times out if the request's headers do not arrive, because uvicorn itself would wait forever."""
 
     _is_late: asyncio.TimerHandle | None = None
 
@@ -69,7 +69,8 @@ class _Connection(H11Protocol):
 
 
 def make_server(app: Any) -> uvicorn.Server:
-    """Create a server that runs until Ctrl-C and then lets running requests finish for `SHUTDOWN_SECONDS`."""
+    """Create a server that runs until Ctrl-C. It then waits at most `SHUTDOWN_SECONDS` for running requests to
+    finish."""
     config = uvicorn.Config(
         app,
         http=_Connection,

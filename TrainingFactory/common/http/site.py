@@ -75,7 +75,7 @@ class ErrorResponse(BaseModel):
 
 
 class Picture(NamedTuple):
-    """A PNG file as a response. Its address names its content, so that browsers keep it."""
+    """A PNG file as a response. Browsers may cache it forever, because its URL identifies its content."""
 
     content: bytes
 
@@ -176,7 +176,7 @@ async def _in_thread(seconds: float | None, answer: Callable[..., Any], *args: A
 
 
 async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
-    """Yield the events. An exception becomes the last event, named error."""
+    """Yield the events. Convert an exception into a last event named error."""
     try:
         async for item in events:
             yield item
@@ -225,7 +225,8 @@ class _Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _check_names(self, request: Request) -> None:
-        """Check the Host header, against DNS rebinding, and the origin, against requests from other sites."""
+        """Check the Host header, to prevent DNS rebinding, and the Origin header, to reject requests from other
+        sites."""
         host = request.headers.get("host", "").lower()
         if not self._is_ours(host):
             text = f"unknown host name {host[:80]!r}; open the address that tfactory ui printed"
@@ -245,8 +246,9 @@ class _Guard:
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
     def _sign_in(self, request: Request) -> Response | None:
-        """Check the token in the cookie or header. Return None if it is valid. For the address with ?token=, return a
-        page that sets the cookie; for a browser without a token, an explanation. Raise ApiError for the API."""
+        """Check the token in the cookie or header. Return None if it is valid. For a URL with ?token=, return a page
+        that sets the cookie. For a browser without a token, return a text that explains how to sign in. Raise ApiError
+        for API requests."""
         authorization = request.headers.get("authorization", "")
         if self._token is None or _equal(authorization, f"Bearer {self._token}"):
             return None

@@ -32,9 +32,10 @@ class ResultRows:
 
 
 async def same_result(ask: RunQuery, query: str, reference: str) -> bool:
-    """Return whether a query gives the rows of the reference query `reference`, in order if that has an ORDER BY.
-    Column names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns more than
-    the tool shows. Raise ValueError if the reference query itself fails or its rows cannot be read completely."""
+    """Return whether `query` returns the same rows as the query `reference`; in the same order if `reference` has an
+    ORDER BY. Column names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns
+    more than the tool shows. Raise ValueError if the reference query itself fails or its rows cannot be read
+    completely."""
     reference_result = await ask(reference)  # first, because the other query may change the data
     if not reference_result.ok:
         raise ValueError(f"the reference query failed: {reference_result.content[:200]}")
@@ -90,7 +91,8 @@ _PIECES = re.compile(
 
 
 def _make_comparable(value: Any) -> Any:
-    """Return a value that compares equal up to rounding: sums in another order differ in their last digits."""
+    """Return the value in a form for comparison, with floats rounded, because sums in another order differ in their
+    last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
             round_numbers = round(value)

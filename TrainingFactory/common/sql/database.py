@@ -198,7 +198,7 @@ def _truncate(value: Any) -> Any:
 
 
 def _digest_long(value: Any) -> Any:
-    """Replace a large value by a list with its type and digest, which no other value equals."""
+    """Replace a large value by a list of its type and digest, so that only equal values are replaced by equal lists."""
     if isinstance(value, str) and len(value) <= MAX_CELL_CHARS and not TRUNCATED_VALUE.search(value):
         return value
     if not isinstance(value, str | bytes):

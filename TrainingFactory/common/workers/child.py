@@ -37,8 +37,8 @@ def main() -> None:
 
 
 def take_pipes() -> tuple[BinaryIO, int]:
-    """Move the pipes to private file descriptors: the function's prints go to stderr instead of the answers, and
-    subprocesses of the function have an empty stdin."""
+    """Move the request and answer pipes from stdin and stdout to private file descriptors. Text that the called
+    function prints then goes to stderr instead of the answers, and its subprocesses have an empty stdin."""
     lines = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
     answers = fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, PRIVATE)
     null_input = os.open(os.devnull, os.O_RDONLY)
@@ -49,8 +49,9 @@ def take_pipes() -> tuple[BinaryIO, int]:
 
 
 def kill_at_hangup(pipe: int, group: int) -> None:
-    """Let the kernel kill a process group when the writing end of `pipe` closes, that is when the parent ends in any
-    way. Otherwise an endless loop would survive. A process of the group must hold the pipe open. Linux only."""
+    """Let the kernel kill a process group when the writing end of `pipe` closes, which happens when the parent process
+    ends in any way. Otherwise an endless loop in the worker would outlive its parent. A process of the group must hold
+    the pipe open. Linux only."""
     if sys.platform == "linux":
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -group)
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)

@@ -28,7 +28,8 @@ class WorkerError(Exception):
 
 
 class WorkerDied(Exception):
-    """The process ended without an answer. Messages follow the worker's name: "died of SIGSEGV"."""
+    """The process ended without an answer. The message continues a sentence that begins with the worker's name: "died
+    of SIGSEGV"."""
 
 
 class WorkerTooSlow(Exception):
@@ -38,8 +39,8 @@ class WorkerTooSlow(Exception):
 class Worker:
     """Runs a function in a process, one request at a time. The first request starts the process, and a request after a
     crash restarts it. `close`, garbage collection and the end of the program end it. `target` is
-    `package.module:function` and takes and returns JSON. With `settings`, the process calls `target` with them at its
-    start, and the returned function answers the requests."""
+    `package.module:function` and takes and returns JSON. With `settings`, the process calls `target(settings)` at its
+    start, and the function that this returns answers the requests."""
 
     def __init__(
         self,
@@ -70,8 +71,8 @@ class Worker:
 
     async def ask(self, message: Any, seconds: float, on_event: EventCallback | None = None) -> Any:
         """Return the answer to a message. Raise WorkerError, or WorkerTooSlow or WorkerDied if the process has ended.
-        With `on_event`, the function gets a second argument, with which it reports events to `on_event` before it
-        answers."""
+        With `on_event`, the worker's function gets a callback as its second argument, and the events that it reports
+        are passed to `on_event` before the answer."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
             self._loop, self._turn = loop, asyncio.Lock()
         async with self._turn:
@@ -120,7 +121,7 @@ class Worker:
             self._drop()
 
     async def close(self) -> None:
-        """Kill the process for good. Later calls raise WorkerDied."""
+        """Kill the process and do not restart it. Later calls raise WorkerDied."""
         self._closed = True
         if (child := self._child) is not None:
             child.signal()
@@ -158,8 +159,9 @@ class _Child:
         self._unparsed = b""  # bytes after the last answer
 
     async def exchange(self, message: Any, on_event: EventCallback | None) -> tuple[Any, str | None]:
-        """Send a message; return the answer and the problem. A random ticket ties an answer to its message: untrusted
-        code can find the pipe and write to it, and one extra answer would shift all later ones by one call."""
+        """Send a message to the process. Return the answer, and the error text if the call failed. A random ticket ties
+        an answer to its message, because untrusted code can find the pipe and write to it. Without tickets, one extra
+        answer would shift all later answers by one call."""
         ticket = secrets.token_hex(8)
         try:
             await self._send(json.dumps([ticket, message, on_event is not None]).encode() + b"\n")

@@ -22,15 +22,16 @@ UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")
 
 
 class TreePlan:
-    """The `tfactory_tree` argument that the model passes to its attention. Its parts (or a block mask on a GPU) are
-    planned when the first layer of a reach needs them."""
+    """The `tfactory_tree` argument that the model passes to its attention. The parts of the attention (on a GPU: a
+    block mask) are planned once per attention range, when the first layer with this range runs."""
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self.pack, self.device = pack, device
         self._plans: dict[Reach | None, Any] = {}
 
     def for_reach(self, reach: Reach | None) -> Any:
-        """Return the list of parts, or the block mask on a GPU. None: queries see their whole path."""
+        """Return the parts of the attention, or the block mask on a GPU, for layers with this attention range. `reach`
+        None: queries attend to their whole path."""
         if reach is not None and reach.size > self.pack.positions.max():
             reach = None
         if reach not in self._plans:
@@ -73,7 +74,8 @@ def tree_attention(
 
 
 def _configured_reach(module: Any) -> Reach | None:
-    """Return the reach by the type of the layer, for models that express it in their mask alone."""
+    """Return the layer's attention range (sliding window or chunk) by its type in the config, for models that implement
+    the range only in their mask. None: no limit."""
     config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     layer_type = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
@@ -85,7 +87,8 @@ def _configured_reach(module: Any) -> Reach | None:
 
 
 def _retune_plan(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tensor:
-    """Scale queries by position. Llama 4 did so by the index of the token, which in a tree is another number."""
+    """Replace the position-dependent scale of the queries. Llama 4 has scaled them by the index of the token, which in
+    a prefix tree differs from its position."""
 
     def scales(positions: torch.Tensor) -> torch.Tensor:
         return torch.log1p(torch.floor((positions.float() + 1) / module.floor_scale)) * module.attn_scale + 1

@@ -1,5 +1,5 @@
 """Attention with soft-capped scores on a CPU: cap * tanh(score / cap), which the flash kernel cannot compute. Queries
-go in blocks, so that the matrix of scores stays small; the backward pass computes the scores again.
+are processed in blocks, so that the matrix of scores stays small. The backward pass computes the scores again.
 
 Legend: n rows, K key heads, T queries, A keys, d head size.
 """

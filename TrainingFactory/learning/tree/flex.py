@@ -39,7 +39,8 @@ def count_visible_pairs(pack: Pack) -> np.ndarray:
 
 
 def _share(node: TreeNode) -> tuple[int, np.ndarray]:
-    """Return the first block that holds tokens of the node, and the node's token count in it and each further block."""
+    """Return the index of the first block with tokens of the node, and the node's number of tokens in this and each
+    following block."""
     boundaries = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
     return node.start // BLOCK, np.diff(boundaries.clip(node.start, node.start + node.length))
 
@@ -54,8 +55,8 @@ def pad_to_blocks(pack: Pack) -> Pack:
 
 
 def block_mask(pack: Pack, device: torch.device, reach: Reach | None = None) -> Any:
-    """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants, as far as
-    these reach back (None: without limit)."""
+    """Return FlexAttention's mask: a key is visible to later tokens of its node and the node's descendants, within
+    their attention range `reach` (None: without limit)."""
     from torch.nn.attention.flex_attention import BlockMask
 
     end_tokens, lengths = (
@@ -98,7 +99,8 @@ def block_mask(pack: Pack, device: torch.device, reach: Reach | None = None) -> 
 def _within_reach(
     sees: MaskMod, positions: np.ndarray, first_visible: np.ndarray, device: torch.device
 ) -> MaskMod:
-    """Restrict a mask to the reach. It is read from tensors, so that one kernel serves every window."""
+    """Restrict a mask to keys at or after each query's first visible position. The positions are read from tensors, so
+    that one compiled kernel serves every window."""
     position, first = (
         torch.from_numpy(array.astype(np.int32)).to(device) for array in (positions, first_visible)
     )
@@ -110,7 +112,8 @@ def _within_reach(
 
 
 def _near_blocks(positions: np.ndarray, first_visible: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether some pair and whether all pairs of each block may be within reach, by positions alone."""
+    """Return two masks of blocks, judged by positions alone: blocks in which some (query, key) pair may be within the
+    attention range, and blocks in which all pairs are."""
     starts = np.arange(0, len(positions), BLOCK)
     first_key, last_key = (bound.reduceat(positions, starts) for bound in (np.minimum, np.maximum))
     widest, narrowest = (bound.reduceat(first_visible, starts) for bound in (np.minimum, np.maximum))
@@ -139,7 +142,8 @@ def flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, scale: float,
     softcap: float | None = None, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """[1, H, N, d], [1, K, N, d], [1, K, N, dv] -> [1, H, N, dv]. `softcap` and `sinks` [H] as in `attend`."""
+    """Compute masked attention by FlexAttention: [1, H, N, d], [1, K, N, d], [1, K, N, dv] -> [1, H, N, dv]. `softcap`
+    and `sinks` [H] as in `attend`."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     # The kernel for short queries fails on some shapes.

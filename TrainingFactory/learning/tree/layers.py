@@ -70,7 +70,8 @@ def layer_output(
 
 @functools.cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function for static shapes, except the number of tokens: dimension 1 of 3-D tensors is dynamic."""
+    """Compile a function with torch.compile. Shapes are static except the number of tokens, which is dimension 1 of 3-D
+    tensors."""
     fused = torch.compile(function)
 
     def call(*args: Any) -> Any:
@@ -84,7 +85,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iterator[None]:
-    """Replace the forward of supported models' layers by the fused one inside the block; patched layers are skipped."""
+    """Replace the forward of each supported decoder layer by the fused one inside the block. Layers that other code has
+    patched are skipped."""
     config = model.config.get_text_config()
     supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
     base: Any = model.base_model
@@ -137,7 +139,8 @@ def _forward(
 
 
 def _window(attention: Any) -> int | None:
-    """Return the layer's sliding window: Mistral has one for all layers in its config, Qwen one in each layer."""
+    """Return the layer's sliding window. Mistral stores one window for all layers in its config, Qwen one in each
+    layer."""
     return (
         attention.config.sliding_window
         if attention.config.model_type == "mistral"
@@ -161,7 +164,8 @@ def _before(
 
 
 def _matrices(layer: Any) -> list[Matrix] | None:
-    """Return the projections' weights, or None if they must be called as modules (LoRA layers, sharded layers)."""
+    """Return the weights of the layer's projections. Return None if the projections must be called as modules, as LoRA
+    layers and sharded layers must."""
     attention, mlp = layer.self_attn, layer.mlp
     projections = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     projections += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]

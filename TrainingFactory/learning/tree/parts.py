@@ -1,5 +1,5 @@
-"""Tree attention on a CPU, in parts: the tokens of each node against themselves, and all descendants of a node against
-that node. No key is copied to the branches that attend to it.
+"""Tree attention on a CPU, in parts: in some, the tokens of a node attend to each other; in the others, all descendants
+of a node attend to that node. No key is copied to the branches that attend to it.
 
 Each part computes its own softmax and log-sum-exp; these merge the parts into one softmax over the whole path. In the
 backward pass every part has the gradient that it has within the merged softmax, so it needs only the merged output and
@@ -35,13 +35,13 @@ class PaddedRows:
     tokens: torch.Tensor | slice  # token indices without padding
 
     def spread(self, states: torch.Tensor) -> torch.Tensor:
-        """[N, ...] -> [n, length, ...]"""
+        """Arrange the states of the tree's tokens in padded rows: [N, ...] -> [n, length, ...]"""
         if isinstance(self.padded, slice):
             return states[self.padded][None]
         return states.index_select(0, self.padded).unflatten(0, (self.rows, -1))
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
-        """[n, length, ...] -> [real tokens, ...]"""
+        """Return the states of padded rows without the padding: [n, length, ...] -> [real tokens, ...]"""
         states = states.flatten(0, 1)
         return states if self.places is None else states.index_select(0, self.places)
 
@@ -67,7 +67,8 @@ class TreePart:
 
 
 def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
-    """Return the parts: first the nodes against themselves, then level by level the descendants against their nodes."""
+    """Return the parts of the attention: first those in which the tokens of a node attend to each other, then level by
+    level those in which descendants attend to their ancestor node."""
     descendants = descendant_tokens(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for number, node in enumerate(nodes):
@@ -84,7 +85,7 @@ def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
 
 
 def own_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
-    """Return the parts of the nodes against themselves, nodes of similar length together."""
+    """Return the parts in which the tokens of a node attend to each other. Nodes of similar length share a part."""
     parts = []
     for numbers in _by_length(nodes):
         padded, _ = padded_rows([_own_tokens(nodes[number]) for number in numbers], device)
@@ -119,7 +120,8 @@ def _own_tokens(node: TreeNode) -> range:
 
 
 def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
-    """Return the token range of each node's descendants. Nodes are in depth-first order, so it follows its own."""
+    """Return the token range of each node's descendants. The range follows the node's own tokens, because nodes are in
+    depth-first order."""
     node_ends = [node.start + node.length for node in nodes]
     for number in reversed(range(len(nodes))):
         parent = nodes[number].parent
@@ -140,7 +142,8 @@ def padded_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np
 
 
 def padded_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
-    """Return rows of any token indices as padded rows, and a mask [n, length] that is False at padding."""
+    """Return rows of token indices, which need not be consecutive, as padded rows, and a mask [n, length] that is False
+    at padding."""
     lengths = np.array([len(row) for row in rows])
     is_token = np.arange(lengths.max()) < lengths[:, None]
     indices = np.zeros(is_token.shape, np.int64)
@@ -165,8 +168,8 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by tanh; `sinks` [H] are logits that
-    take part in the softmax without a value."""
+    """Compute tree attention part by part: [N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by
+    tanh; `sinks` [H] are logits that take part in the softmax without a value."""
     size = value.shape[-1]
     missing = key.shape[-1] - size  # the kernel needs equal head sizes; zero padding changes nothing
     if missing > 0:
@@ -181,7 +184,7 @@ def attend(
 
 
 def _fold(queries: torch.Tensor) -> torch.Tensor:
-    """[n, T, K, G, d] -> [n, K, G * T, d]: query heads that share a key head become query positions."""
+    """Fold queries [n, T, K, G, d] to [n, K, G * T, d]: query heads that share a key head become query positions."""
     return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
@@ -270,7 +273,7 @@ class _Attention(torch.autograd.Function):
 def _sink_gradient(
     grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the gradient of the sinks [K, G]: that of a softmax entry whose value is zero."""
+    """Return the gradient of the sinks [K, G]. A sink is a softmax entry whose value is zero."""
     if sinks is None:
         return None
     probability = torch.exp(sinks.float()[..., None] - total)

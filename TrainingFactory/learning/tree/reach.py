@@ -1,7 +1,7 @@
-"""Attention over a prefix tree that reaches back a limited number of positions: sliding windows and chunks.
+"""Attention over a prefix tree with a limited range: sliding windows and chunks.
 
 On a CPU, long nodes are split into pieces. Each piece attends to itself, then to its parent piece, its grandparent and
-so on, as far as the reach goes; pieces with the same ancestor attend to it together.
+so on, as far as the attention range goes. Pieces with the same ancestor attend to it in one part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ PIECE = 512  # tokens of a piece, unless the window is shorter or more than four
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Positions that a query attends to: the last `size`, its own included, or its chunk of `size` positions."""
+    """Attention range: a query attends to the last `size` positions, its own included, or with `chunked` to the earlier
+    positions of its chunk of `size` positions."""
 
     size: int
     chunked: bool = False
@@ -35,7 +36,8 @@ class Reach:
         return positions - positions % self.size if self.chunked else positions - (self.size - 1)
 
     def split(self, nodes: list[TreeNode]) -> list[TreeNode]:
-        """Split the nodes into pieces in which every token sees all earlier ones."""
+        """Split the nodes into pieces so short that every token of a piece attends to all earlier tokens of the
+        piece."""
         length = min(self.size, max(PIECE, self.size // 4))
         pieces: list[TreeNode] = []
         last_piece: list[int] = []  # of each node
@@ -55,7 +57,8 @@ class Reach:
 def plan_reach(
     nodes: list[TreeNode], positions: np.ndarray, reach: Reach, device: torch.device
 ) -> list[TreePart]:
-    """Return the parts: first the pieces against themselves, then against their parents, grandparents and so on."""
+    """Return the parts of the attention: first those in which the tokens of a piece attend to each other, then those in
+    which pieces attend to their parents, grandparents and so on."""
     pieces = reach.split(nodes)
     first_visible = reach.first_visible(positions)
     parts = own_parts(pieces, device)
@@ -81,7 +84,7 @@ def plan_reach(
 def _part(
     rows: list[tuple[np.ndarray, TreeNode]], first_visible: np.ndarray, device: torch.device
 ) -> TreePart:
-    """Return the part of these queries, each row against one piece. Every query sees at least the last key."""
+    """Return the part in which the queries of each row attend to one piece. Every query sees at least the last key."""
     queries, is_query = padded_indices([tokens for tokens, _ in rows], device)
     keys, is_key = padded_rows([range(piece.start, piece.start + piece.length) for _, piece in rows], device)
     visible = is_key[:, None] & is_query[:, :, None]  # [n, T, A]

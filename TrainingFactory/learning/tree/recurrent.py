@@ -24,7 +24,7 @@ PADDING = 64  # a leaf is padded by more tokens only if they are less than half 
 
 @dataclass(slots=True)
 class Segment:
-    """A node's tokens, as one call processes them."""
+    """The tokens that a recurrent layer processes for one node of the tree."""
 
     tokens: np.ndarray  # flat indices; begins with tokens of ancestors that are too short for a call
     repeated: int  # the number of those
@@ -34,7 +34,7 @@ class Segment:
 
 
 class SegmentBatch(NamedTuple):
-    """Segments that are computed by one call."""
+    """Segments that a recurrent layer processes in one call."""
 
     tokens: torch.Tensor  # [P, T] flat indices; padded with the last token of the row
     kept: torch.Tensor  # outputs [P * T] that are not padding
@@ -98,7 +98,8 @@ def _batch(
 
 @contextlib.contextmanager
 def segmented(model: PreTrainedModel) -> Iterator[None]:
-    """Run the recurrent layers over the segments of `set_segments` inside the block, which a block inside it keeps."""
+    """Run the recurrent layers over the segments set by `set_segments` inside the block. A nested block changes
+    nothing."""
     layers = [layer for layer in recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
     previous = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
@@ -114,7 +115,8 @@ def segmented(model: PreTrainedModel) -> Iterator[None]:
 
 
 def set_segments(model: PreTrainedModel, nodes: Sequence[TreeNode]) -> None:
-    """Set the tree of the next forward and its backward, which may run the layers again."""
+    """Set the tree for the recurrent layers in the next forward and in its backward pass, which may run the layers
+    again."""
     if layers := recurrent_layers(model):
         batches = plan_segments(nodes, model.device)
         for layer in layers:

@@ -28,7 +28,7 @@ MakeMask = Callable[
 
 @dataclass(slots=True)
 class AttentionPart:
-    """One part of a forward: P rows of up to T tokens, each with its own slot; a row may be empty."""
+    """One part of a forward: P rows of up to T tokens. Every row belongs to another slot; a row may be empty."""
 
     slots: torch.Tensor | slice  # [P], or a slice if that avoids a copy
     positions: torch.Tensor  # [P, T]
@@ -41,7 +41,8 @@ class AttentionPart:
     _masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def fold(self, q: torch.Tensor) -> torch.Tensor:
-        """[n, Hkv, G, d] -> [P, Hkv, G * T, d]: query heads with the same key head become query positions."""
+        """Pad and fold queries [n, Hkv, G, d] to [P, Hkv, G * T, d]: query heads with the same key head become query
+        positions."""
         length = self.positions.shape[1]
         q = q if self.pad is None else q.index_select(0, self.pad)
         if length == 1:
@@ -49,7 +50,7 @@ class AttentionPart:
         return q.unflatten(0, (-1, length)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
     def unfold(self, output: torch.Tensor) -> torch.Tensor:
-        """[P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
+        """Undo `fold` for an attention output: [P, Hkv, G * T, d] -> [n, Hkv, G, d]"""
         length = self.positions.shape[1]
         if length > 1:
             output = output.unflatten(2, (-1, length)).permute(0, 3, 1, 2, 4).flatten(0, 1)
@@ -100,7 +101,7 @@ def part_attention(
     query: torch.Tensor, layer: LayerCache, cache: PagedCache, part: AttentionPart, scale: Any,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """[1, H, n, d] -> [n, H, dv]"""
+    """Compute the attention of one part of a forward from its queries: [1, H, n, d] -> [n, H, dv]"""
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
     trunk = part.trunk if shape.plain else 0
@@ -214,7 +215,8 @@ def _probe(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     attention_mask: torch.Tensor | None, step: StepContext, sinks: torch.Tensor | None, kwargs: dict[str, Any],
 ) -> torch.Tensor:  # fmt: skip
-    """Record the shapes; raise ValueError for kinds of attention that are not supported."""
+    """Record the shapes of the layer's keys and values. Raise ValueError if the engine does not support its kind of
+    attention."""
     kind = _kind(module)
     if kwargs.get("position_bias") is not None:
         raise unsupported_model(kind, "its attention has a position bias")
@@ -236,7 +238,8 @@ def _probe(
 
 
 def _window(module: torch.nn.Module, number: int, kwargs: dict[str, Any]) -> int | None:
-    """Return the layer's sliding window: what it passes to its attention, or what its config says of it."""
+    """Return the layer's sliding window: the argument that the layer passes to its attention function, else the value
+    in its config. None: the layer has no window."""
     if kwargs.get("sliding_window") is not None:
         return int(kwargs["sliding_window"])
     config: Any = module.config

@@ -28,7 +28,8 @@ def _with_latent_cache(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def latent_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that caches compressed vectors, if the module has latent attention."""
+    """Return a subclass of the module's class that caches compressed vectors; None if the module has no latent
+    attention."""
     if hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), nn.Module):
         return _with_latent_cache(type(module))
     return None
@@ -51,13 +52,13 @@ def _expansions(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def absorb_keys(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """[1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
+    """Apply the expansion of the keys to the queries: [1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
     keys, _ = _expansions(module)
     plain, rotated = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
     return torch.cat((plain[0] @ keys, rotated[0]), -1)[None]
 
 
 def expand_values(module: Any, output: torch.Tensor) -> torch.Tensor:
-    """[1, N, H, r] -> [1, N, H, value size]"""
+    """Apply the expansion of the values to the attention output: [1, N, H, r] -> [1, N, H, value size]"""
     _, values = _expansions(module)
     return (output[0].transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)[None]

@@ -65,7 +65,7 @@ class PageTable:
         return self._free[: self.num_free].tolist()
 
     def reserve_many(self, slots: np.ndarray, end_pages: np.ndarray) -> None:
-        """Give each of these slots all pages before its end, without a Python loop over the slots."""
+        """Give each of these slots all pages before its entry in `end_pages`, without a Python loop over the slots."""
         while len(slots := slots[short := self.ends[slots] < end_pages]):
             end_pages = end_pages[short]
             pages = self._take(len(slots))
@@ -85,7 +85,8 @@ class PageTable:
         self.changed.add(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        """Keep the slot's first `length` tokens, and make sure that no other slot has the page of the next one."""
+        """Keep the slot's first `length` tokens and release its other pages. If another slot shares the page of the
+        next token, replace it by a copy, so that the slot can write there."""
         if self.fixed or not self.ends[slot]:
             return
         keep = -(-length // PAGE)
@@ -102,7 +103,8 @@ class PageTable:
             self._copy(shared, int(self.entries[slot, last]))
 
     def share(self, source: int, target: int, length: int, end_page: int) -> None:
-        """Give `target`, which holds no pages, the first `length` tokens of `source`, and all pages to `end_page`."""
+        """Give the slot `target`, which holds no pages, the first `length` tokens of `source`, and reserve its pages
+        before `end_page`."""
         full, rest = divmod(length, PAGE)
         if self.fixed:
             pages = slice(0, full + bool(rest))
@@ -134,13 +136,15 @@ class PageTable:
             self.begins[slot] = first
 
     def has_prefix(self, lengths: np.ndarray) -> np.ndarray:
-        """Return whether each slot still holds what a token after its first `lengths` [slots] tokens attends to."""
+        """Return for each slot whether it still holds all pages to which the token after its first `lengths` [slots]
+        tokens attends."""
         if self.window is None:
             return np.ones(len(lengths), bool)
         return self.begins <= np.maximum(lengths - self.window + 1, 0) // PAGE
 
     def exchange(self, low: np.ndarray, high: np.ndarray, num_pages: int) -> None:
-        """Exchange the pages of slots, of which the first `num_pages` are in use."""
+        """Exchange the pages of each slot in `low` with those of the slot at the same index in `high`. The slots use at
+        most their first `num_pages` pages."""
         all_slots, swapped = np.concatenate((low, high)), np.concatenate((high, low))
         if self.fixed:
             sources, targets = self.entries[swapped, :num_pages], self.entries[all_slots, :num_pages]
@@ -152,7 +156,7 @@ class PageTable:
 
 
 class CachePages:
-    """The page tables of all layers: one for each size of window, and one for layers without a window."""
+    """The page tables of all layers: one for each window size, and one for the layers without a window."""
 
     def __init__(
         self, slots: int, max_length: int, windows: Sequence[int | None], pages: Sequence[int], *, fixed: bool
@@ -172,7 +176,7 @@ class CachePages:
 
     @property
     def used(self) -> int:
-        """Pages of the first table that are in use."""
+        """Return the number of pages in use in the first table."""
         return self.tables[0].num_pages - self.tables[0].num_free
 
     @property
@@ -198,11 +202,12 @@ class CachePages:
         return True
 
     def missing(self, slot: int, length: int) -> int:
-        """Return the number of pages that the slot needs in addition, for `length` tokens."""
+        """Return the number of pages that the slot lacks to hold `length` tokens."""
         return 0 if self.fixed else max(0, self.pages(length) - int(self.tables[0].ends[slot]))
 
     def copied(self, slot: int, length: int) -> int:
-        """Return the number of pages that `truncate` copies: 1 if the slot would write in a shared page."""
+        """Return the number of pages that `truncate` must copy: 1 if the slot would otherwise write to a page that it
+        shares, else 0."""
         if self.fixed or not length % PAGE:
             return 0
         return int(any(table.references[table.entries[slot, length // PAGE]] > 1 for table in self.tables))
@@ -230,7 +235,7 @@ class CachePages:
             table.truncate(slot, length)
 
     def share(self, source: int, target: int, length: int, reserved: int) -> None:
-        """Give `target` the first `length` tokens of `source`, and pages for `reserved` tokens."""
+        """Give the slot `target` the first `length` tokens of `source`, and reserve pages for `reserved` tokens."""
         for table in self.tables:
             table.share(source, target, length, self.pages(reserved))
 
@@ -240,18 +245,20 @@ class CachePages:
                 table.leave_window(slots, stored)
 
     def usable(self, lengths: np.ndarray) -> np.ndarray:
-        """Return these lengths [slots] of prefixes, with 0 where a slot has released part of what they need."""
+        """Return the prefix lengths [slots], with 0 for each slot that has released pages to which the token after its
+        prefix attends."""
         if not self._windowed:
             return lengths
         return np.where(np.all([table.has_prefix(lengths) for table in self.tables], 0), lengths, 0)
 
     def exchange(self, low: np.ndarray, high: np.ndarray, length: int) -> None:
-        """Exchange the pages of slots, of which the longest has `length` tokens."""
+        """Exchange the pages of each slot in `low` with those of the slot at the same index in `high`. The longest of
+        these slots has `length` tokens."""
         for table in self.tables:
             table.exchange(low, high, self.pages(length))
 
     def take_copies(self) -> list[PageCopies]:
-        """Return the copies to make, by table, and forget them."""
+        """Return and clear the pending page copies of each table."""
         copies = [PageCopies(list(table.pending.values()), list(table.pending)) for table in self.tables]
         for table in self.tables:
             table.pending = {}

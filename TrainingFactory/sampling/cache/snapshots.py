@@ -58,11 +58,13 @@ class Snapshots:
         return row
 
     def next_stop(self, slot: int, stored: int, end: int) -> int:
-        """Return the first stop after `stored`; without one, `end`."""
+        """Return the next position after `stored` at which prefilling pauses for a snapshot of the slot, at most
+        `end`."""
         return min([end, *(stop for stop in self.stops[slot] if stop > stored)])
 
     def reach(self, slots: np.ndarray, stored: np.ndarray, pure: np.ndarray) -> None:
-        """Take snapshots of these slots where `stored` is a stop, if other sessions may use all tokens before it."""
+        """Take a snapshot of each of these slots that has reached a position at which prefilling pauses for one. Skip a
+        slot if other sessions may not reuse all of its tokens up to there."""
         for slot in slots.tolist():
             if (position := int(stored[slot])) in self.stops[slot]:
                 self.stops[slot].remove(position)
@@ -79,7 +81,8 @@ class Snapshots:
         self._free.append(row)
 
     def restore(self, slot: int, position: int, stored: int) -> None:
-        """Set the slot's state, which is at `stored`, back to `position`, where it must be `usable`."""
+        """Reset the slot's state from position `stored` to the earlier `position`, for which `usable` must have found a
+        state."""
         if position == 0:
             self.drop(slot)
             self.copies.append((EMPTY_STATE, slot))
@@ -92,7 +95,8 @@ class Snapshots:
             self._forget(slot, later)
 
     def share(self, source: int, stored: int, target: int, position: int) -> None:
-        """Give `target` the state and the snapshots of `source`, which is at `stored`, up to `position`."""
+        """Give `target` the state of `source` at `position` and the snapshots up to there. The current state of
+        `source` is at `stored`."""
         self.drop(target)
         if position == 0:
             self.copies.append((EMPTY_STATE, target))
@@ -117,7 +121,7 @@ class Snapshots:
         self.stops[first], self.stops[second] = self.stops[second], self.stops[first]
 
     def drop(self, slot: int) -> None:
-        """Forget the slot's snapshots. Those that other slots share stay."""
+        """Forget the slot's snapshots. A snapshot that another slot shares stays."""
         self.stops[slot].clear()
         for position in list(self.at[slot]):
             self._forget(slot, position)

@@ -18,7 +18,8 @@ UNLIMITED = (0.0, float("inf"))
 
 
 class StateShape(NamedTuple):
-    """The states of one row of a recurrent layer, as the probe recorded them: convolution inputs, recurrent state."""
+    """The states of one row of a recurrent layer, as recorded in the engine's probe run: convolution inputs and
+    recurrent state."""
 
     layer: int
     states: tuple[torch.Tensor | None, torch.Tensor | None]  # empty tensors [0, ...]
@@ -30,7 +31,7 @@ class StateShape(NamedTuple):
 
 
 class StateCache:
-    """The rows of `Snapshots`, for every layer."""
+    """The recurrent layers' states: tensors whose rows `Snapshots` assigns to slots and snapshots."""
 
     def __init__(self, shapes: Sequence[StateShape], rows: int) -> None:
         self.layers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
@@ -42,7 +43,7 @@ class StateCache:
         return [state for layer in self.layers.values() for state in layer if state is not None]
 
     def copy(self, snapshots: Snapshots) -> None:
-        """Make the copies that are pending."""
+        """Execute the pending copies of `snapshots` in every layer."""
         copies, snapshots.copies = snapshots.copies, []
         if not copies:
             return
@@ -87,7 +88,7 @@ class StateRows(NamedTuple):
 
 @dataclass(slots=True)
 class StateStep:
-    """The part of a forward that recurrent layers need."""
+    """The inputs of a forward that recurrent layers need."""
 
     cache: StateCache | None = None  # None: the probe
     rows: list[StateRows] = field(default_factory=list)
@@ -95,8 +96,9 @@ class StateStep:
 
 
 class ModelStates:
-    """The states of a view's recurrent layers, which find their step here: not every model passes keyword arguments to
-    them. Without such layers, there are no `shapes`, and nothing happens."""
+    """The states of the recurrent layers of the engine's model. The layers read the current `StateStep` from this
+    object, because not every model passes keyword arguments to them. If the model has no recurrent layers, `shapes` is
+    empty and no method has an effect."""
 
     def __init__(self) -> None:
         self.step = StateStep()  # of the probe
@@ -105,7 +107,7 @@ class ModelStates:
         self.kernels: Any = None  # the module `gpu.delta`, on a device that runs it
 
     def prepare(self, snapshots: Snapshots | None, *, allocate: bool) -> None:
-        """Make the copies that the table has ordered. `allocate`: in a new cache."""
+        """Execute the copies that `snapshots` has pending. `allocate`: allocate a new cache first."""
         if snapshots is None:
             return
         if self.cache is None or allocate:
@@ -124,8 +126,9 @@ class ModelStates:
 
 
 class LimitedSteps(nn.Module):
-    """The input projection of a Mamba-2 layer, with its limits of the time step: transformers applies them to several
-    tokens, and not to a single one. Without them, a sampled token has other log-probs than a trained one."""
+    """The input projection of a Mamba-2 layer, with its limits of the time step: transformers applies the limits if a
+    call has several tokens, and not if it has one. Without this class, the engine would therefore compute other
+    log-probs for a sampled token than the learner."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -144,7 +147,8 @@ class LimitedSteps(nn.Module):
 
 
 class RecurrentLayer:
-    """Mixin for a recurrent layer of the engine's view."""
+    """Mixin for a recurrent layer in the engine's view of the model. It reads and writes the layer's states in the
+    engine's cache."""
 
     tfactory_states: ModelStates
     layer_idx: int
@@ -203,7 +207,8 @@ class RecurrentLayer:
 
 
 def _rows(states: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
-    """Return the states of the slots: a view for a slice, otherwise a copy, which a layer may change in place."""
+    """Return the states of the slots: a view if `slots` is a slice, otherwise a copy. A layer may change the result in
+    place."""
     return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
 
 
@@ -213,12 +218,14 @@ def _with_states(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 def recurrent_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that keeps its states in the engine's cache, if the module is a recurrent layer."""
+    """Return a subclass of the module's class that keeps its states in the engine's cache; None if the module is no
+    recurrent layer."""
     return _with_states(type(module)) if is_recurrent(module) else None
 
 
 def dense_rows(slots: np.ndarray, unused: int, device: torch.device) -> StateRows:
-    """Return the rows of the first tokens of a forward, one token of each slot; padding has the row `unused`."""
+    """Return the rows for the first tokens of a forward, one token of each slot in `slots`. Entries equal to `unused`
+    are padding."""
     count = len(slots)
     if (slots != unused).all() and int(slots[-1]) - int(slots[0]) == count - 1:  # adjacent: no copy is needed
         return StateRows(slice(0, count), slice(int(slots[0]), int(slots[-1]) + 1), count)
@@ -228,8 +235,9 @@ def dense_rows(slots: np.ndarray, unused: int, device: torch.device) -> StateRow
 def chunk_rows(
     chunks: np.ndarray, counts: np.ndarray, starts: np.ndarray, begin: int, device: torch.device
 ) -> list[StateRows]:
-    """Return the rows of the slots `chunks`, `counts` tokens each from `starts`, at flat token `begin`: one entry for
-    each length."""
+    """Return the rows that prefill the slots `chunks`, with `counts` tokens each from position `starts` on. Their
+    tokens begin at flat index `begin`. Rows of equal length share an entry, unless only some of them begin their
+    sequence."""
     rows: list[StateRows] = []
     firsts = begin + counts.cumsum() - counts
     groups: dict[tuple[int, bool], list[int]] = {}

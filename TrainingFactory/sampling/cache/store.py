@@ -16,7 +16,7 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no
 
 @dataclass(slots=True)
 class LayerShape:
-    """One attention layer's keys and values, as the probe recorded them."""
+    """Shape and properties of the keys and values of an attention layer, as recorded in the engine's probe run."""
 
     queries: int  # query heads
     heads: int
@@ -57,7 +57,8 @@ class LayerCache:
         values: torch.Tensor,
         source: torch.Tensor | None,
     ) -> None:
-        """Write [1, Hkv, N, d] to `cache_positions` of the pool. `source`: the token for each; None: token i for i."""
+        """Write keys and values [1, Hkv, N, d] to `cache_positions` of the pool. `source` is the token to write at each
+        of these positions; None: token i at the i-th position."""
         pairs = ((self.keys, keys),) if self.shape.latent else ((self.keys, keys), (self.values, values))
         for cache, new in pairs:
             tokens = new[0].transpose(0, 1).flatten(1)
@@ -103,7 +104,7 @@ class PagedCache:
             table.changed.clear()
 
     def upload(self) -> None:
-        """Bring the device's page tables up to date."""
+        """Copy the changed entries of the page tables to the device."""
         if self._host_tables is not self.pages.tables:  # they were cleared
             self._host_tables = self.pages.tables
             for number, table in enumerate(self.pages.tables):
@@ -122,7 +123,7 @@ class PagedCache:
             table.changed.clear()
 
     def copy_pages(self) -> None:
-        """Make the copies that sharing requires."""
+        """Copy pages on the device: the copies that became pending when slots shared or exchanged their prefixes."""
         for number, copies in enumerate(self.pages.take_copies()):
             if not copies.targets:
                 continue
@@ -145,7 +146,7 @@ class PagedCache:
 
 
 def _zeros(size: Sequence[int], shape: LayerShape) -> torch.Tensor:
-    """Return zeros; on a CPU, the system commits memory when it is first written."""
+    """Return a tensor of zeros. On a CPU, the operating system commits its memory only when it is first written."""
     if shape.device.type != "cpu":
         return torch.zeros(*size, dtype=shape.dtype, device=shape.device)
     count = int(np.prod(size)) * shape.dtype.itemsize
@@ -153,7 +154,8 @@ def _zeros(size: Sequence[int], shape: LayerShape) -> torch.Tensor:
 
 
 def layer_windows(shapes: Sequence[LayerShape]) -> list[int | None]:
-    """Return the windows of the layers, one for each page table: first the layers without a window."""
+    """Return the distinct sliding windows of the layers, one for each page table. None, for layers without a window,
+    comes first."""
     windows = {shape.window for shape in shapes}
     return sorted(windows, key=lambda window: -1 if window is None else window)
 

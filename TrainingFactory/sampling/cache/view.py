@@ -1,5 +1,5 @@
-"""A second module tree around a model's parameters, with its own settings: switching the learner's model to another
-attention and to eval mode for every step would race with a learner in another thread."""
+"""A second module tree around a model's parameters, with its own settings. The engine does not switch the learner's
+model to another attention and to eval mode for every step, because that would race with a learner in another thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FusedRMSNorm(nn.Module):
 
 @torch.no_grad()
 def can_fuse_norm(module: nn.Module) -> bool:
-    """Return whether the module is an unmodified RMSNorm whose output on test inputs equals that of `OneCallNorm`."""
+    """Return whether the module is an unmodified RMSNorm whose output on test inputs equals that of `FusedRMSNorm`."""
     weight, kind = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
@@ -122,7 +122,8 @@ def shared_view(
 
 
 def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
-    """Make the weights of plain layers contiguous in memory, and return them as one tensor; None for other layers."""
+    """Make the weights of plain linear layers contiguous in memory, and return them as one tensor. Return None if a
+    layer is not plain."""
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
     weights, size = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
@@ -143,7 +144,8 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
 
 
 def check_model(model: PreTrainedModel) -> None:
-    """Raise ValueError if the config shows that the slot cache cannot run the model; the probe checks the rest."""
+    """Raise ValueError if the config shows that the engine does not support the model. The engine's probe run detects
+    other unsupported models."""
     config = model.config
     kind = config.model_type
     if config.is_encoder_decoder:
@@ -163,7 +165,8 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def has_state_or_keys(model: PreTrainedModel) -> set[int]:
-    """Return the numbers of the layers that attend or carry a state; others, such as MLPs, only see their own token."""
+    """Return the numbers of the layers that attend to other tokens or carry a state. Other layers, such as MLPs,
+    compute each token alone."""
     text = model.config.get_text_config()
     types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
     return {number for number, kind in enumerate(types) if kind not in PASSIVE_LAYERS}

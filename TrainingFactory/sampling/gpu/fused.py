@@ -18,7 +18,8 @@ ZERO_CENTRED_NORMS = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"}
 
 
 class FusedLayer(nn.Module):
-    """Decoder layer of nine kernels, plus eleven with LoRA. It calls projections that are neither plain nor LoRA."""
+    """Decoder layer that runs nine kernels, plus eleven with LoRA. A projection that is neither a plain linear layer
+    nor a LoRA layer is called as a module."""
 
     plain: Any  # the replaced class
 
@@ -56,7 +57,8 @@ class Projection(NamedTuple):
 
 
 def _opened(layer: Any) -> Projection:
-    """Split a LoRA layer into base layer and adapter. Other layers, and other uses of LoRA, are returned whole."""
+    """Split a LoRA layer with one active adapter into its base layer and its adapter. Any other layer is returned
+    whole."""
     if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged:
         return Projection(layer)
     name = layer.active_adapters[0]
@@ -69,8 +71,9 @@ def _opened(layer: Any) -> Projection:
 
 
 def products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
-    """Return the layers' outputs for the states [N, E]: one matrix product for plain layers, and one more for the down
-    projections of their adapters. The output of a single layer can be added in place to `onto`."""
+    """Return the outputs of all layers for the states [N, E]. The plain layers share one matrix product, and the down
+    projections of their adapters share another one. If `onto` is given, there must be one layer, and its output is
+    added to `onto` in place."""
     projections = [_opened(layer) for layer in layers]
     down_layers = [projection.down for projection in projections if projection.down is not None]
     weight = join_weights([projection.layer for projection in projections])
@@ -96,7 +99,7 @@ class ZeroCentredNorm(nn.Module):
 
 
 class Float32Head(nn.Linear):
-    """Output layer that returns the logits of 16-bit states in float32, like the learner's."""
+    """Output layer that returns float32 logits for 16-bit states, as the learner computes them."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.mm(input[0], self.weight.t(), out_dtype=torch.float32)[None]
@@ -110,7 +113,8 @@ def use_float32_logits(head: Any) -> None:
 
 
 def fused_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that replaces the module's, if it is a decoder layer without hooks or wrapped forwards."""
+    """Return the fused class for a decoder layer; None if the module is no supported decoder layer or has hooks or a
+    wrapped forward."""
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
     parts: list[Any] = [module, *module.children()]
@@ -119,7 +123,7 @@ def fused_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def norm_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that replaces the module's, if it is a norm with weights around zero."""
+    """Return the one-kernel class for a norm with weights around zero; None for other modules."""
     is_norm = type(module).__name__ in ZERO_CENTRED_NORMS
     return ZeroCentredNorm if is_norm and not _is_patched([module]) else None
 

@@ -25,8 +25,9 @@ def graph_rows(rows: int, max_rows: int) -> int:
 
 
 def graph_span(following: np.ndarray, rows: int, max_rows: int) -> int:
-    """Return the number of tokens to feed per row; 0: one. `following` [D] is how many known or draft tokens each row
-    has after its next. The result is the largest span of which a third is useful, or which costs next to nothing."""
+    """Return the number of tokens to feed per row; 0 means one. `following` [D] is the number of known or draft tokens
+    that each row has after its next token. The result is the largest span in which a third of the additional tokens is
+    useful, or whose additional tokens cost next to nothing."""
     for span in SPANS:
         useful = int(np.minimum(following, span - 1).sum())
         if span <= max_rows and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
@@ -46,7 +47,8 @@ class DecodeGraphs:
         self.replayed = 0  # steps that ran as a graph
 
     def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
-        """Drop the graphs, which contain addresses, if weights moved, adapters were switched or the cache grew."""
+        """Drop all graphs if weights moved, adapters were switched or the cache grew, because graphs contain memory
+        addresses."""
         tensors = (*model.parameters(), *cache)
         addresses = (tuple(tensor.data_ptr() for tensor in tensors), active_adapters(model))
         if addresses != self._addresses:
@@ -57,8 +59,8 @@ class DecodeGraphs:
     def run(
         self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: Step
     ) -> torch.Tensor | None:
-        """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails. `dry`:
-        arrays of the same sizes, with which the step changes nothing, for the warm-up before the recording."""
+        """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails. The
+        warm-up before the recording uses `dry`: arrays of the same sizes, with which the step has no lasting effect."""
         recording = self._graphs.get(key)
         if recording is None and not self.failure:
             recording = self._record(key, arrays, dry, step)
@@ -112,7 +114,8 @@ def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tens
 
 
 def active_adapters(model: torch.nn.Module) -> Hashable:
-    """Return which adapters are active. PEFT switches them by attributes, which addresses do not show."""
+    """Return which adapters are active. PEFT switches adapters by attributes, so that a comparison of memory addresses
+    does not detect it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer))

@@ -263,7 +263,7 @@ def _choose(
 
 
 def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the RMSNorm of x [N, E] (plus `add`), and its input, the sum."""
+    """Return the RMSNorm of x + `add` [N, E], and the sum itself. Without `add`, the sum is x."""
     output, total = torch.empty_like(x), x if add is None else torch.empty_like(x)
     block = triton.next_power_of_2(x.shape[1])
     _norm[(len(x),)](
@@ -295,8 +295,8 @@ def norm_rotate_and_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: LayerCache,
     cache_positions: torch.Tensor, norms: tuple[Any, Any],
 ) -> None:  # fmt: skip
-    """Norm and rotate q [N, H * D] in place, and write k, normed and rotated, and v to the cache. All may be columns of
-    one tensor."""
+    """Apply the norm and the rotary embedding to q [N, H * D] in place. Write k, with norm and rotary embedding, and v
+    to the cache. q, k and v may be columns of one tensor."""
     heads, size = layer.keys.shape[2:]
     first, second = norms
     _rotate[(len(q), 3)](
@@ -309,7 +309,7 @@ def norm_rotate_and_cache(
 def attend(
     q: torch.Tensor, layer: LayerCache, step: StepContext, scale: float, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[N, H, D] -> [N, H, D]"""
+    """Compute the attention outputs [N, H, D] of the queries [N, H, D] over the cache."""
     output = q.new_empty(q.shape)
     dense = step.tokens
     if step.rows is not None:
@@ -364,7 +364,7 @@ def _tiles(
 def sample_tokens(
     logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the same as `picking.pick` without filters, in one pass over the logits [M, V]."""
+    """Return the result of `picking.pick` without filters, computed in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     tops, masses = logits.new_empty(2, rows, chunks, dtype=torch.float32)
