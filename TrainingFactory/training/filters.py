@@ -88,7 +88,8 @@ class EpisodeFilters:
         algorithm: Algorithm,
         slots: Sequence[tuple[int, int, int]],
     ) -> list[Group]:
-        """Return the groups of (number, attempt, position) slots, with their training rows."""
+        """Make one group per list of episodes, with its training rows. `slots` has the (number, attempt, position) of
+        each group."""
         made = []
         for (number, attempt, position), group in zip(slots, groups, strict=True):
             if not self:
@@ -123,7 +124,7 @@ class EpisodeFilters:
         return FilteredGroup(episodes, credited, dict(counts))
 
     def _flag_turns(self, name: str, trajectory: Trajectory) -> list[bool]:
-        """Return one flag per turn."""
+        """Return, for each turn, whether the filter `name` flags it."""
         try:
             flags = self._filters[name](trajectory)
         except Exception as error:  # user code
@@ -150,7 +151,7 @@ def samples_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list[S
 
 
 def without_dropped_reward(trajectory: Trajectory) -> Trajectory:
-    """Return the episode as credit sees it: without its reward if a filter dropped it."""
+    """Return the episode for credit assignment: without its reward if a filter dropped the episode."""
     is_dropped = trajectory.error is not None and trajectory.error.startswith(DROPPED_BY)
     return replace(trajectory, reward=None) if is_dropped else trajectory
 
@@ -170,12 +171,12 @@ def _find_filter(name: str) -> Filter:
 
 
 def _short_filter_name(name: str) -> str:
-    """Return the name of a filter in metrics: of a function without its file."""
+    """Return the name of a filter in metrics: for FILE.py:function, the name of the function alone."""
     return split_name(name)[1] or name
 
 
 def _with_masks(turns: Sequence[Turn], is_masked: Sequence[bool]) -> list[Turn]:
-    """Return copies of the masked turns: forked episodes share their turns."""
+    """Mark turns as masked. A masked turn is copied, because forked episodes share their turns."""
     pairs = zip(turns, is_masked, strict=True)
     return [replace(turn, masked=True) if masked else turn for turn, masked in pairs]
 

@@ -74,7 +74,8 @@ class CheckpointSpace:
         )
 
     def _find_fitting_options(self, changes: dict[str, object], free: int) -> str | None:
-        """Return these changes, with the largest `keep_checkpoints` that fits, as config overrides, or None."""
+        """Return config overrides with which the checkpoints fit into `free` bytes: `changes`, and the largest
+        `keep_checkpoints` that fits. None: none fits."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
             logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)
             if self.needed(logging_options) <= free:
