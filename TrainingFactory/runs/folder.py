@@ -111,7 +111,7 @@ class RunFolder:
 
     @property
     def images(self) -> ImageStore:
-        """Return the images of its episodes and tool calls."""
+        """Return the store with the images of the run's episodes and tool calls."""
         return ImageStore(self.path / IMAGES_FOLDER)
 
     @property
@@ -261,7 +261,7 @@ class RunFolder:
         return self._rows(CONSUMED)
 
     def episodes(self, step: int) -> list[Trajectory]:
-        """Return the episodes of a step. The names of their groups count steps from 0."""
+        """Return the episodes of a step, which is counted from 1. The names of their groups count steps from 0."""
         return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
@@ -289,7 +289,8 @@ class RunFolder:
         write_atomically(self.path / STATUS, json.dumps(redact_environment(asdict(status)), indent=1))
 
     def record_notes(self, notes: Iterable[str]) -> None:
-        """Add lines to the notes of environment.json, each once: a resumed run has them already."""
+        """Add lines to the notes of environment.json. Skip lines that it already has, because a resumed run adds them
+        again."""
         run_info = self.run_info
         recorded = run_info.setdefault(RESOLVED, [])
         if new_notes := [note for note in notes if note not in recorded]:
@@ -363,7 +364,8 @@ class RunFolder:
         return self.images.remove_unused(used_digests)
 
     def _requested_evaluations(self, start: int) -> bytes:
-        """Return the lines from `start` that `tfactory eval` wrote; those of training are repeated with its steps."""
+        """Return the lines from byte `start` of evaluations.jsonl that `tfactory eval` wrote. Lines written by training
+        are left out, because the resumed run repeats these evaluations."""
         lines = (self.path / EVALUATIONS).read_bytes()[start:].splitlines(keepends=True)
         return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
@@ -450,7 +452,7 @@ def unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return what a run depends on besides its config: software versions, platform, commit and date."""
+    """Return the run's dependencies besides its config: software versions, platform, commit and date."""
     versions = {"python": platform.python_version(), "training-factory": __version__}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

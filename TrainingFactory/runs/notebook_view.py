@@ -74,7 +74,7 @@ def _text(value: object) -> str:
 
 
 def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
-    """Return a run as HTML: its facts as a table, notes, and its most telling metrics as charts by step."""
+    """Return a run as HTML: its facts as a table, notes, and its most important metrics as charts by step."""
     charts = "".join(f"<div>{chart.svg()}{_legend(chart)}</div>" for chart in run_charts(rows))
     grid = f'<div style="{GRID}">{charts}</div>' if charts else ""
     table = table_html(facts) if facts else ""
