@@ -1,6 +1,6 @@
 """Packing of training rows into prefix trees, so that a common prefix is computed once. No other module shifts targets:
-the output at the token before predicts a trained token. A pack has at most `token_budget` tokens, unless one row, or an
-episode or pair that must not be split, has more. A node holds consecutive tokens; a row is a path from the root.
+the output at a token predicts the next token. A pack has at most `token_budget` tokens, unless one row, or an episode
+or pair that must not be split, has more. A node holds consecutive tokens; a row is a path from the root.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -109,7 +109,7 @@ def pack(
 def _group_into_units(
     samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool
 ) -> list[list[int]]:
-    """Return the indices of the rows that must stay in one pack, in packing order."""
+    """Group the rows into units that must stay in one pack. Return the row indices of each unit, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
     def key(number: int) -> Any:
@@ -122,7 +122,7 @@ def _group_into_units(
 
 
 def _split_unit(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
-    """Return the unit, or each of its rows as a unit if together they exceed the budget."""
+    """Return the unit unchanged, or split into one unit per row if its rows together exceed the budget."""
     size = _count_tree_tokens(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
     return [unit] if size <= budget else [[row] for row in unit]
 
@@ -194,8 +194,8 @@ def _build_packs(
     min_shared: int,
     splitting: bool,
 ) -> list[Pack]:
-    """Build one pack, or several if the tree exceeds the budget: unlike `_count_tree_tokens`, it shares
-    no short prefixes."""
+    """Build one pack, or several if the tree exceeds the budget. The tree can have more tokens than
+    `_count_tree_tokens` returns, because it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: keys[number])
@@ -220,7 +220,8 @@ def _build_packs(
 
 
 def _cut_small_overlaps(lengths: list[int], overlaps: list[int], min_shared: int) -> list[int]:
-    """Return `overlaps` with 0 where a new tree begins: at a row that shares no more than all rows of the last tree."""
+    """Return `overlaps` with 0 at each row where a new tree begins. Such a row shares no more tokens than all rows of
+    the previous tree share, and that tree is large enough."""
     shared_lengths = list(overlaps)
     size = shortest = lengths[0]
     for row in range(1, len(overlaps)) if min_shared else ():
@@ -328,7 +329,8 @@ def make_batch(
 
 
 def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
-    """Give packs with a part of an episode the lengths of their episodes. Return the number of split episodes."""
+    """Set `lengths` to the lengths of whole episodes in each pack that has only a part of one. Return the number of
+    split episodes."""
     episodes = [list(dict.fromkeys(samples[row].episode for row in item.rows)) for item in packs]
     counts = Counter(chain.from_iterable(episodes))
     if (num_split := sum(count > 1 for count in counts.values())) == 0:
