@@ -145,7 +145,7 @@ class Server:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a number or list for numpy's values, and a text for other objects."""
+    """Convert numpy's values to numbers or lists, and other objects to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -156,7 +156,7 @@ def package_versions(requirements: list[str]) -> dict[str, str]:
 
 
 def load_module(name: str, path: str) -> Any:
-    """Import a file under a name. Adapters load files that they share."""
+    """Import a file as the module `name`. Adapters use this to load files that they share."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

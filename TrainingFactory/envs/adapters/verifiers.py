@@ -24,7 +24,7 @@ __all__ = ["ChatLoop"]  # verifiers looks for a harness here
 
 
 class Adapter:
-    """One taskset. `args` are the keys of its config."""
+    """Adapter of one taskset. `args` are the keys of its config."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         logging.getLogger("verifiers").setLevel(logging.ERROR)
@@ -60,7 +60,7 @@ class Adapter:
         return list(itertools.islice(taskset if taskset.bounded else taskset.take(LIMIT), LIMIT))
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield tasks of the split in an order that depends on the seed; the splits have none in common."""
+        """Yield tasks of the split in an order that depends on the seed. The splits have no task in common."""
         tasks = self.load_tasks()
         random.Random(SHUFFLE).shuffle(tasks)
         indices = [
@@ -91,7 +91,7 @@ class Adapter:
         return episode
 
     async def _start(self) -> None:
-        """Load the tasks, and open what all episodes share. It closes with the process."""
+        """Load the tasks, and open the resources that all episodes share. They close when the process ends."""
         self.tasks_by_index = {task.data.idx: task for task in await asyncio.to_thread(self.load_tasks)}
         await self.model.start()
         self._serving = self.environment.serving()
@@ -99,7 +99,7 @@ class Adapter:
 
 
 class Model:
-    """HTTP server for the requests of the agents. A request waits for the next turn of its episode."""
+    """HTTP server for the requests of the agents to the model. A request waits for the next turn of its episode."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}  # by the id of their trace
@@ -134,7 +134,7 @@ class Model:
 
 
 class Episode(turns.AgentEpisode):
-    """A run of the environment with one task. Requests arrive at `Model`."""
+    """One episode: a run of the environment with one task. `Model` receives its requests."""
 
     def __init__(self, adapter: Adapter, task: Any) -> None:
         super().__init__()

@@ -188,7 +188,7 @@ class PointScreenEnvironment(ScreenEnvironment):
 
 
 class Screens(ForeignEnvironment):
-    """The screens of a config's `environment.options`."""
+    """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ScreenOptions) -> None:
         self.options = options

@@ -25,7 +25,7 @@ MAX_FACTS = 3  # per tool reply
 
 
 class SearchEnvironment(ToolEnvironment):
-    """Questions that take two searches, the second about what the first one found."""
+    """Questions that need two searches: the second is about the result of the first."""
 
     system_prompt = "Search, then answer with one word."
 
@@ -42,7 +42,7 @@ class SearchEnvironment(ToolEnvironment):
         return " ".join([text for hit, text in hits if hit == top][:MAX_FACTS]) if top else "Nothing found."
 
     async def fork(self) -> Self:
-        """Return another environment of the task: searches change nothing."""
+        """Return another environment of the task. It needs no copied state, because searches change nothing."""
         return type(self)(self.task)
 
     def expert(self) -> Iterator[Message]:

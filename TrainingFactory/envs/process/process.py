@@ -86,7 +86,7 @@ class EnvironmentProcess:
 
     @property
     def is_responsive(self) -> bool:
-        """Return whether the process lives and has answered every request whose caller gave up."""
+        """Return whether the process is alive and has answered every request whose caller stopped waiting."""
         return self.error is None and not self._abandoned
 
     async def ready(self) -> None:
@@ -225,7 +225,7 @@ class EnvironmentProcess:
             future.set_result(answer.get("result"))
 
     async def _fail_requests(self, reason: str) -> None:
-        """Record why the process is lost, fail its requests, and end it."""
+        """Record the reason why the process is lost, fail its pending requests, and end it."""
         if self.error is None:
             noise = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
             self.error = f"environment {self.program.name}: {reason}{noise}{groups.stderr_text(self._stderr)}"
