@@ -230,7 +230,8 @@ class ProcessReward:
         return await in_thread(self.score, trajectory)
 
     async def _with_outcome(self, episode: Episode) -> Trajectory:
-        """Return the input of `score`: the trajectory with everything that needs the environment filled in."""
+        """Return the input of `score`: the trajectory with the outcome and, if a rule needs it, the length of the
+        expert's solution. Both need the open environment."""
         uses_path = bool(self._weights.get("efficient_path"))
         if not (self.outcome_weight or uses_path or self.claw_back == "wrong"):
             # An unused outcome is not computed, so that it costs nothing and cannot fail.
@@ -338,7 +339,7 @@ def scorer_from_options(options: Mapping[str, Any]) -> Callable[[Trajectory], Re
 
 
 def _trajectory_until(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
-    """Return the trajectory as it was when this turn ended; before the last turn its status is not `done`."""
+    """Return the trajectory as it was when this turn ended. Before the last turn, its status is not `done`."""
     is_last = turn == len(trajectory.turns) - 1
     status = trajectory.status if is_last else "max_turns"
     return dataclasses.replace(

@@ -116,7 +116,7 @@ AskJudge = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
 
 @runtime_checkable
 class JudgePromptEnvironment(Protocol):
-    """Environment that writes the judge's prompts itself."""
+    """Interface of an environment that writes the judge's prompts itself."""
 
     async def ask_judge(self, episode: Episode, ask: AskJudge) -> Reward: ...
 
@@ -140,7 +140,8 @@ class ModelJudge(Judge):
     async def ask_judge(
         self, messages: Sequence[Message], read: Callable[[str], float] | None = None
     ) -> float:
-        """Return the score that `read` parses from the replies. None: this judge's verdict, with its instruction."""
+        """Send the messages to the judge model, and return the score that `read` parses from its replies. If `read` is
+        None, add this judge's own instruction and parse its verdict."""
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
             messages, read = [*messages[:-1], last], self.verdict.read
@@ -149,7 +150,7 @@ class ModelJudge(Judge):
         return aggregate(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict, from 0 to 1. `repeat` separates repeated judgements of a trajectory in the cache."""
+        """Return the verdict, from 0 to 1. `repeat` distinguishes repeated judgements of a trajectory in the cache."""
         labels = ImageLabels()
         values = self.prompt.values(
             trajectory.task,
