@@ -48,12 +48,12 @@ class RecordedCancellation(Exception):
 
 
 class ReplayMismatch(ToolFailure):
-    """The replay called a tool in a way that the recording does not contain, or a rerun call returned another result.
-    Ends the episode, and then the run."""
+    """Raised if a replay makes a call that the recording does not contain, or if a rerun call returns another result.
+    It ends the episode, and then the run."""
 
 
 class Recorder:
-    """Replays the tool calls recorded in the folder `replay`, if one is passed, and records calls after `record_to`."""
+    """Replays the tool calls recorded in the folder `replay`, if there is one, and records calls after `record_to`."""
 
     def __init__(self, replay: Path | None = None) -> None:
         self._output_file: Path | None = None
@@ -131,7 +131,8 @@ class Recorder:
             raise self._new_mismatch(position, call, f"{problem}. {remedy}")
 
     def check(self) -> None:
-        """Raise ValueError if the run has left its recording: the caller of a tool may have swallowed the error."""
+        """Raise ValueError if a call of the run has differed from the recording, because the caller of a tool may have
+        swallowed the ReplayMismatch."""
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch)) from self._mismatch
 

@@ -239,7 +239,8 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
         raise ValueError(f"program {entry.command!r} not found; install it, or write its full path")
 
     def resolve(text: str) -> str:
-        """Return the full path if the argument names a file relative to the config; otherwise the argument."""
+        """Return the full path of a file if the argument names one relative to the config; otherwise return the
+        argument."""
         looks_like_a_path = not text.startswith("-") and ("/" in text or Path(text).suffix)
         if cwd is None and looks_like_a_path and not Path(text).exists() and (folder / text).exists():
             return str(folder / text)
