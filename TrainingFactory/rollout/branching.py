@@ -106,7 +106,8 @@ class PathBudget:
 
 
 def is_stateless(environment: Environment) -> bool:
-    """Return whether no step changes the environment: a plain tool environment whose tools are all pure."""
+    """Return whether no step can change the environment's state: it is a plain tool environment, and all its tools are
+    pure."""
     if not isinstance(environment, ToolEnvironment) or type(environment).step is not ToolEnvironment.step:
         return False
     return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
@@ -235,8 +236,8 @@ class EpisodeForest:
                 run.open_fork()
 
     async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
-        """Play an episode and, in separate tasks, the episodes forked from it, as soon as there is room. Wait for all
-        of them. The episode has released its slot of the concurrency limit before it waits for its forks."""
+        """Play an episode and the episodes forked from it, which run in separate tasks as soon as there is room. Wait
+        until all have ended. While it waits for its forks, the episode uses no slot of the concurrency limit."""
         children: list[asyncio.Task[None]] = []
         self._start[run] = lambda child: children.append(
             asyncio.ensure_future(self._play_with_forks(child, play))

@@ -67,7 +67,7 @@ class Context:
 
     @classmethod
     def of_messages(cls, messages: Sequence[Message]) -> Context:
-        """Return the context of a conversation that was not sampled here."""
+        """Return the context of a conversation that was not sampled in this run, from its messages."""
         head, turns = split_turns(messages)
         context = cls.begin(head)
         context.turns = turns

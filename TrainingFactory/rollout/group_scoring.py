@@ -30,7 +30,7 @@ class GroupRun:
         self.runs, self.reward = runs, reward
 
     async def run(self, play_all: Callable[[], Awaitable[object]]) -> None:
-        """Await `play_all`, which calls `play` for each episode, then score the episodes and close them."""
+        """Await `play_all`, which calls `play` for each episode. Then score and close the episodes."""
         try:
             await play_all()
             await self._score_group()
@@ -97,7 +97,8 @@ async def _call_reward(reward: GroupReward, episodes: Sequence[OpenEpisode]) -> 
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results. If one fails or the caller is cancelled, cancel the others and wait until they have ended."""
+    """Run coroutines concurrently and return all results. If one fails or the caller is cancelled, cancel the others
+    and wait until they have ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

@@ -65,7 +65,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
-    """Return the metrics of simulated users as means per episode; empty without simulated users."""
+    """Return the metrics of simulated users, as means per episode; empty if there are no simulated users."""
     totals: defaultdict[str, float] = defaultdict(float)
     for name, value in chain.from_iterable(turn.signals.items() for turn in turns):
         if name.startswith(USER_SIGNALS):
