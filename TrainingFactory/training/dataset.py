@@ -58,7 +58,8 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """Return a digest of the training data. Ignores answers that are objects, whose `repr` may differ elsewhere."""
+        """Return a digest of the training data. Answers that are objects are ignored, because their `repr` may differ
+        in another process."""
         digest = blake2b(digest_size=16)
         for example in self.examples.found if self.examples is not None else ():
             digest.update(repr((example.id, example.conversations)).encode(errors="surrogatepass"))

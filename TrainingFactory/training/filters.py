@@ -144,7 +144,8 @@ class EpisodeFilters:
 
 
 def samples_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list[Sample]:
-    """Return the training rows of a group. In self-play, episodes are compared with those of their role only."""
+    """Return the training rows of a group. In self-play, compute the rows of each role separately, because episodes are
+    compared with those of the same role only."""
     roles = dict.fromkeys(trajectory.role for trajectory in group)
     role_groups = ([trajectory for trajectory in group if trajectory.role == role] for role in roles)
     return [row for role_group in role_groups for row in algorithm.samples(role_group)]
@@ -193,7 +194,8 @@ def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def dropped_problem(groups: Sequence[Group]) -> str | None:
-    """Return why the groups are unusable for training (the filters dropped every scored episode), or None."""
+    """Return the reason why the groups are unusable for training, if the filters dropped every scored episode; else
+    None."""
     scored = sum(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
     counts: Counter[str] = Counter()
     for group in groups:

@@ -87,8 +87,9 @@ class CheckpointSpace:
 
 
 def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, turns: int) -> int:
-    """Return the rows of an episode in which each of `turns` turns adds `turn_tokens` to the first prompt. What a fold
-    removes is estimated: window and summary start again from the prompt; the others remove half of the older turns."""
+    """Estimate the training rows of an episode in which each of `turns` turns adds `turn_tokens` to the first prompt.
+    The assumed folds: kinds window and summary start again from the prompt; the others remove half of the older
+    turns."""
     rows, size, folds = 1, prompt_tokens, 0
     for _ in range(turns - 1):
         size += turn_tokens

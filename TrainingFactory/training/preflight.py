@@ -178,7 +178,8 @@ def check_steps(config: TrainingConfig, total: int) -> None:
 
 
 def _check_precision(config: TrainingConfig) -> None:
-    """Raise ValueError if quantized weights or 8-bit optimizer states are not supported here."""
+    """Raise ValueError if quantized weights or 8-bit optimizer states cannot be used with this config or on this
+    machine."""
     if (quantization := config.model.quantization) != "none":
         if not config.lora.enabled and config.model.adapter is None:
             raise ValueError(

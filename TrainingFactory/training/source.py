@@ -182,7 +182,7 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
 
 
 def unscored_problem(groups: Sequence[Group], max_unscored: float) -> str | None:
-    """Return why the groups are unusable for training (too many unscored episodes), or None."""
+    """Return the reason why the groups are unusable for training, if too many episodes are unscored; else None."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
     if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
