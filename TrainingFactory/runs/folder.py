@@ -249,7 +249,7 @@ class RunFolder:
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return a row for each finding, and a row with `gone` where it disappeared."""
+        """Return the rows of findings.jsonl: one when a finding appeared, and one with `gone` when it disappeared."""
         return self._rows(FINDINGS)
 
     def consumed(self) -> dict[int, list[str]]:
@@ -384,8 +384,8 @@ class RunFolder:
 
 @dataclass(slots=True)
 class TrainingReport:
-    """Result of a training run. `metrics` are those of the last step, `rows` those of all steps. `tools` are the
-    metrics over all tool calls since the start or the last resume."""
+    """Result of a training run. `metrics` are the metrics of the last step, `rows` the metrics of every step. `tools`
+    are the metrics over all tool calls since the start or the last resume."""
 
     run: Path
     steps: int

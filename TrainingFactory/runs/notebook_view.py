@@ -123,7 +123,7 @@ def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) ->
 
 
 class NotebookWatcher:
-    """Draws the run's charts in the output of the cell that trains, and redraws them as steps finish."""
+    """Draws the run's charts in the output of the notebook cell that trains, and redraws them as steps finish."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
