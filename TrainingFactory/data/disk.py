@@ -31,8 +31,8 @@ def sync(*paths: Path) -> None:
 
 
 def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
-    """Open a file in a folder that others may have written. Raise ValueError for a FIFO, device or directory, and for a
-    symbolic link to a target outside the folder."""
+    """Open a file in a folder to which other programs may have written. Raise ValueError for a FIFO, device or
+    directory, and for a symbolic link to a target outside the folder."""
     target = path.resolve() if path.is_symlink() else path
     if target != path and not target.is_relative_to(path.parent.resolve()):
         raise ValueError(

@@ -88,8 +88,8 @@ def load_examples(
     image_urls: bool = False,
 ) -> Examples:
     """Return the first `count` examples (None: all). Raise one ValueError with all invalid rows, or collect them in
-    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` are the `columns` of `read_rows`.
-    `image_urls`: download images."""
+    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` maps expected to actual column names, like
+    `columns` of `read_rows`. `image_urls`: download images from addresses."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     groups: dict[str, Example] = {}  # recorded episodes by group name, for pairs
     check_call = check_call and _with_shared_specs(check_call)

@@ -151,7 +151,8 @@ class _Tree:
         self.grow(0, len(ids), 0, -1)
 
     def grow(self, first: int, last: int, depth: int, parent: int) -> None:
-        """Add nodes for rows first..last-1, whose first `depth` tokens are in ancestor nodes."""
+        """Add the nodes of rows first..last-1 to the tree. The first `depth` tokens of these rows are in ancestor
+        nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
         if last - first == 1:
             self._node(first, last, depth, len(self.ids[first]), parent, level)
@@ -244,7 +245,7 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
     episode_index = {episode: number for number, episode in enumerate(first_rows)}
 
     def gather_values(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
-        """Return the values of all rows at their trained tokens, or `shift` tokens before them."""
+        """Return the values of all rows at their trained tokens, or at the tokens `shift` positions before."""
         pairs = zip(values, trained_positions, strict=True)
         return np.concatenate([np.asarray(value, kind)[positions - shift] for value, positions in pairs])
 
@@ -314,7 +315,7 @@ def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
     min_shared: int = 0, splitting: bool = False,
 ) -> Batch:  # fmt: skip
-    """Pack the rows of a step. `sharing`, `min_shared` and `splitting` are those of `pack`."""
+    """Pack the rows of a step. `sharing`, `min_shared` and `splitting` have the same meaning as in `pack`."""
     packs = pack(samples, token_budget, sharing, min_shared, splitting)
     num_split = _add_lengths(samples, packs) if splitting else 0
     return Batch(

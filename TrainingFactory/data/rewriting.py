@@ -1,4 +1,5 @@
-"""Conversion of episodes to the tokens of another model. Sampled tokens are kept if both models write them alike."""
+"""Conversion of episodes to the tokens of another model. Sampled tokens are kept if both models encode the turn in the
+same way."""
 
 from __future__ import annotations
 

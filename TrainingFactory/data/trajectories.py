@@ -91,8 +91,8 @@ def _serialize_line(trajectory: Trajectory, store: ImageStore | None) -> str:
 
 
 def _is_plain(turn: Turn) -> bool:
-    """Return whether both serializers write the turn alike: it holds no values of a tool's or environment's own
-    types."""
+    """Return whether both serializers give the same text for a turn, because it holds no values of a tool's or
+    environment's own types."""
     kinds = set(map(type, turn.signals)) | set(map(type, turn.signals.values()))
     return kinds <= {str, int, float} and not any(result.attachments for result in turn.tool_results)
 
