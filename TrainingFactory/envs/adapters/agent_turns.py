@@ -1,5 +1,5 @@
-"""Shared by adapters of packages whose environments send requests to a model: each request becomes a turn of the
-protocol. Standard library only."""
+"""Base for adapters of packages whose environments send requests to a model: each request becomes a turn of the
+protocol. Imports the standard library only."""
 
 import asyncio
 import importlib.util

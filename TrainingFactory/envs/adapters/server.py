@@ -42,7 +42,8 @@ CLOSE_SECONDS = 1.5  # for the open episodes to close after the end of stdin
 
 
 class Server:
-    """Answers requests. Those of one episode run one after the other, those of different episodes concurrently."""
+    """Answers requests. Requests of one episode run one after the other; requests of different episodes run
+    concurrently."""
 
     def __init__(self, adapter_file: str, answers: int) -> None:
         self._adapter_file, self._answers = adapter_file, answers

@@ -96,7 +96,7 @@ class Episode:
 
     @contextlib.contextmanager
     def _use_own_randomness(self) -> Iterator[None]:
-        """Set Python's random state to that of the game inside the block, so that other episodes do not change the
+        """Use the game's own state of Python's `random` inside the block, so that other episodes do not change the
         game's draws."""
         with RANDOMNESS:
             random.setstate(self._random)

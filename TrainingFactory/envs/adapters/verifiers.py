@@ -1,5 +1,6 @@
 """Environments of verifiers v1: `verifiers:NAME`, or `verifiers:FILE.py`. The agent of an episode is a chat loop with
-the tools of the task; its requests to a model become the turns of the protocol. Rewards are those of the trace."""
+the tools of the task; its requests to a model become the turns of the protocol. The reward of an episode is the reward
+of its trace."""
 
 import asyncio
 import importlib

@@ -74,7 +74,7 @@ class Adb:
 
 @dataclass(slots=True)
 class Device:
-    """One device. `failure` is the reason why a call of the present episode found it unavailable."""
+    """One device. `failure` is the reason why the device was unavailable to a call of the present episode."""
 
     adb: Adb
     serial: str

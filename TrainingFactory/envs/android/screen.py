@@ -136,8 +136,8 @@ def _parse(xml: str) -> _Node:
 
 
 def _valid_xml(text: str) -> str:
-    """Return the XML with characters that uiautomator writes and XML forbids: it writes an emoji as two references to
-    surrogates, and control characters as they are."""
+    """Return the text as valid XML. It repairs two errors of uiautomator: emojis written as two references to
+    surrogates, and control characters."""
 
     def replace(match: re.Match[str]) -> str:
         hexadecimal, decimal = match.groups()

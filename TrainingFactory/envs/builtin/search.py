@@ -68,8 +68,8 @@ def _search(query: str) -> Message:
 
 
 def _task(task_id: str, rng: random.Random) -> Task:
-    """Generate the sale in question, with distractors: the seller's other sale, another seller's sale of the same
-    thing, and where all of them live."""
+    """Generate a task about one sale. Its facts also include distractors (the seller's other sale, and another seller's
+    sale of the same thing) and the home of every person."""
     seller, other_seller, *buyers = rng.sample(NAMES, 5)
     item, second = rng.sample(THINGS, 2)
     sales = list(zip((seller, seller, other_seller), (item, second, item), buyers, strict=True))

@@ -86,7 +86,8 @@ class Text2SqlEnvironment(ToolEnvironment):
         return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """Return 1 if the answer gives the reference rows on all databases. Part `shown`: on the visible one."""
+        """Return 1 if the answer gives the reference rows on all databases. Part `shown`: 1 if it gives them on the
+        visible database."""
         query = _query_in(episode.trajectory.answer)
         is_visible_match = bool(query) and await self._same(query, 0)
         is_correct = is_visible_match

@@ -108,7 +108,7 @@ class ContainerRuntime:
         return Container(self, name)
 
     async def sweep(self) -> None:
-        """Remove containers whose process on this machine has ended, such as after `kill -9`."""
+        """Remove containers that were started by a process of this machine that has ended, such as after `kill -9`."""
         listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
         for container in listing.output.split() if listing.status == 0 else ():
             label = f'{{{{index .Config.Labels "{LABEL}"}}}}'

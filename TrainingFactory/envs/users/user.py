@@ -95,7 +95,7 @@ def _text(prompt: str | list[Message]) -> str:
 
 
 class UserReply(NamedTuple):
-    """A message of the user. `ended`: it contained the stop marker, which `text` does not."""
+    """A message of the user. `ended`: the reply contained the stop marker, which is removed from `text`."""
 
     text: str
     ended: bool
