@@ -243,7 +243,8 @@ class ProcessReward:
         return dataclasses.replace(episode.trajectory, reward=outcome, task=task)
 
     def score(self, trajectory: Trajectory) -> Reward:
-        """Return the reward of a trajectory whose `reward` is the outcome; None: only step rewards count."""
+        """Return the reward of a trajectory whose `reward` is the outcome. If it is None, return the step rewards
+        alone."""
         process = self.reward_turns(trajectory, trajectory.reward)
         return process if trajectory.reward is None else self.add_outcome(trajectory.reward, process)
 
@@ -296,8 +297,9 @@ def calculate_process_reward(
     outcome_weight: float = 1.0,
     **options: Any,
 ) -> Reward:
-    """Return the process reward of a trajectory with the options of ProcessReward. `outcome` defaults to that of the
-    trajectory, else 0. A sequence of steps is scored by their `tool_call_correct` and `reasoning_clear`."""
+    """Return the process reward of a trajectory with the options of ProcessReward. `outcome` defaults to the
+    trajectory's outcome, or 0 if it has none. A plain sequence of steps is scored by the fields `tool_call_correct` and
+    `reasoning_clear` of its steps."""
     if not isinstance(trajectory, Trajectory):
         if isinstance(trajectory, Sequence) and not isinstance(trajectory, str):
             return _reward_marked_steps(trajectory, step_rewards, outcome)

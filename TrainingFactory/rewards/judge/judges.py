@@ -59,8 +59,8 @@ class Judge:
         await self.client.close()
 
     def is_failed(self, trajectory: Trajectory) -> bool:
-        """Return whether the episode fails without a request: it did not finish, or has neither an answer nor calls
-        that the prompt shows. Counts these episodes in `unfinished`."""
+        """Return whether the episode fails without a request to the judge model: it did not finish, or it has neither
+        an answer nor calls that the prompt shows. Count a failed episode in `unfinished`."""
         check_scorable(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
@@ -163,8 +163,9 @@ class ModelJudge(Judge):
 
 @dataclass(kw_only=True, eq=False)
 class PairJudge(Judge):
-    """Judge that rewards the share of comparisons an episode wins. Every comparison is made in both orders, to cancel
-    position bias. A failed episode loses against one with an answer, without a request."""
+    """Judge whose reward is the share of comparisons that an episode wins. Every comparison is made in both orders, to
+    cancel position bias. A failed episode loses against an episode with an answer, without a request to the judge
+    model."""
 
     opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 

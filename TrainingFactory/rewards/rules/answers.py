@@ -233,7 +233,7 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _only_one(text: str, marked: tuple[int, str] | None) -> str | None:
-    """Return the marked answer from `marked`, its position and text. Return None if it is one of several: Answer: 5 or
+    """Return the answer in `marked`, which also has its position. Return None if it is one of several: Answer: 5 or
     Answer: 7."""
     if marked is None:
         return None

@@ -128,7 +128,7 @@ def _is_check(function: ast.FunctionDef) -> bool:
 
 
 class _Splitter:
-    """Splits statements into those that the sandbox runs and the conditions on the values they compute."""
+    """Splits statements into statements that the sandbox runs, and conditions on the values that these compute."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
