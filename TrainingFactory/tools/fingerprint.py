@@ -65,7 +65,7 @@ def object_fingerprint(obj: Any) -> str:
 
 
 def digest(*parts: str) -> str:
-    """Return a hash of several texts that also depends on where one text ends and the next begins."""
+    """Return a hash of several texts. It also depends on the boundaries between the texts."""
     return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
 
 

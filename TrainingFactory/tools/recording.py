@@ -104,7 +104,8 @@ class Recorder:
         self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
 
     def dropped_fork(self, key: EpisodeKey) -> str | None:
-        """Return why the recorded run dropped the fork with this key; None if it did not, or if this is no replay."""
+        """Return the reason why the recorded run dropped the fork with this key; None if it did not, or if this run is
+        not a replay."""
         offset = self._offsets.get(CallPosition(key, FORK, ""))
         if self._file is None or offset is None:
             return None

@@ -1,5 +1,5 @@
 """A connection to an MCP server. One task enters the SDK's client and stays in it until the connection ends; every
-error becomes `ServerDown`. Import this module and `stdio` lazily: they import the SDK, which takes a second."""
+error is raised as `ServerDown`. Import this module and `stdio` lazily: they import the SDK, which takes a second."""
 
 from __future__ import annotations
 

@@ -138,7 +138,8 @@ class ServerConfig:
 
     @property
     def secrets(self) -> list[str]:
-        """Return the values to redact even in tool results, where other values, such as paths, may appear."""
+        """Return the values to redact in tool results. Other values that errors hide, such as paths, may appear
+        there."""
         variables = [*self.filled.items(), *self.env.items()]
         return secret_values(variables, self.headers.values(), [self.url, *self.args])
 

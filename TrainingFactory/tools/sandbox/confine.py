@@ -106,7 +106,7 @@ def namespaces(disk_mb: int, folder: str) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities, both those of root and those that the user namespace granted."""
+    """Drop all capabilities: those of root, and those that the user namespace granted."""
     if sys.platform != "linux":
         return
     for capability in range(64):
