@@ -130,7 +130,7 @@ def fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh
 
 @dataclass(slots=True)
 class ForkPoint:
-    """Where a forked episode starts: after the turns that it shares with its parent."""
+    """Start of a forked episode, after the turns that it shares with its parent."""
 
     ids: list[int]  # prompt of the next turn
     keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded

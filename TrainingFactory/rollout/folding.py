@@ -30,7 +30,7 @@ TASK_LOST = "fold/task_lost"  # signal of the first turn after a fold that remov
 
 @dataclass(slots=True, frozen=True)
 class Folding:
-    """When and how an episode's conversation is folded. The fields are the keys of `environment.context`."""
+    """Options for folding an episode's conversation. The fields are the keys of `environment.context`."""
 
     fold: FoldKind
     limit: int  # tokens of a prompt above which it is folded
@@ -94,7 +94,7 @@ class Context:
 
 
 class FoldError(ValueError):
-    """The conversation could not be folded."""
+    """Raised if the conversation could not be folded."""
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[ContextTurn]]:

@@ -161,7 +161,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def wilson_interval(num_successes: float, num_trials: float) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is right near 0 and 1."""
+    """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is accurate near 0 and
+    1."""
     share, square = num_successes / num_trials, Z95**2
     middle = (share + square / (2 * num_trials)) / (1 + square / num_trials)
     half_width = (
