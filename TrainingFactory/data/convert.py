@@ -276,7 +276,8 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _insert_image_tags(content: Any) -> str:
-    """Return a content with the tag <image> for each image. Raise ValueError if the text itself has the tag."""
+    """Return the content of a message as text, with the tag <image> in place of each image. Raise ValueError if the
+    text itself has the tag."""
     if not isinstance(content, list):
         return content
     if any(TAG in part.get("text", "") for part in content):

@@ -140,7 +140,7 @@ def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 class _Tree:
-    """Prefix tree over sorted rows. `shared[i]` is the length of the common prefix of rows i - 1 and i."""
+    """Prefix tree over sorted rows. `overlaps[i]` is the length of the common prefix of rows i - 1 and i."""
 
     def __init__(self, ids: list[np.ndarray], overlaps: list[int]) -> None:
         self.ids, self.overlaps = ids, overlaps

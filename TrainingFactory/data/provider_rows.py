@@ -79,7 +79,7 @@ def _check_row(row: Row, fmt: ProviderFormat) -> Row:
 
 
 def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
-    """Return the common beginning of two completions and the single message of each after it."""
+    """Return the common beginning of the two completions, and the one message after it in each of them."""
     plain = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
     num_shared = 0
     for chosen, rejected in zip(*plain, strict=False):

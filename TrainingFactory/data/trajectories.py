@@ -214,7 +214,7 @@ class CompactTrajectory:
     turns: list[tuple[bool, np.ndarray, np.ndarray, np.ndarray, Turn]]
 
     def __repr__(self) -> str:
-        """Return a text that depends on every token id: the fingerprint of a run's data hashes it."""
+        """Return a text that depends on every token id, because the fingerprint of a run's data hashes it."""
         turns = [
             (*turn[:1], *(_make_ids_portable(ids).tobytes() for ids in turn[1:3]), turn[4])
             for turn in self.turns
