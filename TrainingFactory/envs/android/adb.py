@@ -18,7 +18,7 @@ INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT", "USERPROFILE")  # v
 
 
 class DeviceUnavailable(ToolFailure):
-    """A device does not answer. The episode ends as `tool_failure` and is not trained on."""
+    """Raised if a device does not answer. The episode ends as `tool_failure` and is not trained on."""
 
 
 class AdbResult(NamedTuple):

@@ -228,7 +228,7 @@ class AndroidEnvironment(ToolEnvironment):
         return await self._input("swipe", *words, *words, LONG_PRESS)
 
     async def _swipe(self, direction: Direction, center: Point, width: int, height: int) -> ToolResult:
-        """Swipe over half of an area."""
+        """Swipe over half of the area with this center and size."""
         across, along = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
         dx, dy = across * (width // 4), along * (height // 4)
         (x, y), milliseconds = center, 300

@@ -23,7 +23,7 @@ ACTIONS = ("clickable", "long-clickable", "checkable", "scrollable")
 
 
 class ScreenError(ValueError):
-    """The device returned no readable screen."""
+    """Raised if the device returned no readable screen."""
 
 
 @dataclass(slots=True)

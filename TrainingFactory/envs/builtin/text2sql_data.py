@@ -61,7 +61,8 @@ QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # kind -> [question, refe
 
 @dataclass(frozen=True, slots=True)
 class SharedValues:
-    """Values that all variants of one database share, so that a question about Oslo makes sense in each."""
+    """Values that all variants of one database share, so that a question about one of them, such as Oslo, makes sense
+    in each variant."""
 
     names: tuple[str, ...]
     cities: tuple[str, ...]

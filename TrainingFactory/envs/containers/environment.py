@@ -93,7 +93,7 @@ class BashTool:
 
 
 class TestsTool:
-    """The task's tests, which the agent cannot call."""
+    """The tool that runs the task's tests. The agent cannot call it."""
 
     def __init__(self, environment: ContainerEnvironment) -> None:
         self._environment = environment

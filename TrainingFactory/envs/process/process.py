@@ -34,20 +34,20 @@ _ID_BYTES = 200  # of a line that is too long
 
 
 class ProcessLost(Exception):
-    """The process has ended or cannot be started."""
+    """Raised if the process has ended or cannot be started."""
 
 
 class RequestFailed(Exception):
-    """The environment answered with an error."""
+    """Raised if the environment answered a request with an error."""
 
 
 class EpisodeLost(RequestFailed):
-    """The environment answered that it lost this episode, such as its connection to a server."""
+    """Raised if the environment answered that it lost this episode, such as the episode's connection to a server."""
 
 
 @dataclass(slots=True, frozen=True)
 class Program:
-    """How to start the processes of an environment."""
+    """The command and the options with which the processes of an environment are started."""
 
     command: Sequence[str]
     name: str  # the part of the environment_id after the colon

@@ -50,11 +50,11 @@ Listener = Callable[[str, dict[str, Any]], None]
 
 
 class BrowserLost(ToolFailure):
-    """The browser or a page does not answer. The episode ends as `tool_failure` and is not trained on."""
+    """Raised if the browser or a page does not answer. The episode ends as `tool_failure` and is not trained on."""
 
 
 class ScriptError(ValueError):
-    """An expression raised an exception in the page."""
+    """Raised if an expression raised an exception in the page."""
 
 
 def find_browser(program: str | None) -> str:
