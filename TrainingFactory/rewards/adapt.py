@@ -162,7 +162,8 @@ class AdaptedReward:
 
 @validate_call(config=STRICT)
 def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> AdaptedReward:
-    """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if it cannot be one."""
+    """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if the callable cannot
+    be a reward."""
     if isinstance(function, AdaptedReward):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))

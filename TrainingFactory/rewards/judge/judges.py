@@ -180,7 +180,7 @@ class PairJudge(Judge):
         return await self._samples(values, verdict.instruction, verdict.read, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
-        """Return the mean over both orders: 1 if the first is better, 0 if the second is."""
+        """Return the mean of the verdicts in both orders: 1 if the first is better, 0 if the second is."""
         forward, backward = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
         return (forward + 1 - backward) / 2
 

@@ -189,7 +189,7 @@ def _text_after_phrase(text: str) -> tuple[int, str] | None:
 
 
 def _line_after(text: str, position: int) -> str | None:
-    """Return the first non-empty line from the position on, and the next one if that starts with `or`."""
+    """Return the first non-empty line from the position on, and also the next line if that starts with `or`."""
     lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
     if not lines:
         return None
