@@ -44,7 +44,7 @@ class CallPosition(NamedTuple):
 
 
 class RecordedCancellation(Exception):
-    """The recorded call was cancelled, so there is no result."""
+    """Outcome of a recorded call that was cancelled and so has no result. A replay raises it."""
 
 
 class ReplayMismatch(ToolFailure):
@@ -100,7 +100,7 @@ class Recorder:
         return _result_of(row["result"], self._replay)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
-        """Record that the episode with this key was not played, because its environment could not be forked."""
+        """Record that the episode with this key was not played because its environment could not be forked."""
         self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
 
     def dropped_fork(self, key: EpisodeKey) -> str | None:

@@ -19,11 +19,11 @@ _abandoned: set[asyncio.Task[Any]] = set()  # strong references: the event loop 
 
 
 class OutOfTime(Exception):
-    """The time limit was reached. Not a TimeoutError, because foreign code may raise that itself."""
+    """Raised when the time limit is reached. It is not a TimeoutError, because foreign code may raise that itself."""
 
 
 class SelfCancelled(Exception):
-    """Foreign code raised CancelledError without having been cancelled, as broken connections do."""
+    """Raised if foreign code raised CancelledError without having been cancelled, as broken connections do."""
 
 
 class PausableClock:

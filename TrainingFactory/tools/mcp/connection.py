@@ -45,7 +45,7 @@ for _name in ("mcp", "httpx2", "httpcore2"):
 
 
 class Connection:
-    """One connection. `on_tools` is called with the tool list on connect and on every change."""
+    """A connection to an MCP server. `on_tools` is called with the tool list on connect and on every change."""
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config

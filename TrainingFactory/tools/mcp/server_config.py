@@ -89,7 +89,7 @@ class ToolOverride:
 
 
 class ServerDown(Exception):
-    """The connection was lost or failed. `sent`: the server may have received the call."""
+    """Raised if the connection to a server was lost or failed. `sent`: the server may have received the call."""
 
     def __init__(self, reason: str, sent: bool = True) -> None:
         super().__init__(reason)

@@ -182,7 +182,7 @@ class ServerOutput:
 
     @contextlib.contextmanager
     def stderr(self) -> Iterator[TextIO]:
-        """Yield a file for the process to write to. The running event loop reads it."""
+        """Yield a file to which the process writes its stderr. The running event loop reads from it."""
         loop = asyncio.get_running_loop()
         reader, writer = os.pipe()
         os.set_blocking(reader, False)

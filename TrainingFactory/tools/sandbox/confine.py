@@ -34,7 +34,7 @@ EXECUTE, SPECIAL_FILES = 1 << 0, (1 << 6) | (1 << 9) | (1 << 11)  # special: dev
 
 
 class Unavailable(Exception):
-    """This machine lacks a layer of the sandbox."""
+    """Raised if this machine lacks a layer of the sandbox."""
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
