@@ -41,8 +41,8 @@ KEYS = {
 
 
 class ModelError(Exception):
-    """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After.
-    `denied`: no request with this key, model and address can succeed."""
+    """Raised for a failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent
+    Retry-After. `denied`: no request with this key, model and address can succeed."""
 
     def __init__(
         self, text: str, temporary: bool = False, retry_after: float | None = None, denied: bool = False
@@ -229,7 +229,7 @@ def _secrets(key: str | None) -> list[str]:
 
 
 def _key_variable(address: str) -> str | None:
-    """Return the name of the variable with the key for an address; None for addresses that get no key."""
+    """Return the name of the environment variable with the key for an address; None for addresses that get no key."""
     variables = KEYS.get(address, (None,))
     return next((name for name in variables if name and os.environ.get(name)), variables[-1])
 
