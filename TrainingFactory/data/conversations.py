@@ -1,5 +1,5 @@
-"""Parsing of conversations in datasets: OpenAI-style messages, ShareGPT, or plain strings. The text of a ValueError
-follows the location of the row and names the column."""
+"""Parsing of conversations in datasets: OpenAI-style messages, ShareGPT, or plain strings. Functions raise ValueError
+with a text that names the column; the caller puts the location of the row before it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def read_conversation(columns: Mapping[str, Any], name: str, is_negative: bool =
 def text_or_messages(
     columns: Mapping[str, Any], name: str, role: str, is_negative: bool = False
 ) -> list[Message]:
-    """Return the messages in a column of messages or strings of `role`. `is_negative` as in `conversation_in`."""
+    """Return the messages in a column that holds messages, or strings of `role`. `is_negative`: keep invalid calls as
+    text instead of raising ValueError."""
     value = columns[name]
     if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
         value = read_list(value, name)

@@ -131,7 +131,7 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
 
 
 def _read_episode(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
-    """Return the episode of a row, or why it is dropped."""
+    """Return the episode of a row, or the reason for dropping it."""
     try:
         episode = recorded_episode(row)
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -168,7 +168,7 @@ def _read_episode(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str
 
 
 def image_path(image: Image) -> str:
-    """Return the path of an image in rows, which begins at the folder of their file."""
+    """Return the path of an image in rows, relative to the folder of the rows' file."""
     return ImageStore(Path(IMAGES_FOLDER)).path(image.digest).as_posix()
 
 
@@ -177,7 +177,8 @@ def _list_images(messages: Iterable[Message]) -> list[Image]:
 
 
 def _make_message_row(message: Message) -> dict[str, Any]:
-    """Return a message with TRL's placeholders for its images, which are in the column "images"."""
+    """Convert a message to a row. TRL's placeholders mark the positions of its images, which are in the column "images"
+    of the dataset."""
     row = message_to_dict(replace(message, images=[]))
     if message.images:
         row["content"] = [
@@ -212,7 +213,7 @@ def _make_single_row(episode: _Episode, to: Form, threshold: float) -> dict[str,
 
 
 def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
-    """Return one pair per group: its first best against its first worst episode."""
+    """Return one pair per group: its best and its worst episode. Of equally good episodes, the first one counts."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.group].append(episode)
@@ -275,7 +276,8 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _insert_image_tags(content: Any) -> str:
-    """Return a content with the tag <image> for each image. Raise ValueError if the text itself has the tag."""
+    """Return the content of a message as text, with the tag <image> in place of each image. Raise ValueError if the
+    text itself has the tag."""
     if not isinstance(content, list):
         return content
     if any(TAG in part.get("text", "") for part in content):
@@ -286,7 +288,7 @@ def _insert_image_tags(content: Any) -> str:
 def swift_messages(
     rows: Iterable[dict[str, Any]], loss_fields: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return messages in ms-swift's roles. `loss_fields` are added to those of the assistant."""
+    """Return messages in ms-swift's roles. `loss_fields` are added to the messages of the assistant."""
     messages: list[dict[str, Any]] = []
     for row in rows:
         role, text = row["role"], _insert_image_tags(row["content"])

@@ -22,8 +22,8 @@ LIST_KEYS = ("data", "rows", "examples")  # keys under which a JSON file may hav
 
 @dataclass(slots=True)
 class DatasetRow:
-    """The columns of a row. `problem` is why the row is invalid; in messages it follows the location `where`.
-    `folder` is where relative paths in a row of a local file begin."""
+    """Columns of one row of a dataset. `problem` is the reason why the row is invalid; error messages put the location
+    `where` before it. Relative paths in a row of a local file start at `folder`."""
 
     where: str
     columns: dict[str, Any]
@@ -80,7 +80,8 @@ def _read_rows(source: Any, split: str) -> Iterator[DatasetRow]:
 
 
 def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
-    """Read JSONL. Invalid lines are held back until the first valid one; without any, the file has another format."""
+    """Read JSONL. Invalid lines before the first valid one are yielded only with it, because a file without any valid
+    line is not JSONL and raises ValueError."""
     pending: list[DatasetRow] = []
     any_valid = False
     # utf-8-sig: some programs write a byte order mark. surrogatepass: model output may contain lone surrogates.

@@ -31,8 +31,8 @@ def sync(*paths: Path) -> None:
 
 
 def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
-    """Open a file in a folder that others may have written. Raise ValueError for a FIFO, device or directory, and for a
-    symbolic link to a target outside the folder."""
+    """Open a file in a folder to which other programs may have written. Raise ValueError for a FIFO, device or
+    directory, and for a symbolic link to a target outside the folder."""
     target = path.resolve() if path.is_symlink() else path
     if target != path and not target.is_relative_to(path.parent.resolve()):
         raise ValueError(
@@ -69,7 +69,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 @contextmanager
 def naming_file_on_error(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError; the system's own message for a full disk has none."""
+    """Add the file name to an OSError, because the system's own message for a full disk has none."""
     try:
         yield
     except OSError as error:
@@ -96,7 +96,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write the SHA-256 of every file in a folder to `SUMS`."""
+    """Write the SHA-256 of every file in a folder to `CHECKSUM_FILE`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     lines = [f"{file_digest(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / CHECKSUM_FILE).write_text("".join(lines), encoding="utf-8")

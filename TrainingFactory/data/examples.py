@@ -88,8 +88,8 @@ def load_examples(
     image_urls: bool = False,
 ) -> Examples:
     """Return the first `count` examples (None: all). Raise one ValueError with all invalid rows, or collect them in
-    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` are the `columns` of `read_rows`.
-    `image_urls`: download images."""
+    `bad` with `skip_bad_rows`. `check_call` validates tool calls. `names` maps expected to actual column names, like
+    `columns` of `read_rows`. `image_urls`: download images from addresses."""
     examples, stem = Examples(form, []), Path(source).stem if isinstance(source, str | Path) else "row"
     groups: dict[str, Example] = {}  # recorded episodes by group name, for pairs
     check_call = check_call and _with_shared_specs(check_call)
@@ -133,7 +133,8 @@ def load_examples(
 
 
 def _with_shared_specs(check_call: CallChecker) -> CallChecker:
-    """Call `check_call` with the same object for equal tools, because it compiles the schema of each object once."""
+    """Wrap `check_call` so that it gets the same object for equal tools, because it compiles the schema of each object
+    once."""
     specs: dict[str, ToolSpec] = {}
 
     def shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
@@ -163,7 +164,7 @@ def total_reward_of(conversation: Conversation) -> float:
 
 
 def reason_unusable(trajectory: Trajectory, form: str) -> str | None:
-    """Return why an episode cannot be used for training of this form. None: it can."""
+    """Return the reason why an episode cannot be used for training of this form; None if it can."""
     if trajectory.status in FAILED_STATUSES:
         return f"ended with status {trajectory.status}"
     if not trajectory.turns:
@@ -176,7 +177,7 @@ def reason_unusable(trajectory: Trajectory, form: str) -> str | None:
 
 
 def _convert_recorded(row: DatasetRow, form: str) -> Conversation | str:
-    """Return a recorded episode as a conversation, or why it cannot be used."""
+    """Return a recorded episode as a conversation, or the reason why it cannot be used."""
     try:
         episode = recorded_episode(row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -193,7 +194,7 @@ def _convert_recorded(row: DatasetRow, form: str) -> Conversation | str:
 
 
 def recorded_episode(row: DatasetRow) -> Trajectory:
-    """Return the recorded episode in a row of a trajectories file, whose folder has its images."""
+    """Return the recorded episode in a row of a trajectories file. The folder of the file has its images."""
     store = None if row.folder is None else ImageStore(row.folder / IMAGES_FOLDER)
     return trajectory_from_dict(dict(row.columns), store)
 

@@ -12,7 +12,8 @@ SPEAKERS = ("human", "user", "assistant", "gpt", "bot")  # keys of a turn, the u
 
 
 def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the row with the columns "messages", "chosen" and "rejected" if it has them under other names."""
+    """Return the columns of a row, with "messages", "chosen" and "rejected" added if the row has them under the names
+    of other formats."""
     if media := next((name for name in MEDIA if columns.get(name)), None):
         raise ValueError(f'has "{media}", but only text and images are supported')
     if "messages" not in columns and (messages := _collect_messages(columns)) is not None:

@@ -1,6 +1,6 @@
 """Packing of training rows into prefix trees, so that a common prefix is computed once. No other module shifts targets:
-the output at the token before predicts a trained token. A pack has at most `token_budget` tokens, unless one row, or an
-episode or pair that must not be split, has more. A node holds consecutive tokens; a row is a path from the root.
+the output at a token predicts the next token. A pack has at most `token_budget` tokens, unless one row, or an episode
+or pair that must not be split, has more. A node holds consecutive tokens; a row is a path from the root.
 
         row 0  P P P a a      nodes   0: P P P            flat  P P P a a b b b
         row 1  P P P b b b            1: a a   (parent 0)
@@ -109,7 +109,7 @@ def pack(
 def _group_into_units(
     samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool
 ) -> list[list[int]]:
-    """Return the indices of the rows that must stay in one pack, in packing order."""
+    """Group the rows into units that must stay in one pack. Return the row indices of each unit, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
     def key(number: int) -> Any:
@@ -122,7 +122,7 @@ def _group_into_units(
 
 
 def _split_unit(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
-    """Return the unit, or each of its rows as a unit if together they exceed the budget."""
+    """Return the unit unchanged, or split into one unit per row if its rows together exceed the budget."""
     size = _count_tree_tokens(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
     return [unit] if size <= budget else [[row] for row in unit]
 
@@ -140,7 +140,7 @@ def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
 
 
 class _Tree:
-    """Prefix tree over sorted rows. `shared[i]` is the length of the common prefix of rows i - 1 and i."""
+    """Prefix tree over sorted rows. `overlaps[i]` is the length of the common prefix of rows i - 1 and i."""
 
     def __init__(self, ids: list[np.ndarray], overlaps: list[int]) -> None:
         self.ids, self.overlaps = ids, overlaps
@@ -151,7 +151,8 @@ class _Tree:
         self.grow(0, len(ids), 0, -1)
 
     def grow(self, first: int, last: int, depth: int, parent: int) -> None:
-        """Add nodes for rows first..last-1, whose first `depth` tokens are in ancestor nodes."""
+        """Add the nodes of rows first..last-1 to the tree. The first `depth` tokens of these rows are in ancestor
+        nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
         if last - first == 1:
             self._node(first, last, depth, len(self.ids[first]), parent, level)
@@ -194,8 +195,8 @@ def _build_packs(
     min_shared: int,
     splitting: bool,
 ) -> list[Pack]:
-    """Build one pack, or several if the tree exceeds the budget: unlike `_count_tree_tokens`, it shares
-    no short prefixes."""
+    """Build one pack, or several if the tree exceeds the budget. The tree can have more tokens than
+    `_count_tree_tokens` returns, because it shares no short prefixes."""
     rows = [number for unit in units for number in unit]
     if sharing:
         rows.sort(key=lambda number: keys[number])
@@ -220,7 +221,8 @@ def _build_packs(
 
 
 def _cut_small_overlaps(lengths: list[int], overlaps: list[int], min_shared: int) -> list[int]:
-    """Return `overlaps` with 0 where a new tree begins: at a row that shares no more than all rows of the last tree."""
+    """Return `overlaps` with 0 at each row where a new tree begins. Such a row shares no more tokens than all rows of
+    the previous tree share, and that tree is large enough."""
     shared_lengths = list(overlaps)
     size = shortest = lengths[0]
     for row in range(1, len(overlaps)) if min_shared else ():
@@ -243,7 +245,7 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
     episode_index = {episode: number for number, episode in enumerate(first_rows)}
 
     def gather_values(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
-        """Return the values of all rows at their trained tokens, or `shift` tokens before them."""
+        """Return the values of all rows at their trained tokens, or at the tokens `shift` positions before."""
         pairs = zip(values, trained_positions, strict=True)
         return np.concatenate([np.asarray(value, kind)[positions - shift] for value, positions in pairs])
 
@@ -313,7 +315,7 @@ def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
     min_shared: int = 0, splitting: bool = False,
 ) -> Batch:  # fmt: skip
-    """Pack the rows of a step. `sharing`, `min_shared` and `splitting` are those of `pack`."""
+    """Pack the rows of a step. `sharing`, `min_shared` and `splitting` have the same meaning as in `pack`."""
     packs = pack(samples, token_budget, sharing, min_shared, splitting)
     num_split = _add_lengths(samples, packs) if splitting else 0
     return Batch(
@@ -328,7 +330,8 @@ def make_batch(
 
 
 def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
-    """Give packs with a part of an episode the lengths of their episodes. Return the number of split episodes."""
+    """Set `lengths` to the lengths of whole episodes in each pack that has only a part of one. Return the number of
+    split episodes."""
     episodes = [list(dict.fromkeys(samples[row].episode for row in item.rows)) for item in packs]
     counts = Counter(chain.from_iterable(episodes))
     if (num_split := sum(count > 1 for count in counts.values())) == 0:

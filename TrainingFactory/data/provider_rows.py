@@ -37,7 +37,7 @@ OPENAI_MIN_ROWS = 10  # smaller files are rejected
 
 
 class UnfitRow(ValueError):
-    """A row that the provider's format cannot hold."""
+    """Raised for a row that the provider's format cannot represent."""
 
 
 class ProviderFormat(NamedTuple):
@@ -46,7 +46,7 @@ class ProviderFormat(NamedTuple):
 
 
 def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]) -> list[Row]:
-    """Return the rows in the provider's format. Rows that it cannot hold are counted in `dropped` with the reason."""
+    """Return the rows in the provider's format. Rows that it cannot represent are counted in `dropped` by reason."""
     fmt, converted = FORMATS[provider], []
     for row in rows:
         if "chosen" in row and fmt.pair is None:
@@ -79,7 +79,7 @@ def _check_row(row: Row, fmt: ProviderFormat) -> Row:
 
 
 def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
-    """Return the common beginning of two completions and the single message of each after it."""
+    """Return the common beginning of the two completions, and the one message after it in each of them."""
     plain = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
     num_shared = 0
     for chosen, rejected in zip(*plain, strict=False):
@@ -99,7 +99,7 @@ def _without_ids(message: Row) -> Row:
 
 
 def _remove_weights(messages: Sequence[Row]) -> list[Row]:
-    """Return messages that are not trained."""
+    """Return the messages, with weight 0 for those of the assistant, so that they are not trained."""
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
 
@@ -188,7 +188,7 @@ def _to_gemini_contents(messages: Sequence[Row]) -> list[Row]:
 
 
 def _to_gemini_schema(schema: Any) -> Any:
-    """Return a JSON schema as an OpenAPI schema with the keys that Gemini knows."""
+    """Convert a JSON schema to an OpenAPI schema with only the keys that Gemini supports."""
     if not isinstance(schema, Mapping):
         return schema
     if "$ref" in schema:

@@ -19,7 +19,7 @@ def total(reward: Reward) -> float:
 def best_and_worst(
     group: Iterable[Scored], reward: Callable[[Scored], float]
 ) -> tuple[Scored, Scored] | None:
-    """Return the first best and the first worst member. None: all rewards are equal up to rounding."""
+    """Return the first best and the first worst member of a group; None if all rewards are equal up to rounding."""
     members = list(group)
     if not members:
         return None

@@ -1,4 +1,5 @@
-"""Conversion of episodes to the tokens of another model. Sampled tokens are kept if both models write them alike."""
+"""Conversion of episodes to the tokens of another model. Sampled tokens are kept if both models encode the turn in the
+same way."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ from TrainingFactory.types import Completion, Trajectory, Turn
 
 
 class UnparsableCallError(ValueError):
-    """A tool call could not be parsed, so that it cannot be rendered for another model."""
+    """Raised for a tool call that could not be parsed, because it cannot be rendered for another model."""
 
 
 class FoldedEpisodeError(ValueError):
-    """The prompts of a folded episode are known as tokens only, which another model does not have."""
+    """Raised for a folded episode, because its prompts exist only as token ids of one model, which another model cannot
+    use."""
 
 
 def rerender(chat: ChatFormat, trajectory: Trajectory, unfold: bool = False) -> Trajectory:

@@ -107,7 +107,8 @@ class _ImageReader:
             raise ValueError(f"cannot download {url[:80]}: {error}") from None
 
     def fill(self, value: Any, images: Iterator[Image], column: str) -> Any:
-        """Return a conversation with decoded images in its image parts; placeholders take the next of `images`."""
+        """Return a conversation with decoded images in its image parts. Each placeholder is replaced by the next image
+        of `images`."""
         if not isinstance(value, list):
             return value
         return [
@@ -148,7 +149,7 @@ def _find_content_key(message: Any) -> str | None:
 
 
 def _iterate_parts(value: Any) -> Iterator[Any]:
-    """Yield the parts of the contents in a conversation."""
+    """Yield the content parts of all messages in a conversation."""
     for message in value if isinstance(value, list) else ():
         if (key := _find_content_key(message)) is not None and isinstance(message[key], list):
             yield from message[key]

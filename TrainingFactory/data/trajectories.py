@@ -80,7 +80,7 @@ def _serialize_checked(trajectory: Trajectory, store: ImageStore | None) -> str:
 
 
 def _serialize_line(trajectory: Trajectory, store: ImageStore | None) -> str:
-    """Return the line that `json.dumps` would, but serialize the turns with pydantic, which is 20 times as fast."""
+    """Return the same line as `json.dumps`, but serialize the turns with pydantic, which is 20 times as fast."""
     row = trajectory_to_dict(trajectory, store)
     turns = row.pop("turns")
     text = ""
@@ -91,7 +91,8 @@ def _serialize_line(trajectory: Trajectory, store: ImageStore | None) -> str:
 
 
 def _is_plain(turn: Turn) -> bool:
-    """Return whether a turn holds no values of a tool's or environment's own types, on which the serializers differ."""
+    """Return whether both serializers give the same text for a turn, because it holds no values of a tool's or
+    environment's own types."""
     kinds = set(map(type, turn.signals)) | set(map(type, turn.signals.values()))
     return kinds <= {str, int, float} and not any(result.attachments for result in turn.tool_results)
 
@@ -120,7 +121,7 @@ def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
 
 
 def task_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Task:
-    """Return the task of `task_to_dict`."""
+    """Restore a task from the output of `task_to_dict`."""
     prompt = row["prompt"]
     prompt = prompt if isinstance(prompt, str) else [_message_from_dict(message, store) for message in prompt]
     return Task(row["id"], prompt, row.get("answer"), row["metadata"])
@@ -153,7 +154,8 @@ def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) 
 
 
 def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Trajectory:
-    """Return the trajectory of `trajectory_to_dict`. `store` has its images, unless their data is in the JSON."""
+    """Restore a trajectory from the output of `trajectory_to_dict`. `store` has its images, unless their data is in the
+    JSON."""
     messages = [_message_from_dict(message, store) for message in row["prompt"]]
     images = _collect_images(messages)
     turns, previous_ids = [], []
@@ -212,7 +214,7 @@ class CompactTrajectory:
     turns: list[tuple[bool, np.ndarray, np.ndarray, np.ndarray, Turn]]
 
     def __repr__(self) -> str:
-        """Return a text that depends on every token id: the fingerprint of a run's data hashes it."""
+        """Return a text that depends on every token id, because the fingerprint of a run's data hashes it."""
         turns = [
             (*turn[:1], *(_make_ids_portable(ids).tobytes() for ids in turn[1:3]), turn[4])
             for turn in self.turns
@@ -252,7 +254,8 @@ class CompactTrajectory:
 
 
 def _make_ids_portable(ids: np.ndarray) -> np.ndarray:
-    """Return ids with image tokens as they are on disk: their numbers in memory differ between processes."""
+    """Return ids with image tokens in the form that is stored on disk, because their numbers in memory differ between
+    processes."""
     import numpy as np
 
     return np.asarray(to_disk(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
@@ -290,7 +293,8 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
 def _turn_from_dict(
     row: dict[str, Any], previous_ids: list[int], store: ImageStore | None, images: dict[str, Image]
 ) -> Turn:
-    """`images` are those of the messages before the turn, by digest; those of its prompt and replies are added."""
+    """Restore a turn. `images` has the images of the messages before the turn, by digest; the images of the turn's
+    prompt and replies are added to it."""
     prompt_images = images_from_rows(row.get("prompt_images", ()), store)
     images.update({image.digest: image for _, image in prompt_images})
     placed_images = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
@@ -311,7 +315,7 @@ def _turn_from_dict(
 def _add_prompt_images(
     row: dict[str, Any], trajectory: Trajectory, number: int, store: ImageStore | None
 ) -> None:
-    """Store the images of a turn's new prompt ids that no earlier message has: an agent program may begin a
+    """Store the images of a turn's new prompt ids that no earlier message has, because an agent program may begin a
     conversation of its own."""
     replies = [reply for turn in trajectory.turns[:number] for reply in turn.replies]
     digests = {digest for digest, _ in row["image_tokens"]} - _collect_images(

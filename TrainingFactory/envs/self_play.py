@@ -56,7 +56,7 @@ class SelfPlayEnvironment(ABC):
 
     @abstractmethod
     def move(self, role: str, text: str) -> str | None:
-        """Make a role's move. Return what the other role reads before its turn; None if the game is over."""
+        """Make a role's move. Return the text that the other role reads before its turn; None if the game is over."""
 
     @abstractmethod
     def rewards(self) -> Mapping[str, Reward | float]:
@@ -84,7 +84,8 @@ class SelfPlayEnvironment(ABC):
 
 
 class Match:
-    """A game that two episodes play, and whose turn it is. The game is made by the episode that starts first."""
+    """The state of a game between two episodes, and the role whose turn it is. The episode that starts first creates
+    the game."""
 
     def __init__(self, factory: type[SelfPlayEnvironment]) -> None:
         self._factory = factory
@@ -97,7 +98,7 @@ class Match:
         self._failed_role: str | None = None  # role whose episode failed
 
     def seat(self, role: str, task: Task) -> RoleSeat:
-        """Return the environment of a role."""
+        """Return the environment of a role. Create the game if it does not exist yet."""
         if self._game is None:
             self._game = self._factory(task)
         return RoleSeat(task, self, role)
@@ -108,7 +109,8 @@ class Match:
         return self._game
 
     async def wait_for_turn(self, role: str) -> str | None:
-        """Return what the role reads before its move; None if the game is over."""
+        """Wait until it is the role's turn. Return the text that the role reads before its move; None if the game is
+        over."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.is_over or self._role_to_move == role)
         if self._failed_role is not None:
@@ -137,7 +139,8 @@ class Match:
             self._changed.notify_all()
 
     async def leave(self, role: str) -> None:
-        """Leave a seat. The other episode cannot go on without this one; the last one closes the game."""
+        """Leave the game. This ends it, because the other episode cannot continue alone. The last episode to leave
+        closes it."""
         await self.end(failed=role)
         self._num_seats -= 1
         if not self._num_seats:
@@ -172,7 +175,8 @@ class RoleSeat(ToolEnvironment):
         return Step(done=True) if text is None else Step([Message("user", text)])
 
     async def reward(self, episode: Episode) -> Reward | float:
-        """Return the role's reward. The other role may still wait for a move that this episode can no longer make."""
+        """End the game, because the other role may still wait for a move that this episode can no longer make. Return
+        the role's reward."""
         is_truncated = episode.trajectory.status == "truncated"
         await self._match.end(forfeited=self.role if is_truncated else None)
         rewards = self._match.game.rewards()

@@ -1,4 +1,4 @@
-"""Dense retrieval: passages are found by the meaning of a query, with a sentence encoder and faiss."""
+"""Dense retrieval: search for passages by the meaning of a query, with a sentence encoder and faiss."""
 
 from TrainingFactory.retrieval.encoder import SentenceEncoder
 from TrainingFactory.retrieval.tool import RetrievalTool

@@ -89,7 +89,7 @@ class SentenceEncoder:
 
 @cache
 def _load(folder: Path, device: str, digest: str) -> tuple[Any, Any]:
-    """Return tokenizer and model; tools with the same encoder share them."""
+    """Return tokenizer and model. Tools with the same encoder share them, because the result is cached."""
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar

@@ -56,7 +56,7 @@ def load_faiss(name: str) -> Any:
 
 
 def _load_stored(file: Path, count: int) -> np.ndarray | None:
-    """Return the vectors of an earlier start; None if there are none, or the file is damaged."""
+    """Return the vectors that an earlier process stored; None if there are none, or if the file is damaged."""
     try:
         vectors = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError):
@@ -92,7 +92,8 @@ def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _store(file: Path, vectors: np.ndarray, name: str) -> None:
-    """Write a temporary file and rename it, so that concurrent processes never read half a file."""
+    """Write the vectors to a temporary file and rename it, so that concurrent processes never read an incomplete
+    file."""
     temporary = file.with_name(f"{file.stem}.{secrets.token_hex(8)}.part")
     try:
         with temporary.open("wb") as target:

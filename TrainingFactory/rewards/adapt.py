@@ -49,7 +49,7 @@ class RewardAborted(Unscored):
 
 @dataclass(slots=True, frozen=True)
 class AdaptedReward:
-    """Reward made from a callable by `as_reward`: returns a validated `Reward` or raises."""
+    """A reward made from a callable by `as_reward`. It returns a validated `Reward` or raises."""
 
     function: Callable[..., Any]
     name: str
@@ -75,7 +75,7 @@ class AdaptedReward:
         return validate_reward(value, episode.trajectory.turns, self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Score all episodes; the list has the exception in place of a reward that failed."""
+        """Score all episodes. The list has a reward for each episode, or the exception if its reward failed."""
         if not self.grouped:
             return await score_independently(self, episodes)
         values = await self._run_limited(self._score_together(episodes))
@@ -95,7 +95,7 @@ class AdaptedReward:
             return error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise ValueError if the reward has a parameter for a column that no task has."""
+        """Raise ValueError if a parameter of the reward names a column that no task has."""
         if self.shape == "completions" and tasks:
             self.columns([Trajectory(task, group="") for task in tasks])
 
@@ -162,7 +162,8 @@ class AdaptedReward:
 
 @validate_call(config=STRICT)
 def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> AdaptedReward:
-    """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if it cannot be one."""
+    """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if the callable cannot
+    be a reward."""
     if isinstance(function, AdaptedReward):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))
@@ -174,7 +175,8 @@ def as_reward(function: Any, name: str | None = None, timeout: Positive | None =
 
 
 def _infer_input(function: Callable[..., Any], name: str) -> RewardSignature:
-    """Infer what the function takes from the name or type hint of its first parameter. Default: the episode."""
+    """Infer the kind of input from the name or the type hint of the function's first parameter. Default: the
+    episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
     try:

@@ -45,7 +45,7 @@ class Combined:
         return any(part.compares for part in self.rewards.values())
 
     def without_comparisons(self) -> Combined | None:
-        """Return the parts that score single episodes; None if there are none."""
+        """Return the weighted sum of those parts that score single episodes; None if all parts compare episodes."""
         parts = {name: (self.weights[name], part) for name, part in self.rewards.items() if not part.compares}
         return Combined(parts, timeout=None) if parts else None
 

@@ -13,7 +13,8 @@ ScoringQueue = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
-    """Batch episodes that end at about the same time: a batch waits `patience` seconds before it is scored."""
+    """Reward by a trained reward model. It scores episodes that end at about the same time in one batch, for which it
+    waits `patience` seconds."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
         self.scorer, self.patience = scorer, patience
@@ -33,7 +34,8 @@ class LearnedReward:
         return await answer
 
     async def _work(self) -> None:
-        """Score until the queue is empty. No await follows the last check, so that no request is missed."""
+        """Score batches until the queue is empty. No await follows the last check of the queue, so that no request is
+        missed."""
         while self._waiting:
             await asyncio.sleep(self.patience)
             batch = [(trajectory, answer) for trajectory, answer in self._waiting if not answer.done()]

@@ -23,7 +23,8 @@ KIND = "reward"
 
 
 def load_reward(target: str, options: Mapping[str, Any] | None = None) -> AdaptedReward:
-    """Return the reward at `target`; with `options`, the target is a factory that is called with them."""
+    """Return the reward at `target`. With `options`, `target` is a factory that returns the reward when it is called
+    with them."""
     function = find_callable(target)
     return as_reward(function if options is None else function(options))
 

@@ -230,7 +230,8 @@ class ProcessReward:
         return await in_thread(self.score, trajectory)
 
     async def _with_outcome(self, episode: Episode) -> Trajectory:
-        """Return the input of `score`: the trajectory with everything that needs the environment filled in."""
+        """Return the input of `score`: the trajectory with the outcome and, if a rule needs it, the length of the
+        expert's solution. Both need the open environment."""
         uses_path = bool(self._weights.get("efficient_path"))
         if not (self.outcome_weight or uses_path or self.claw_back == "wrong"):
             # An unused outcome is not computed, so that it costs nothing and cannot fail.
@@ -242,7 +243,8 @@ class ProcessReward:
         return dataclasses.replace(episode.trajectory, reward=outcome, task=task)
 
     def score(self, trajectory: Trajectory) -> Reward:
-        """Return the reward of a trajectory whose `reward` is the outcome; None: only step rewards count."""
+        """Return the reward of a trajectory whose `reward` is the outcome. If it is None, return the step rewards
+        alone."""
         process = self.reward_turns(trajectory, trajectory.reward)
         return process if trajectory.reward is None else self.add_outcome(trajectory.reward, process)
 
@@ -295,8 +297,9 @@ def calculate_process_reward(
     outcome_weight: float = 1.0,
     **options: Any,
 ) -> Reward:
-    """Return the process reward of a trajectory with the options of ProcessReward. `outcome` defaults to that of the
-    trajectory, else 0. A sequence of steps is scored by their `tool_call_correct` and `reasoning_clear`."""
+    """Return the process reward of a trajectory with the options of ProcessReward. `outcome` defaults to the
+    trajectory's outcome, or 0 if it has none. A plain sequence of steps is scored by the fields `tool_call_correct` and
+    `reasoning_clear` of its steps."""
     if not isinstance(trajectory, Trajectory):
         if isinstance(trajectory, Sequence) and not isinstance(trajectory, str):
             return _reward_marked_steps(trajectory, step_rewards, outcome)
@@ -338,7 +341,7 @@ def scorer_from_options(options: Mapping[str, Any]) -> Callable[[Trajectory], Re
 
 
 def _trajectory_until(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
-    """Return the trajectory as it was when this turn ended; before the last turn its status is not `done`."""
+    """Return the trajectory as it was when this turn ended. Before the last turn, its status is not `done`."""
     is_last = turn == len(trajectory.turns) - 1
     status = trajectory.status if is_last else "max_turns"
     return dataclasses.replace(

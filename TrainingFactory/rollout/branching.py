@@ -32,7 +32,8 @@ Play = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
 
 @dataclass(slots=True, frozen=True)
 class Branching:
-    """Where episodes fork, and how far (`training.branching`)."""
+    """Rules for forking episodes (`training.branching`): after which turns, into how many continuations, and up to
+    which limits."""
 
     at: Literal["tool_result", "turns", "entropy", "function"] = "tool_result"
     continuations: int = 2  # of one fork, the episode itself included
@@ -74,7 +75,8 @@ def share(total: int | None, parts: int, index: int) -> int | None:
 
 @dataclass(slots=True)
 class PathBudget:
-    """What one path has used, and its shares of the task's budgets."""
+    """Budget of one path through a tree of forked episodes: its shares of the task's `max_episodes` and `max_tokens`,
+    and its number of forks so far."""
 
     episodes: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
@@ -82,18 +84,19 @@ class PathBudget:
     counted: int = 0  # turns whose tokens are subtracted
 
     def count(self, turns: Sequence[Turn]) -> None:
-        """Subtract the tokens of the turns since the last call."""
+        """Subtract the sampled tokens of the turns since the last call from the remaining tokens."""
         if self.tokens is not None:
             self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.counted :])
         self.counted = len(turns)
 
     def allows(self, continuations: int, turn_tokens: int) -> bool:
-        """Return whether each continuation gets an episode and the tokens of a turn."""
+        """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
+        tokens."""
         enough_episodes = self.episodes is None or self.episodes >= continuations
         return enough_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
 
     def divided(self, parts: int) -> list[PathBudget]:
-        """Return the budgets of the continuations."""
+        """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
                 share(self.episodes, parts, i), share(self.tokens, parts, i), self.forks + 1, self.counted
@@ -103,16 +106,17 @@ class PathBudget:
 
 
 def is_stateless(environment: Environment) -> bool:
-    """Return whether no step changes the environment: a plain tool environment whose tools are all pure."""
+    """Return whether no step can change the environment's state: it is a plain tool environment, and all its tools are
+    pure."""
     if not isinstance(environment, ToolEnvironment) or type(environment).step is not ToolEnvironment.step:
         return False
     return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
 
 
 def fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh", "replay"] | None:
-    """Return how an environment forks: by its own `fork`, as a fresh one because it has no state, or by replaying its
-    steps in a fresh one; None: not at all. Tools with a session per episode have state of their own, which `fork` does
-    not copy."""
+    """Return how to fork an environment: "own" calls its `fork`; "fresh" makes another one, because it has no state;
+    "replay" makes another one and repeats the steps. None: it cannot fork. An environment whose tools have a session
+    per episode does not use `fork`, because `fork` does not copy the state of the session."""
     own = getattr(environment, "fork", ...)
     if own is None:
         return None
@@ -126,7 +130,7 @@ def fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh
 
 @dataclass(slots=True)
 class ForkPoint:
-    """Where a forked episode starts: after the turns that it shares with its parent."""
+    """Start of a forked episode, after the turns that it shares with its parent."""
 
     ids: list[int]  # prompt of the next turn
     keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
@@ -135,7 +139,7 @@ class ForkPoint:
     timeout: float
 
     async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
-        """Bring the environment into the state of the fork; return the prompt of the next turn."""
+        """Restore the environment's state at the fork; return the prompt of the next turn."""
         if self.method == "own":
             return list(self.ids)
         try:
@@ -177,15 +181,16 @@ def _check_replayed(number: int, turn: Turn, step: Step, run: EpisodeRun) -> Non
 
 
 def _turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
-    """Return the key under which the tool calls of each turn are recorded: that of the episode that sampled it."""
+    """Return, for each turn, the key under which its tool calls are recorded: the key of the episode that sampled the
+    turn."""
     shared = run.start.keys if isinstance(run.start, ForkPoint) else []
     return [*shared, *[run.key] * (len(run.trajectory.turns) - len(shared))]
 
 
 @dataclass(slots=True)
 class EpisodeForest:
-    """The groups of one batch, each of which grows as its episodes fork. `seeds[i](member, turn)` returns the seed of a
-    turn of group i."""
+    """The episodes of one batch, by group. A group grows when one of its episodes forks. `seeds[i](member, turn)`
+    returns the sampling seed of a turn in group i."""
 
     branching: Branching
     groups: list[list[EpisodeRun]]
@@ -216,12 +221,12 @@ class EpisodeForest:
         return [run for group in self.groups for run in group]
 
     async def play(self, place: int, play: Play) -> None:
-        """Play the episodes of group `place` and all that fork from them."""
+        """Play the episodes of the group with index `place`, and all episodes forked from them."""
         await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[place])])
 
     async def play_in_waves(self, play: Play) -> None:
-        """Play all episodes, then all that have forked from them, and so on. Sessions are opened and episodes started
-        in a fixed order."""
+        """Play the batch in waves: first the unforked episodes, then the episodes forked in the previous wave, and so
+        on. Open sessions and start episodes in a fixed order."""
         wave = self.runs
         while wave:
             await gather_or_cancel([play(run) for run in wave])
@@ -231,8 +236,8 @@ class EpisodeForest:
                 run.open_fork()
 
     async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
-        """Play an episode and, as soon as there is room, those forked from it. It has released its place at the gate
-        before it waits for them."""
+        """Play an episode and the episodes forked from it, which run in separate tasks as soon as there is room. Wait
+        until all have ended. While it waits for its forks, the episode uses no slot of the concurrency limit."""
         children: list[asyncio.Task[None]] = []
         self._start[run] = lambda child: children.append(
             asyncio.ensure_future(self._play_with_forks(child, play))
@@ -249,7 +254,8 @@ class EpisodeForest:
     # -- called at the end of a turn
 
     async def _fork_after_turn(self, run: EpisodeRun, environment: Environment, ids: list[int]) -> None:
-        """Fork the episode if it should and may. `ids` is the prompt of its next turn."""
+        """Fork the episode if `branching` selects its last turn and its budget and limits allow a fork. `ids` is the
+        prompt of its next turn."""
         budget, branching = self._budgets[run], self.branching
         budget.count(run.trajectory.turns)
         if not self._may_fork(run, budget, ids):
@@ -294,7 +300,8 @@ class EpisodeForest:
         depth: int,
         budget: PathBudget,
     ) -> None:
-        """Fork continuation `digit` of the fork that is number `depth` along the path."""
+        """Create continuation number `digit` of a fork, and start or queue it. Drop it if the environment cannot be
+        forked. `depth` is the number of earlier forks along the path."""
         parent, place = run.trajectory, self._places[run]
         # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
         member = parent.member + self._roots[place] * digit * self.branching.continuations**depth

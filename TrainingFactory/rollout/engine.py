@@ -30,13 +30,13 @@ class RolloutEngine:
     """Plays batches of episodes concurrently.
 
     reward: None uses the environment's own; a group reward is called when the last episode of its group has ended.
-    episode_timeout: seconds, from when the episode is admitted; so set `max_concurrency` to the sampler's slots.
+    episode_timeout: seconds, counted from the episode's admission; so set `max_concurrency` to the sampler's slots.
     on_episode: called with every episode once it is scored.
     runtime: state shared by all tools.
     gate: limits the episodes of all batches together, first come first served; None: `max_concurrency` per batch.
     clock: measures the seconds of episodes; its owner pauses it while no sampler is alive.
     folding: shortens conversations that exceed a token limit; None: never.
-    branching: where episodes fork; the forked ones are further members of their group. None: nowhere."""
+    branching: rules for forking episodes; forked episodes are further members of their group. None: no forks."""
 
     def __init__(
         self,
@@ -89,8 +89,9 @@ class RolloutEngine:
         recorded_as: str | None = None,
         names: Sequence[str] | None = None,
     ) -> list[list[Trajectory]]:
-        """Play `group_size` episodes of each task and return one list per task, members in order. Seeds and recorded
-        tool calls are keyed by `step` (calls: or by `recorded_as`) and the task's id, or its name in `names`."""
+        """Play `group_size` episodes of each task. Return one list of episodes per task, ordered by member. Seeds and
+        recorded tool calls are keyed by `step` and the task's id. `names` replaces the ids in both; `recorded_as`
+        replaces `step` for tool calls only."""
         key = step if recorded_as is None else recorded_as
         runs = self._open_runs(tasks, names or _unique_group_names(tasks), sampler, group_size, step, key)
         size = len(runs) // len(tasks) if tasks else 1
@@ -152,7 +153,8 @@ class RolloutEngine:
         return trajectories
 
     async def _run_trees(self, forest: EpisodeForest, place: int, play: Play) -> None:
-        """Play a group with its forks, unless that is done, and score it if it has a group reward."""
+        """Play a group and the episodes forked from it, unless `play_in_waves` has played them already. Then apply the
+        group reward, if there is one."""
 
         async def play_all() -> None:
             if not forest.branching.in_waves:
@@ -199,7 +201,8 @@ class RolloutEngine:
         step: int,
         recorded_as: int | str,
     ) -> list[EpisodeRun]:
-        """Open all sessions in order before anything is awaited, so that their assignment does not depend on timing."""
+        """Create all episodes and open their sampling sessions in order, before anything is awaited, so that the
+        assignment of sessions does not depend on timing."""
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
             for member in range(group_size):

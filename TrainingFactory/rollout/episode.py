@@ -68,22 +68,22 @@ class EpisodeSettings:
 
 @dataclass(eq=False)
 class _Over(Exception):
-    """Ends the episode with this status and error."""
+    """Raised to end the episode with this status and error."""
 
     status: Status
     error: str | None = None
 
 
 class ForkFailed(Exception):
-    """The environment of a forked episode could not be brought into the state of the fork. The episode is dropped."""
+    """Raised if the environment of a forked episode cannot be brought into the state of the fork. The episode is
+    dropped."""
 
 
 class EpisodeStart(Protocol):
-    """Where a forked episode starts."""
+    """Interface for the start of a forked episode; implemented by `ForkPoint` in `rollout/branching.py`."""
 
     async def enter(self, run: EpisodeRun, environment: Environment) -> list[int]:
-        """Bring the environment into the state of the fork and return the prompt of the next turn, or raise
-        ForkFailed."""
+        """Restore the environment's state at the fork and return the prompt of the next turn, or raise ForkFailed."""
         ...
 
 
@@ -144,8 +144,9 @@ class EpisodeRun:
         start: EpisodeStart,
         environment: Environment | None,
     ) -> EpisodeRun:
-        """Return an episode that continues the turns of this one, in a copy of its environment, or from None in a new
-        environment that `start` brings into its state. Its session is this one's until `open_fork`."""
+        """Return an episode that continues after the turns of this one. `environment` is a copy of this episode's
+        environment; None: `start` restores the state in a new environment. The new episode shares this one's sampling
+        session until `open_fork`."""
         key = self.key._replace(member=trajectory.member)
         child = EpisodeRun(self.rules, trajectory, self.session, self.max_length, seed_of, key)
         child.start, child.environment = start, environment
@@ -258,7 +259,7 @@ class EpisodeRun:
             turn.signals[folding.TASK_LOST] = 1.0
 
     async def _fold_prompt(self, ids: list[int], rules: folding.Folding) -> tuple[list[int], str | None]:
-        """Return the prompt of the next turn and the kind of fold; None if the prompt stays as it is."""
+        """Return the prompt of the next turn, and the kind of fold that shortened it (None: it is not folded)."""
         if self.context is None:
             if len(ids) > rules.limit:
                 raise _Over("error", folding.first_prompt_error(len(ids), rules))
@@ -430,7 +431,7 @@ def announce_placeholders() -> None:
 
 
 def _state_name(environment: Environment) -> str | None:
-    """Return the environment's name of its current state; None if it has none."""
+    """Return the name that the environment gives its current state; None if it gives none."""
     with _STATE_CODE:
         state = getattr(environment, "state", None)
     return state if isinstance(state, str) else None

@@ -30,7 +30,7 @@ TASK_LOST = "fold/task_lost"  # signal of the first turn after a fold that remov
 
 @dataclass(slots=True, frozen=True)
 class Folding:
-    """When and how an episode's conversation is folded. The fields are the keys of `environment.context`."""
+    """Options for folding an episode's conversation. The fields are the keys of `environment.context`."""
 
     fold: FoldKind
     limit: int  # tokens of a prompt above which it is folded
@@ -67,7 +67,7 @@ class Context:
 
     @classmethod
     def of_messages(cls, messages: Sequence[Message]) -> Context:
-        """Return the context of a conversation that was not sampled here."""
+        """Return the context of a conversation that was not sampled in this run, from its messages."""
         head, turns = split_turns(messages)
         context = cls.begin(head)
         context.turns = turns
@@ -94,7 +94,7 @@ class Context:
 
 
 class FoldError(ValueError):
-    """The conversation could not be folded."""
+    """Raised if the conversation could not be folded."""
 
 
 def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[ContextTurn]]:
@@ -112,7 +112,8 @@ def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[Contex
 
 
 async def fold(context: Context, folding: Folding) -> Context:
-    """Return the folded context; the same object if there is nothing to remove. A summary is `with_summary`."""
+    """Fold a context by the option `fold`, except by a summary, for which `with_summary` is used. Return the folded
+    context, or the same object if there is nothing to remove."""
     old, kept = context.turns[: -folding.keep_turns], context.turns[-folding.keep_turns :]
     if folding.fold == "own":
         return await _fold_with_function(context, folding)
@@ -174,8 +175,9 @@ def _with_text(messages: Sequence[Message], text: str) -> list[Message]:
 def _turn_ids(
     turn: ContextTurn, prompt_ids: list[int], chat: ChatFormat, tools: Sequence[ToolSpec]
 ) -> list[int]:
-    """Return the ids of a turn's message after this prompt. Sampled ids that would be read differently there, because
-    only one of the two prompts opens a thought, are written again."""
+    """Return the ids of a turn's message after the prompt `prompt_ids`. Keep the sampled ids unless they parse
+    differently after this prompt, because only one of the two prompts opens a thought. In that case, encode the message
+    again."""
     if turn.token_ids is not None:
         read = chat.parse(turn.token_ids, prompt_ids, tools)
         if (read.content, read.reasoning) == (turn.message.content, turn.message.reasoning):
@@ -188,14 +190,14 @@ def _as_turn(message: Message, token_ids: list[int]) -> Turn:
 
 
 def _without_thought(turn: ContextTurn) -> ContextTurn:
-    """Remove the reasoning. A turn with an unreadable call keeps it, because the call cannot be written again."""
+    """Remove a turn's reasoning. A turn with an unparsable call keeps it, because the call cannot be written again."""
     if not turn.message.reasoning or any(call.error for call in turn.message.tool_calls):
         return turn
     return ContextTurn(replace(turn.message, reasoning=None), turn.replies)
 
 
 def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
-    """Replace tool results that have images or are longer than the placeholder."""
+    """Replace a turn's tool results by `placeholder` if they contain images or are longer than it."""
     replies = [
         replace(reply, content=placeholder, images=[])
         if reply.role == "tool" and (reply.images or len(reply.content) > len(placeholder))
@@ -248,7 +250,8 @@ def _check_messages(messages: object, function: str) -> None:
 
 
 def _has_turn(context: Context, turn: ContextTurn) -> bool:
-    """Return whether the turn is unchanged. An environment may send tool messages that answer no call."""
+    """Return whether the context contains the turn unchanged. An unchanged turn is valid even if its tool messages
+    answer no call, because an environment may send such messages."""
     return any((known.message, known.replies) == (turn.message, turn.replies) for known in context.turns)
 
 

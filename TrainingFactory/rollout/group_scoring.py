@@ -22,14 +22,15 @@ T = TypeVar("T")
 
 
 class GroupRun:
-    """Plays and scores the episodes of one task. An episode that has ended releases the gate and its sampling session,
-    which its siblings may need; its environment stays open until the group is scored."""
+    """Plays and scores the episodes of one task. An episode that has ended releases its slot of the concurrency limit
+    and its sampling session, because its siblings may need them. Its environment stays open until the group is
+    scored."""
 
     def __init__(self, runs: Sequence[EpisodeRun], reward: GroupReward) -> None:
         self.runs, self.reward = runs, reward
 
     async def run(self, play_all: Callable[[], Awaitable[object]]) -> None:
-        """Await `play_all`, which calls `play` for each episode, then score the episodes and close them."""
+        """Await `play_all`, which calls `play` for each episode. Then score and close the episodes."""
         try:
             await play_all()
             await self._score_group()
@@ -45,7 +46,7 @@ class GroupRun:
             run.leave()
 
     async def _score_group(self) -> None:
-        """Score all episodes that did not fail, even a single one."""
+        """Score all episodes of the group that did not fail, even if only one is left."""
         start_time = time.perf_counter()
         episodes = [episode for run in self.runs if (episode := self._open_episode(run)) is not None]
         rewards = await self._compute_rewards(episodes) if episodes else []
@@ -96,7 +97,8 @@ async def _call_reward(reward: GroupReward, episodes: Sequence[OpenEpisode]) -> 
 
 
 async def gather_or_cancel(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return all results. If one fails or the caller is cancelled, cancel the others and wait until they have ended."""
+    """Run coroutines concurrently and return all results. If one fails or the caller is cancelled, cancel the others
+    and wait until they have ended."""
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:
         return list(await asyncio.gather(*tasks))

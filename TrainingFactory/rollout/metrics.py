@@ -65,7 +65,7 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
-    """Return the means per episode of what simulated users did; empty without them."""
+    """Return the metrics of simulated users, as means per episode; empty if there are no simulated users."""
     totals: defaultdict[str, float] = defaultdict(float)
     for name, value in chain.from_iterable(turn.signals.items() for turn in turns):
         if name.startswith(USER_SIGNALS):
@@ -74,13 +74,14 @@ def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Tu
 
 
 def episode_messages(episode: Trajectory) -> list[Message]:
-    """Return the messages that the model read."""
+    """Return the messages that the model received: the prompt, and the replies to the turns that the episode sampled
+    itself."""
     return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
 def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return means over all episodes of their folds and rows, and over all summaries of their tokens. `every_turn` is
-    the share of episodes in which each turn after the first fold starts with a fold, of those with several."""
+    """Return the mean numbers of folds and of training rows per episode, and of tokens per summary. `every_turn` is the
+    share of episodes that fold at every turn after the first fold, among those with several such turns."""
     folds = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
     rows = [turn_spans(episode)[-1].row + 1 for episode in trajectories if episode.turns]
     repeated = [after for flags in folds if any(flags) and len(after := flags[flags.index(True) :]) > 2]
@@ -103,8 +104,8 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
-    """Return the number of forks and forked episodes, the share of sampled tokens that are not sampled again because
-    episodes share them, and the mean reward over trees."""
+    """Return the number of forks and forked episodes, the mean reward over trees, and the share of sampled tokens that
+    forking saves: tokens in turns that several episodes share, which are sampled once."""
     forked = [trajectory for trajectory in trajectories if trajectory.parent is not None]
     sampled = sum(len(turn.completion.token_ids) for turn in turns)
     unshared = sum(len(turn.completion.token_ids) for episode in trajectories for turn in episode.turns)
@@ -160,7 +161,8 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def wilson_interval(num_successes: float, num_trials: float) -> tuple[float, float]:
-    """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is right near 0 and 1."""
+    """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is accurate near 0 and
+    1."""
     share, square = num_successes / num_trials, Z95**2
     middle = (share + square / (2 * num_trials)) / (1 + square / num_trials)
     half_width = (

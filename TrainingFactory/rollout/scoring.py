@@ -56,5 +56,5 @@ async def score(episode: OpenEpisode, function: RewardFunction | None) -> Reward
 
 
 def scoring_error(error: BaseException) -> str:
-    """Return the `error` text of an episode whose scoring raised."""
+    """Return the `error` text of an episode for an exception that was raised while the episode was scored."""
     return f"scoring failed: {describe_failure(error)}{foreign_loop_hint(error)}"

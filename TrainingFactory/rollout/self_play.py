@@ -20,8 +20,9 @@ PLAYED = ("done", "truncated", "max_turns")
 
 
 class SelfPlayRollouts(RolloutEngine):
-    """Plays `group_size` games of each task. Game n is two episodes, members n and group_size + n of the task's group.
-    They take one place at the gate, because each waits for the other's moves. A role without a turn has no episode."""
+    """Plays `group_size` games of each task. Game n consists of two episodes, members n and group_size + n of the
+    task's group. The two together use one slot of the concurrency limit, because each waits for the other's moves. A
+    role without a turn has no episode."""
 
     def __init__(self, environment: Any, *args: Any, **options: Any) -> None:
         super().__init__(environment, *args, **options)

@@ -45,7 +45,8 @@ def annotate(
     removed: Iterable[str] = (),
     note: str | None = None,
 ) -> Annotations:
-    """Change the annotations of a run: archive it, set `tags`, remove those named in `removed`, replace the note."""
+    """Change the annotations of a run: archive it, set `tags`, remove the tags named in `removed`, and replace the
+    note."""
     for name, value in (tags or {}).items():
         check_tag(name, value)
     if note is not None and len(note) > MAX_NOTE:

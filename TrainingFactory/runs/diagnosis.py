@@ -41,7 +41,8 @@ class Diagnosis:
             self.findings.append(finding)
 
     def tried(self, name: str, check: Callable[[], T]) -> T | None:
-        """Return the result of the function; if it raises ValueError or OSError, add a finding and return None."""
+        """Return the result of `check`. If it raises ValueError or OSError, add a finding with this name and return
+        None."""
         try:
             return check()
         except (ValueError, OSError) as error:

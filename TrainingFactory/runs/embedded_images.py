@@ -1,4 +1,4 @@
-"""Images of episodes inside an HTML page that is one file: small copies, limited in number and bytes."""
+"""Images of episodes, embedded in a single-file HTML page as small copies. Their number and size are limited."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STYLE = "display: block; max-width: min(320px, 100%); height: auto"
 
 
 class EmbeddedImages:
-    """The images of one page. Those over a limit are counted, and their labels shown instead."""
+    """Embeds the images of one HTML page. An image beyond the limits is counted and replaced by its label."""
 
     def __init__(self, max_images: int = MAX_IMAGES, max_bytes: int = MAX_BYTES) -> None:
         self._images, self._bytes = max_images, max_bytes

@@ -47,7 +47,8 @@ class StepWindow:
 
 
 class FindingRule(NamedTuple):
-    """`detect` returns a description of the problem, or None if the window does not show it."""
+    """Rule for one kind of problem. `detect` returns a description of the problem, or None if the window does not show
+    it."""
 
     name: str
     detect: Callable[[StepWindow], str | None]
@@ -73,7 +74,7 @@ class FindingTracker:
             self.look(int(metrics["step"]), metrics, ())
 
     def look(self, step: int, metrics: StepMetrics, episodes: Sequence[Trajectory]) -> list[FindingChange]:
-        """Add the metrics of a step; return the findings that are new and those that are gone."""
+        """Add the metrics of a step; return the findings that appeared and those that disappeared."""
         if "seconds/step" not in metrics:  # an evaluation before the first step
             return []
         self._recent = [*self._recent, metrics][-(self._steps + BEFORE_STEPS) :]

@@ -111,7 +111,7 @@ class RunFolder:
 
     @property
     def images(self) -> ImageStore:
-        """Return the images of its episodes and tool calls."""
+        """Return the store with the images of the run's episodes and tool calls."""
         return ImageStore(self.path / IMAGES_FOLDER)
 
     @property
@@ -249,7 +249,7 @@ class RunFolder:
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
     def findings(self) -> list[dict[str, Any]]:
-        """Return a row for each finding, and a row with `gone` where it disappeared."""
+        """Return the rows of findings.jsonl: one when a finding appeared, and one with `gone` when it disappeared."""
         return self._rows(FINDINGS)
 
     def consumed(self) -> dict[int, list[str]]:
@@ -261,7 +261,7 @@ class RunFolder:
         return self._rows(CONSUMED)
 
     def episodes(self, step: int) -> list[Trajectory]:
-        """Return the episodes of a step. The names of their groups count steps from 0."""
+        """Return the episodes of a step, which is counted from 1. The names of their groups count steps from 0."""
         return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
@@ -289,7 +289,8 @@ class RunFolder:
         write_atomically(self.path / STATUS, json.dumps(redact_environment(asdict(status)), indent=1))
 
     def record_notes(self, notes: Iterable[str]) -> None:
-        """Add lines to the notes of environment.json, each once: a resumed run has them already."""
+        """Add lines to the notes of environment.json. Skip lines that it already has, because a resumed run adds them
+        again."""
         run_info = self.run_info
         recorded = run_info.setdefault(RESOLVED, [])
         if new_notes := [note for note in notes if note not in recorded]:
@@ -363,7 +364,8 @@ class RunFolder:
         return self.images.remove_unused(used_digests)
 
     def _requested_evaluations(self, start: int) -> bytes:
-        """Return the lines from `start` that `tfactory eval` wrote; those of training are repeated with its steps."""
+        """Return the lines from byte `start` of evaluations.jsonl that `tfactory eval` wrote. Lines written by training
+        are left out, because the resumed run repeats these evaluations."""
         lines = (self.path / EVALUATIONS).read_bytes()[start:].splitlines(keepends=True)
         return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
@@ -382,8 +384,8 @@ class RunFolder:
 
 @dataclass(slots=True)
 class TrainingReport:
-    """Result of a training run. `metrics` are those of the last step, `rows` those of all steps. `tools` are the
-    metrics over all tool calls since the start or the last resume."""
+    """Result of a training run. `metrics` are the metrics of the last step, `rows` the metrics of every step. `tools`
+    are the metrics over all tool calls since the start or the last resume."""
 
     run: Path
     steps: int
@@ -450,7 +452,7 @@ def unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
 
 
 def fingerprint() -> dict[str, Any]:
-    """Return what a run depends on besides its config: software versions, platform, commit and date."""
+    """Return the run's dependencies besides its config: software versions, platform, commit and date."""
     versions = {"python": platform.python_version(), "training-factory": __version__}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

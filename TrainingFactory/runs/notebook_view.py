@@ -74,7 +74,7 @@ def _text(value: object) -> str:
 
 
 def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
-    """Return a run as HTML: its facts as a table, notes, and its most telling metrics as charts by step."""
+    """Return a run as HTML: its facts as a table, notes, and its most important metrics as charts by step."""
     charts = "".join(f"<div>{chart.svg()}{_legend(chart)}</div>" for chart in run_charts(rows))
     grid = f'<div style="{GRID}">{charts}</div>' if charts else ""
     table = table_html(facts) if facts else ""
@@ -123,7 +123,7 @@ def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) ->
 
 
 class NotebookWatcher:
-    """Draws the run's charts in the output of the cell that trains, and redraws them as steps finish."""
+    """Draws the run's charts in the output of the notebook cell that trains, and redraws them as steps finish."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []

@@ -12,7 +12,8 @@ from TrainingFactory.runs.folder import RunFolder
 
 def stop(run: RunFolder, signalled: set[psutil.Process] | None = None) -> int:
     """Send SIGINT to the process that trains the run, so that it saves a checkpoint and exits; return its process id.
-    Add the process to `signalled`; send nothing if it is already there, because a second SIGINT aborts the run."""
+    Add the process to `signalled`. Send nothing to a process that is already in `signalled`, because a second SIGINT
+    aborts the run."""
     signalled = set() if signalled is None else signalled
     if run.state != "running":
         raise ValueError(f"run {run.name} is {run.state}, not running")

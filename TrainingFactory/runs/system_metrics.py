@@ -74,8 +74,8 @@ class SystemMonitor:
 
 
 def gpu_metrics(cuda: Any) -> dict[str, float]:
-    """Return use and memory of the visible GPUs; `cuda` is torch.cuda. No call of the CUDA runtime is made, because one
-    from another thread could break the capture of a CUDA graph."""
+    """Return the utilization and memory of the visible GPUs; `cuda` is torch.cuda. The function does not call the CUDA
+    runtime, because a call from another thread could break the capture of a CUDA graph."""
     metrics: dict[str, float] = {}
     devices = range(cuda.device_count())
     try:

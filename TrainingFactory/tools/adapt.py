@@ -16,7 +16,8 @@ from TrainingFactory.types import ToolResult, ToolSpec
 
 
 def as_tool(obj: Any) -> Tool | ToolSource:
-    """Return a tool or tool source unchanged; wrap a typed function or a `BaseTool`. Raise ValueError for others."""
+    """Return a tool or tool source unchanged; wrap a typed function or an object with qwen_agent's `BaseTool`
+    interface. Raise ValueError for other objects."""
     if isinstance(obj, FunctionTool):  # checked first: the most frequent case, and the checks below are slow
         return obj
     if inspect.isclass(obj):

@@ -20,8 +20,8 @@ _held_states: ContextVar[tuple[ToolState, ...]] = ContextVar("states locked by t
 
 
 class CallOutcome(NamedTuple):
-    """`is_lost`: no answer arrived, so the tool may or may not have executed the call. `was_called`: the tool was
-    called."""
+    """Outcome of an attempt to execute a call. `is_lost`: no answer arrived, so the tool may or may not have executed
+    the call. `was_called`: the tool was called."""
 
     result: ToolResult
     is_lost: bool = False
@@ -49,7 +49,8 @@ class PendingCall:
 
 
 class ToolState:
-    """State shared by the tools of a server or of this process: their calls run one at a time, in call order."""
+    """State shared by the tools of a server, or by the tools of this process. Calls that use it run one at a time, in
+    call order."""
 
     def __init__(self, server: str) -> None:
         self.server = server
@@ -59,7 +60,8 @@ class ToolState:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Hold the state for one call. Reentrant: a tool that calls tools of its own state does not deadlock."""
+        """Lock the state for one call. The lock is reentrant, so a tool that calls other tools of its own state does
+        not deadlock."""
         outer = _held_states.get()
         if self in outer:
             yield
@@ -72,7 +74,8 @@ class ToolState:
                 _held_states.reset(token)
 
     def skip(self, call: PendingCall, content: str) -> None:
-        """Record a call that the cache answered with `content`, so the state does not reflect it yet."""
+        """Record a call that the cache answered with `content`. The state does not reflect the call until
+        `catch_up`."""
         self._skipped.append((call, content))
 
     async def catch_up(self) -> None:
@@ -92,14 +95,14 @@ class ToolState:
 
 
 class EpisodeCache(Protocol):
-    """The view of the cache for one episode."""
+    """Interface of the result cache for one episode."""
 
     async def obtain(self, call: PendingCall) -> ToolResult:
         """Return the cached result if the call may be cached and there is one; otherwise execute the call."""
         ...
 
     def fork(self) -> EpisodeCache:
-        """Return the cache of an episode that continues this one."""
+        """Return a copy of the cache for an episode that continues this one."""
         ...
 
 

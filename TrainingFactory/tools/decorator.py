@@ -84,7 +84,8 @@ def as_result(value: Any) -> ToolResult:
 
 
 def _piece(value: Any) -> str | Image:
-    """Return a text or an image. An invalid image becomes a text that tells the model why."""
+    """Convert a value that a tool returned to a text or an image. An invalid image becomes a text that tells the model
+    the reason."""
     if not is_image(value):
         return _text(value)
     try:

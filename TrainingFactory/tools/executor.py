@@ -96,31 +96,34 @@ class AsyncToolExecutor:
 
     @property
     def key(self) -> Hashable:
-        """Return what identifies the episode in a recording."""
+        """Return the key of the episode in a recording."""
         return self._key
 
     def hidden(self, tools: Sequence[Any], timeout: float, max_output_chars: int) -> AsyncToolExecutor:
-        """Return an executor of further tools of this episode, which the model cannot call. Use it within `measure`,
-        so that a recording tells its calls from the model's. Call this after `attach`."""
+        """Return an executor of further tools of this episode, which the model cannot call. Use it within `measure`, so
+        that a recording distinguishes its calls from those of the model. Call this after `attach`."""
         executor = AsyncToolExecutor(tools, timeout, max_output_chars)
         executor._runtime, executor._key = self._runtime, self._key
         return executor
 
     def use_key(self, key: Hashable, *, records: bool = True, batches: int | None = None) -> None:
-        """Identify further calls by `key`, and by numbers from `batches` on. Without `records` they are replayed from a
-        recording but not recorded: a forked episode repeats calls of its parent, which are recorded already."""
+        """Record further calls under `key`, and number their batches from `batches` on. Without `records`, they are
+        replayed from a recording but not recorded, because a forked episode repeats calls of its parent that are
+        recorded already."""
         self._key, self._records = key, records
         if batches is not None:
             self.batches = batches
 
     def continue_from(self, parent: AsyncToolExecutor, key: Hashable, owner: object) -> None:
-        """Continue the calls of another executor, whose environment `owner` is a copy of."""
+        """Continue the calls of the executor `parent`. `owner` is the environment of this executor, a copy of the
+        parent's."""
         self._runtime, self._key, self._owner = parent._runtime, key, owner
         self.batches = parent.batches
         self._cache = None if parent._cache is None else parent._cache.fork()
 
     async def catch_up(self) -> None:
-        """Execute the calls that the cache has answered, so that the state of the tools is that of the episode."""
+        """Execute the calls that the cache has answered, so that the tools' own state reflects all calls of the
+        episode."""
         for state in {entry.state for entry in self._entries.values() if entry.state is not None}:
             async with state.turn():
                 await state.catch_up()
@@ -131,7 +134,8 @@ class AsyncToolExecutor:
 
     @property
     def has_session_state(self) -> bool:
-        """Return whether a session of this episode has tools that are not pure, so that it may have state."""
+        """Return whether this episode has an open session with a tool that is not pure, so that the session may have
+        state."""
         tools = [tool for session in self._sessions for tool in session.tools]
         return not all(getattr(tool, "options", DEFAULT_OPTIONS).pure for tool in tools)
 
@@ -142,8 +146,8 @@ class AsyncToolExecutor:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Mark the calls inside as made by `name`, such as a reward, not by the model. Their order may vary, so a
-        recording identifies them by this name, the tool and the arguments."""
+        """Mark the calls inside the block as made by `name`, such as a reward, not by the model. Their order may vary,
+        so a recording identifies them by this name, the tool and the arguments."""
         token = _callers.set((*_callers.get(), (self, name)))
         try:
             yield
@@ -216,7 +220,8 @@ class AsyncToolExecutor:
     async def _apply_replayed(
         self, recorder: Recorder, position: CallPosition, call: ToolCall, result: ToolResult
     ) -> None:
-        """Run environment methods again for their side effects, which a reward may read. Only count other calls."""
+        """Apply a replayed call. A method of the environment runs again for its side effects, which a reward may read;
+        any other call is only counted."""
         entry = self._entries.get(call.name)
         if entry is None or not self._reruns_in_replay(entry) or result.error in ("timeout", "unavailable"):
             self._runtime.metrics.count_answer(None if entry is None else call.name, result, self._key)
@@ -300,7 +305,7 @@ class AsyncToolExecutor:
 
 
 def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:
-    """Return the tools by name, each with its options and the state that it shares."""
+    """Return an entry by name for each tool, with its options and the state that it shares with other tools."""
     all_options: list[ToolOptions] = [getattr(tool, "options", DEFAULT_OPTIONS) for tool in tools]
     stateful_servers = {options.server for options in all_options if options.stateful}
     states: dict[str, ToolState] = {}

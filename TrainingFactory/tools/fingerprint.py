@@ -33,8 +33,8 @@ class IdentityCache(Generic[T]):
 
 
 def call_fingerprint(tool: Tool, options: ToolOptions, arguments: dict[str, Any]) -> str | None:
-    """Return a fingerprint of a call: server, tool, version, schema, code and arguments, whoever the caller is. None if
-    the arguments are not JSON, which only Python code can pass."""
+    """Return a fingerprint of a call, from the server, tool, version, schema, code and arguments, but not the caller.
+    None if the arguments are not JSON, which only Python code can pass."""
     try:
         text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
@@ -46,7 +46,8 @@ def call_fingerprint(tool: Tool, options: ToolOptions, arguments: dict[str, Any]
 
 
 def object_fingerprint(obj: Any) -> str:
-    """Return a fingerprint of an object: the source of its methods, its JSON attributes, the types of the others."""
+    """Return a fingerprint of an object, from the source of its methods, its JSON attributes, and the types of its
+    other attributes."""
     cls = type(obj)
     attributes: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
@@ -64,7 +65,7 @@ def object_fingerprint(obj: Any) -> str:
 
 
 def digest(*parts: str) -> str:
-    """Return a hash of several texts that also depends on where one text ends and the next begins."""
+    """Return a hash of several texts. It also depends on the boundaries between the texts."""
     return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
 
 

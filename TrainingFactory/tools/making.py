@@ -42,8 +42,8 @@ def tools_without_options() -> list[Tool | ToolSource]:
 
 
 def _is_factory(target: Any) -> bool:
-    """Return whether `target` creates tools: a class of tools, or a function whose return type is a tool. False for a
-    tool itself: a plain typed function, or a class with qwen_agent's interface."""
+    """Return whether `target` creates tools: it is a class of tools, or a function whose return type is a tool. False
+    for objects that are tools themselves: a plain typed function, or a class with qwen_agent's interface."""
     if inspect.isclass(target):
         return not hasattr(target, "call")
     hint = getattr(target, "__annotations__", {}).get("return", "") if inspect.isfunction(target) else ""

@@ -44,16 +44,16 @@ class CallPosition(NamedTuple):
 
 
 class RecordedCancellation(Exception):
-    """The recorded call was cancelled, so there is no result."""
+    """Outcome of a recorded call that was cancelled and so has no result. A replay raises it."""
 
 
 class ReplayMismatch(ToolFailure):
-    """The replay called a tool in a way that the recording does not contain, or a rerun call returned another result.
-    Ends the episode, and then the run."""
+    """Raised if a replay makes a call that the recording does not contain, or if a rerun call returns another result.
+    It ends the episode, and then the run."""
 
 
 class Recorder:
-    """Replays the tool calls recorded in the folder `replay`, if one is passed, and records calls after `record_to`."""
+    """Replays the tool calls recorded in the folder `replay`, if there is one, and records calls after `record_to`."""
 
     def __init__(self, replay: Path | None = None) -> None:
         self._output_file: Path | None = None
@@ -100,11 +100,12 @@ class Recorder:
         return _result_of(row["result"], self._replay)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
-        """Record that the episode with this key was not played, because its environment could not be forked."""
+        """Record that the episode with this key was not played because its environment could not be forked."""
         self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
 
     def dropped_fork(self, key: EpisodeKey) -> str | None:
-        """Return why the recorded run dropped the fork with this key; None if it did not, or if this is no replay."""
+        """Return the reason why the recorded run dropped the fork with this key; None if it did not, or if this run is
+        not a replay."""
         offset = self._offsets.get(CallPosition(key, FORK, ""))
         if self._file is None or offset is None:
             return None
@@ -131,7 +132,8 @@ class Recorder:
             raise self._new_mismatch(position, call, f"{problem}. {remedy}")
 
     def check(self) -> None:
-        """Raise ValueError if the run has left its recording: the caller of a tool may have swallowed the error."""
+        """Raise ValueError if a call of the run has differed from the recording, because the caller of a tool may have
+        swallowed the ReplayMismatch."""
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch)) from self._mismatch
 

@@ -41,7 +41,8 @@ BUSY = "is in use by others and did not become free in time"
 
 class ToolRuntime:
     """Holds limits per tool, circuit breakers per server, the cache, the recorder and the metrics. `deadline` bounds
-    the seconds of one call with all its retries; the tool's time-out bounds each attempt, not counting the wait."""
+    the seconds of one call with all its retries; the tool's time-out bounds each attempt, not counting the wait for its
+    server and for a slot."""
 
     def __init__(
         self, *, cache: ResultCache | None = None, recorder: Recorder | None = None, deadline: float = 240.0
@@ -68,7 +69,7 @@ class ToolRuntime:
         return metrics
 
     def breaker(self, server: str) -> CircuitBreaker | None:
-        """Return the circuit breaker of a server; None for tools of this process, which cannot be down."""
+        """Return the circuit breaker of a server; None for tools of this process, because they cannot be down."""
         return self._breakers.setdefault(server, CircuitBreaker()) if server else None
 
     async def call(self, call: PendingCall, deadline: float) -> CallOutcome:
@@ -174,7 +175,7 @@ async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
 
 
 async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
-    """Run a tool; raise SystemExit and exception groups as an Exception."""
+    """Run a tool. Convert SystemExit and exception groups to an ordinary Exception."""
     try:
         return as_result(await tool.run(arguments))
     except SystemExit as error:

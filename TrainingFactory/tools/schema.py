@@ -44,8 +44,8 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the model's JSON schema without titles and the ban on extra arguments (pydantic enforces it): both only
-    cost tokens."""
+    """Return the model's JSON schema without titles and without the ban on extra arguments, because both only cost
+    tokens. Pydantic enforces the ban."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
     schema.pop("description", None)  # of the pydantic class, not of the tool
@@ -98,7 +98,8 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
 
 
 def _sort_keys(item: tuple[str, Any]) -> int:
-    """Sort keys in the order that models know from other schemas; pydantic's order is alphabetical."""
+    """Return the position of a key in the order that models know from other schemas, because pydantic's order is
+    alphabetical."""
     key_order = ("type", "description", "properties", "items", "enum", "default")
     return key_order.index(item[0]) if item[0] in key_order else len(key_order)
 
@@ -195,7 +196,7 @@ def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str
 
 
 def model_problems(spec: ToolSpec, error: ValidationError) -> str:
-    """Return the same message for an error of pydantic."""
+    """Return the same message as `schema_problems` for a ValidationError of pydantic."""
     problems = []
     for detail in error.errors(include_url=False, include_context=False):
         location = _short(".".join(str(part) for part in detail["loc"]) or "the arguments")

@@ -19,15 +19,15 @@ _abandoned: set[asyncio.Task[Any]] = set()  # strong references: the event loop 
 
 
 class OutOfTime(Exception):
-    """The time limit was reached. Not a TimeoutError, because foreign code may raise that itself."""
+    """Raised when the time limit is reached. It is not a TimeoutError, because foreign code may raise that itself."""
 
 
 class SelfCancelled(Exception):
-    """Foreign code raised CancelledError without having been cancelled, as broken connections do."""
+    """Raised if foreign code raised CancelledError without having been cancelled, as broken connections do."""
 
 
 class PausableClock:
-    """A clock that can be paused. Pause and resume it on the event loop of the coroutines that wait by it."""
+    """A clock that can be paused. Pause and resume it on the event loop of the coroutines that wait for it."""
 
     def __init__(self) -> None:
         self._paused_seconds = 0.0  # total of all finished pauses
@@ -53,7 +53,7 @@ class PausableClock:
         return 0.0 if self._resumed is None else time.monotonic() - self._paused_at
 
     async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
-        """Wait until the task is done, at most `seconds` of this clock."""
+        """Wait until the task is done, for at most `seconds` on this clock."""
         deadline = self.now() + seconds
         while not task.done() and (remaining := deadline - self.now()) > 0:
             if self._resumed is None:
@@ -89,7 +89,8 @@ async def run_within(
 
 
 def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine that never waits, without a task: no time-out could stop it. Otherwise like `run_within`."""
+    """Return the result of a coroutine that never waits. It runs without a task, because no time-out could stop it. If
+    it raises CancelledError, raise SelfCancelled, as `run_within` does."""
     try:
         contextvars.copy_context().run(coroutine.send, None)
     except StopIteration as stop:

@@ -16,7 +16,7 @@ from TrainingFactory.types import Group
 
 @dataclass(slots=True, eq=False)
 class GroupSlot:
-    """The groups sampled under one number: the last one is trained; those before it gave no training rows."""
+    """The groups sampled under one group number. The last one is trained; the earlier ones gave no training rows."""
 
     number: int
     attempt: int
@@ -25,12 +25,12 @@ class GroupSlot:
 
 
 class AsyncSource(SampledSource):
-    """Samples up to `max_staleness` steps ahead of training (keyword `bound`).
+    """Asynchronous source of groups, which samples up to `max_staleness` steps ahead of training.
     Gate: the groups of a step start once the weights' version is at most `max_staleness` steps before it.
     Sweep: before training, a group with a token older than that is discarded and sampled again as its next attempt.
-    A step trains the groups with the lowest numbers, which the gate alone keeps within the limit, or with `by_arrival`
-    the first finished ones. Groups start only in `take`. While the learner trains, evaluates or saves, running groups
-    continue, including their refills, but no further group starts."""
+    By default, a step trains the groups with the lowest numbers, which the gate alone keeps within the limit. With
+    `by_arrival`, it trains the groups that finished first. Groups start only in `take`. While the learner trains,
+    evaluates or saves, running groups continue, including their refills, but no further group starts."""
 
     def __init__(self, *args: Any, max_staleness: int, by_arrival: bool, total: int, **options: Any) -> None:
         super().__init__(*args, **options)

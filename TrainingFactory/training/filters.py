@@ -88,7 +88,8 @@ class EpisodeFilters:
         algorithm: Algorithm,
         slots: Sequence[tuple[int, int, int]],
     ) -> list[Group]:
-        """Return the groups of (number, attempt, position) slots, with their training rows."""
+        """Make one group per list of episodes, with its training rows. `slots` has the (number, attempt, position) of
+        each group."""
         made = []
         for (number, attempt, position), group in zip(slots, groups, strict=True):
             if not self:
@@ -123,7 +124,7 @@ class EpisodeFilters:
         return FilteredGroup(episodes, credited, dict(counts))
 
     def _flag_turns(self, name: str, trajectory: Trajectory) -> list[bool]:
-        """Return one flag per turn."""
+        """Return, for each turn, whether the filter `name` flags it."""
         try:
             flags = self._filters[name](trajectory)
         except Exception as error:  # user code
@@ -143,14 +144,15 @@ class EpisodeFilters:
 
 
 def samples_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list[Sample]:
-    """Return the training rows of a group. In self-play, episodes are compared with those of their role only."""
+    """Return the training rows of a group. In self-play, compute the rows of each role separately, because episodes are
+    compared with those of the same role only."""
     roles = dict.fromkeys(trajectory.role for trajectory in group)
     role_groups = ([trajectory for trajectory in group if trajectory.role == role] for role in roles)
     return [row for role_group in role_groups for row in algorithm.samples(role_group)]
 
 
 def without_dropped_reward(trajectory: Trajectory) -> Trajectory:
-    """Return the episode as credit sees it: without its reward if a filter dropped it."""
+    """Return the episode for credit assignment: without its reward if a filter dropped the episode."""
     is_dropped = trajectory.error is not None and trajectory.error.startswith(DROPPED_BY)
     return replace(trajectory, reward=None) if is_dropped else trajectory
 
@@ -170,12 +172,12 @@ def _find_filter(name: str) -> Filter:
 
 
 def _short_filter_name(name: str) -> str:
-    """Return the name of a filter in metrics: of a function without its file."""
+    """Return the name of a filter in metrics: for FILE.py:function, the name of the function alone."""
     return split_name(name)[1] or name
 
 
 def _with_masks(turns: Sequence[Turn], is_masked: Sequence[bool]) -> list[Turn]:
-    """Return copies of the masked turns: forked episodes share their turns."""
+    """Mark turns as masked. A masked turn is copied, because forked episodes share their turns."""
     pairs = zip(turns, is_masked, strict=True)
     return [replace(turn, masked=True) if masked else turn for turn, masked in pairs]
 
@@ -192,7 +194,8 @@ def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def dropped_problem(groups: Sequence[Group]) -> str | None:
-    """Return why the groups are unusable for training (the filters dropped every scored episode), or None."""
+    """Return the reason why the groups are unusable for training, if the filters dropped every scored episode; else
+    None."""
     scored = sum(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
     counts: Counter[str] = Counter()
     for group in groups:

@@ -74,7 +74,8 @@ class CheckpointSpace:
         )
 
     def _find_fitting_options(self, changes: dict[str, object], free: int) -> str | None:
-        """Return these changes, with the largest `keep_checkpoints` that fits, as config overrides, or None."""
+        """Return config overrides with which the checkpoints fit into `free` bytes: `changes`, and the largest
+        `keep_checkpoints` that fits. None: none fits."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
             logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)
             if self.needed(logging_options) <= free:
@@ -86,8 +87,9 @@ class CheckpointSpace:
 
 
 def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, turns: int) -> int:
-    """Return the rows of an episode in which each of `turns` turns adds `turn_tokens` to the first prompt. What a fold
-    removes is estimated: window and summary start again from the prompt; the others remove half of the older turns."""
+    """Estimate the training rows of an episode in which each of `turns` turns adds `turn_tokens` to the first prompt.
+    The assumed folds: kinds window and summary start again from the prompt; the others remove half of the older
+    turns."""
     rows, size, folds = 1, prompt_tokens, 0
     for _ in range(turns - 1):
         size += turn_tokens

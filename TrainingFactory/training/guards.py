@@ -14,7 +14,8 @@ LONGEST_PAUSE = 30.0
 
 @dataclass(slots=True, frozen=True)
 class GuardAction:
-    """Action for a step: save a checkpoint of the steps before it, warn, stop the run, or pause for seconds."""
+    """Action for a step: save a checkpoint of the steps before it, warn, stop the run, or pause for a number of
+    seconds."""
 
     save: bool = False
     warning: str | None = None
@@ -24,7 +25,8 @@ class GuardAction:
 
 class Guards:
     """Counts consecutive steps with too few scored episodes, with equal rewards, or with a sampler that does not match
-    the learner. `scored`: an episode of the run has had a reward before. A `replayed` run waits for no tool server."""
+    the learner. `has_rewards`: an earlier episode of the run has had a reward. A `replayed` run does not pause for tool
+    servers, because it calls none."""
 
     def __init__(
         self,
@@ -64,7 +66,8 @@ class Guards:
         return GuardAction(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
 
     def updated(self, metrics: dict[str, float], last: bool) -> GuardAction:
-        """Check the mismatch measured by a step's update; a step without tokens of the current weights has none."""
+        """Check the mismatch between sampler and learner that a step's update measured. A step without tokens sampled
+        by the current weights has no mismatch value."""
         mismatch = metrics.get("mismatch")
         if mismatch is None:
             return GuardAction()
@@ -82,7 +85,8 @@ class Guards:
         return GuardAction(save=True, stop=f"Stopped after {self._mismatched} steps in which {problem}")
 
     def _check_state_names(self, batch: StepGroups) -> str | None:
-        """Return why the run should stop: states are compared, but no turn of the step has the name of one."""
+        """Return the reason to stop the run if turns are compared by state, but no turn of the step has the name of a
+        state; else None."""
         turns = [turn for trajectory in batch.trajectories for turn in trajectory.turns]
         if not self._state_groups or not turns or any(turn.state is not None for turn in turns):
             return None
@@ -93,8 +97,8 @@ class Guards:
         )
 
     def _check_equal_rewards(self, batch: StepGroups) -> str | None:
-        """Return why the run should stop: for `max_equal_steps` steps no group gave training rows, or all rewards of a
-        step were equal (algorithms without groups would train on those too)."""
+        """Return the reason to stop the run after `max_equal_steps` consecutive steps in which no group gave training
+        rows or all rewards were equal (algorithms without groups would train on those too); else None."""
         rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
         are_equal = len({reward_amounts(reward) for reward in rewards}) == 1
         self._equal = self._equal + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
@@ -113,7 +117,8 @@ class Guards:
 
 
 def reward_amounts(reward: Reward) -> tuple[float, ...]:
-    """Return outcome and step rewards without trailing zeros, because episodes differ in their number of turns."""
+    """Return the outcome and the step rewards, without trailing zeros, because episodes differ in their number of
+    turns."""
     steps = list(reward.steps)
     while steps and not steps[-1]:
         steps.pop()

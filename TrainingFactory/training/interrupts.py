@@ -18,12 +18,13 @@ SAME_REQUEST = 0.5
 
 
 class StopRequested(Exception):
-    """The user requested a stop, and the run is between two updates."""
+    """Raised between two updates after the user requested a stop."""
 
 
 class Interrupts:
-    """Handles stop requests: cancels sampling immediately and lets an update finish. A second request cancels that too,
-    and the run keeps its last checkpoint. Only the main thread gets signals; elsewhere, call `ask` to stop."""
+    """Handles stop requests. The first request cancels sampling immediately and lets an update finish. A second request
+    also cancels the update, and the run keeps its last checkpoint. Only the main thread gets signals; a run in another
+    thread is stopped by `ask`."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.is_requested = False
@@ -47,7 +48,7 @@ class Interrupts:
             self._run = None
 
     def fail(self, error: Exception) -> None:
-        """Cancel the run and make it raise this error, because something it needs is lost."""
+        """Cancel the run and make it raise `error`, because a resource that the run needs is lost."""
         self._failure = error
         if self._run is not None:
             self._run.cancel()
@@ -87,12 +88,13 @@ class Interrupts:
             )
 
     def check(self) -> None:
-        """Raise Stopped if a stop was requested."""
+        """Raise StopRequested if the user requested a stop."""
         if self.is_requested:
             raise StopRequested
 
     async def interruptible(self, sampling: Awaitable[T]) -> T:
-        """Await something that a stop request may cancel at any moment; raise Stopped if it did."""
+        """Await `sampling`, which a stop request may cancel at any moment. Raise StopRequested if a stop was
+        requested."""
         future = asyncio.ensure_future(sampling)
         self._sampling = future
         try:
@@ -113,7 +115,7 @@ class Interrupts:
         await self.interruptible(asyncio.sleep(seconds))
 
     async def until_requested(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:
-        """Yield the stream's items, each awaited interruptibly."""
+        """Yield the stream's items. A stop request may cancel the wait for an item at any moment."""
         while True:
             try:
                 yield await self.interruptible(anext(stream))

@@ -11,9 +11,9 @@ from TrainingFactory.types import Group
 
 
 class Ledger:
-    """Hands out the places of the task order, each once, and tracks which are trained. A place counts over epochs:
-    place p is position p % size of epoch p // size. A group keeps its number, and the place of its first task, until it
-    is trained; a resumed run restarts the groups that were running."""
+    """Assigns each place of the task order once, and tracks which places are trained. Places count over all epochs:
+    place p is index p % size of epoch p // size. A group keeps its number, and the place of its first task, until it is
+    trained. A resumed run restarts the groups that were running."""
 
     def __init__(
         self,
@@ -39,18 +39,18 @@ class Ledger:
 
     @property
     def num_left(self) -> int:
-        """Return how many places are left in the epoch of the next place."""
+        """Return how many places of the task order are left in the epoch of the next place."""
         size = self._order.size
         epoch = self._peek_number() // size
         free = sum(position // size == epoch for position in self._free)
         return free + max(0, (epoch + 1) * size - self.next)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` places, or fewer at the end of an epoch."""
+        """Return the next `count` places of the task order, or fewer at the end of an epoch."""
         return [self._pop_number() for _ in range(min(count, self.num_left))]
 
     def take_in_epoch(self, position: int) -> int | None:
-        """Return the next place if it is in the same epoch as `position`."""
+        """Return the next place of the task order if it is in the same epoch as place `position`; else None."""
         return (
             self._pop_number()
             if self._peek_number() // self._order.size == position // self._order.size
@@ -58,7 +58,7 @@ class Ledger:
         )
 
     def start_step(self, step: int) -> list[int]:
-        """Take the places of a step and return the numbers of its groups."""
+        """Take the places of a step's groups from the task order; return the numbers of the groups."""
         places = self.take(self._order.batch_size)
         first = step * self._order.batch_size
         self.under_way |= {first + n: (0, position) for n, position in enumerate(places)}
@@ -77,7 +77,7 @@ class Ledger:
         self.groups_ahead = self.groups_ahead[1:]
 
     def state(self) -> dict[str, Any]:
-        """Return the checkpoint state that `of_state` restores."""
+        """Return the checkpoint state that `from_state` restores."""
         ranges = [[0, self._end]]
         for position in sorted(self._consumed):
             if position == ranges[-1][1]:
@@ -92,7 +92,7 @@ class Ledger:
 
     @classmethod
     def from_state(cls, order: TaskOrder, state: dict[str, Any]) -> Ledger:
-        """Restore a checkpoint's state; raise ValueError if the run had another batch size."""
+        """Restore a ledger from a checkpoint's state; raise ValueError if the run had another batch size."""
         done = state["step"]
         if "batch_size" in state:
             size, consumed = state["batch_size"], state["consumed"]
@@ -115,7 +115,8 @@ class Ledger:
 
 
 def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> list[str]:
-    """Return what the rows of consumed.jsonl trained twice or, if the run is `finished`, never trained."""
+    """Return the errors in the rows of consumed.jsonl: steps, groups and places that were trained twice and, if the run
+    is `finished`, places that were never trained."""
     steps, places, problems = Counter[int](), Counter[int](), list[str]()
     numbers: dict[int, int] = {}
     for row in rows:

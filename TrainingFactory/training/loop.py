@@ -121,7 +121,8 @@ class TrainingLoop:
             self.system.close()
 
     def _explain_failure(self, error: Exception) -> Exception:
-        """Return an error that says how to resume, if the run can be resumed after it; else the error itself."""
+        """Return an error with instructions for resuming the run, if it can resume after `error`; else `error`
+        itself."""
         if (problem := device_failure(error)) is not None:
             progress_text = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
             other_log = (
@@ -200,7 +201,8 @@ class TrainingLoop:
             self.watcher.say(f"WARNING {warning}")
 
     async def _publish_weights(self) -> SamplersLost | None:
-        """Push the current weights to the sampler. Return a SamplersLost error; raise it once the step is logged."""
+        """Publish the current weights to the sampler. Return a SamplersLost error instead of raising it, because the
+        step must be logged first."""
         weights = await self.policy.publish()
         try:
             if self.sampler is not None:
@@ -210,7 +212,7 @@ class TrainingLoop:
         return None
 
     async def _act_on_guard(self, step: int, finding: GuardAction) -> None:
-        """Carry out a guard's finding: save, warn, stop the run, or pause."""
+        """Carry out the action of a guard: save, warn, stop the run, or pause."""
         if finding.save:
             await self._save_checkpoint()
         if finding.warning is not None:
@@ -265,7 +267,8 @@ class TrainingLoop:
         self.tools.commit(batch.has_recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
-        """Write the step's episodes, and separately those accepted as demonstrations; return the share of these."""
+        """Write the step's episodes, and write those accepted as demonstrations to a separate file. Return the shares
+        of accepted episodes and of tasks with one."""
         if not batch.sampled:
             return {}
         if self.config.logging.save_trajectories:

@@ -94,7 +94,8 @@ def _check_sampling(config: TrainingConfig) -> None:
 
 
 def _check_router_check(config: TrainingConfig) -> None:
-    """Raise ValueError if no engine of this process samples with the learner's weights while it can be measured."""
+    """Raise ValueError if `training.router_check_every` cannot be measured. The measurement needs an engine in this
+    process that has the learner's weights and does not sample at the same time."""
     problem = None
     if not KINDS[config.training.algorithm].samples:
         problem = f"training.algorithm={config.training.algorithm} samples no episodes"
@@ -177,7 +178,8 @@ def check_steps(config: TrainingConfig, total: int) -> None:
 
 
 def _check_precision(config: TrainingConfig) -> None:
-    """Raise ValueError if quantized weights or 8-bit optimizer states are not supported here."""
+    """Raise ValueError if quantized weights or 8-bit optimizer states cannot be used with this config or on this
+    machine."""
     if (quantization := config.model.quantization) != "none":
         if not config.lora.enabled and config.model.adapter is None:
             raise ValueError(

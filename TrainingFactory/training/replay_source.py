@@ -16,8 +16,8 @@ from TrainingFactory.types import Group, Trajectory
 
 
 class RecordedSource:
-    """Reads the groups of a recorded run in the order in which it trained them; samples nothing and calls no tools.
-    `first` is the step to start with, `steps` the number of recorded steps."""
+    """Reads the groups of a recorded run in the order in which the run trained them. It samples nothing and calls no
+    tools. `first` is the step to start with, `steps` the number of recorded steps."""
 
     def __init__(
         self,

@@ -55,7 +55,8 @@ class RewardClock:
             return rewards
 
     def _report_first(self, rewards: Sequence[Reward | Exception]) -> None:
-        """Report why the first episode cannot be scored: all others may fail too, and a step takes long."""
+        """Report the reason if the first episode cannot be scored, because all others may fail too, and a step takes
+        long."""
         if not self._scored_any and isinstance(rewards[0], Exception):
             self._notify(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
         self._scored_any = True

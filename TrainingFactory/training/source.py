@@ -84,9 +84,9 @@ class StepStream:
 
 class SampledSource:
     """Samples `group_size` episodes of each task of the step with the current weights. If the algorithm refills, tasks
-    without training rows are replaced by the next ones of the order, within the epoch. A step with a larger share of
-    unscored episodes than `max_unscored` has a problem, and so has one whose episodes are all dropped by `filters`.
-    `ledger` tracks which tasks were taken before."""
+    without training rows are replaced by the next ones of the order, within the epoch. A step is unusable for training
+    if the share of unscored episodes is larger than `max_unscored`, or if `filters` drop all episodes. `ledger` tracks
+    which tasks were taken before."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class SampledSource:
     async def close(self) -> None: ...
 
     def _count_dropped_forks(self) -> dict[str, float]:
-        """Return the number of forks dropped since the last call, if episodes fork."""
+        """Return the number of forks dropped since the last call; empty if episodes do not fork."""
         dropped, self._rollouts.dropped_forks = self._rollouts.dropped_forks, 0
         return {} if self._rollouts.branching is None else {"branching/dropped": float(dropped)}
 
@@ -143,7 +143,8 @@ class SampledSource:
         attempt: int,
         names: Sequence[str] | None = None,
     ) -> list[Group]:
-        """Play a group for each place and number them; at the end of an epoch there are fewer places than numbers."""
+        """Play a group for each place of the task order, and number the groups. At the end of an epoch, there are fewer
+        places than numbers."""
         tasks = [self._tasks[self._order.task_index(position)] for position in places]
         groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
         adjusted_groups = [self._algorithm.adjusted(group) for group in groups]
@@ -181,7 +182,7 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
 
 
 def unscored_problem(groups: Sequence[Group], max_unscored: float) -> str | None:
-    """Return why the groups are unusable for training (too many unscored episodes), or None."""
+    """Return the reason why the groups are unusable for training, if too many episodes are unscored; else None."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
     if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
@@ -256,7 +257,7 @@ class DatasetSource:
 def number_groups(
     step: int, order: TaskOrder, groups: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
-    """Return groups with numbers, training rows and places for lists of existing trajectories."""
+    """Make groups from lists of existing trajectories, with numbers, training rows and places."""
     first, position = step * order.batch_size, order.start(step)
     return [
         Group(first + n, group, algorithm.samples(group), 0, position + n) for n, group in enumerate(groups)
@@ -264,7 +265,8 @@ def number_groups(
 
 
 def demonstration_step(step: int, groups: list[Group], seconds: float) -> StepGroups:
-    """Return the step of groups that the policy did not sample: their rewards say nothing about the model."""
+    """Return a step of groups that the policy did not sample. It has no reward metrics, because these rewards say
+    nothing about the model."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
     metrics = {"demonstrations": float(len(groups)), "turns": turns}

@@ -6,8 +6,8 @@ from TrainingFactory.common.seeds import turn_seed
 
 
 class TaskOrder:
-    """Endless order of the numbers below `size`: each once per epoch, shuffled by seed and epoch, or ascending if not
-    `shuffle`. The last batch of an epoch may be smaller."""
+    """Endless order of the indices of tasks or examples, 0 to `size` - 1. Each epoch has every index once, shuffled by
+    seed and epoch, or ascending if not `shuffle`. The last batch of an epoch may be smaller."""
 
     def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
@@ -15,7 +15,7 @@ class TaskOrder:
         self._epoch, self._shuffled = -1, list[int]()
 
     def start(self, step: int) -> int:
-        """Return how many numbers are taken before a step, if every step takes one batch."""
+        """Return how many indices are taken before a step, if every step takes one batch."""
         epoch, position = divmod(step, self.steps_per_epoch)
         return epoch * self.size + position * self.batch_size
 
@@ -23,7 +23,7 @@ class TaskOrder:
         return self.take(self.start(step), self.batch_size)
 
     def take(self, start: int, count: int) -> list[int]:
-        """Return `count` numbers after the first `start`, or fewer at the end of an epoch."""
+        """Return `count` indices after the first `start` of the order, or fewer at the end of an epoch."""
         epoch, position = divmod(start, self.size)
         if not self.shuffle:
             return list(range(position, min(position + count, self.size)))
@@ -33,5 +33,5 @@ class TaskOrder:
         return self._shuffled[position : position + count]
 
     def task_index(self, position: int) -> int:
-        """Return the number at a place of the order."""
+        """Return the index at a position of the order."""
         return self.take(position, 1)[0]

@@ -24,7 +24,7 @@ REPORT_SECONDS = 10.0  # seconds
 
 
 class ProgressReporter:
-    """Reports the progress of long work every `TOLD_EVERY` seconds."""
+    """Reports the progress of long work every `REPORT_SECONDS`."""
 
     def __init__(self, notify: Callable[[str], None], total: int) -> None:
         self._notify, self._total, self._reported = notify, total, time.monotonic()
@@ -144,7 +144,8 @@ class TokenizedDataset:
             self.ids.append(example.id)
 
     def _select_best_and_worst(self, example: Example) -> list[TokenizedConversation | CompactTrajectory]:
-        """Return the best and the worst episode; an unusable one is replaced by the next best or next worst."""
+        """Return the best and the worst recorded episode of an example. Replace an unusable one by the next best or
+        next worst."""
         remaining, tokenized = (
             example.conversations,
             dict[int, list[TokenizedConversation | CompactTrajectory]](),
@@ -162,7 +163,7 @@ class TokenizedDataset:
     def _select_usable_episode(
         self, example: Example, episode: list[Conversation]
     ) -> list[TokenizedConversation | CompactTrajectory]:
-        """Return one recorded episode, or an empty list if it is unusable, which is counted."""
+        """Return one recorded episode. If it is unusable, count it and return an empty list."""
         try:
             return self._require_max_length(example, list(map(self._tokenize_conversation, episode)))
         except (UnparsableCallError, FoldedEpisodeError):
@@ -172,7 +173,7 @@ class TokenizedDataset:
     def _require_max_length(
         self, example: Example, group: list[TokenizedConversation | CompactTrajectory]
     ) -> list[TokenizedConversation | CompactTrajectory]:
-        """Return the group, or an empty list if it is longer than `max_length`."""
+        """Return the group. If it is longer than `max_length`, add it to `long` and return an empty list."""
         max_length = max(item.length for item in group)
         if max_length <= self.max_length:
             return group
@@ -231,8 +232,8 @@ class TokenizedDataset:
         return tokenized
 
     def _as_sampled(self, message: Message, is_negative: bool) -> Message:
-        """Parse an assistant text as the model's output, so that tags become tokens. `is_negative`: keep broken tool
-        calls."""
+        """Parse an assistant text as the model's output, so that tags become tokens. `is_negative`: keep a text with a
+        broken tool call as it is, instead of raising ValueError."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         parsed = self.chat.parse_text(message.content)

@@ -26,7 +26,8 @@ FAULTS: dict[Any, Fault] = {
 
 
 class MessagesEndpoint(Endpoint):
-    """Sends no temperature, because the current API has none; `options` can add it for other servers."""
+    """Client of Anthropic's `/messages`. It sends no temperature, because the current API has none; `options` can add
+    one for other servers."""
 
     PATH = "/messages"
     CONTENT = "a message"
@@ -62,7 +63,7 @@ class MessagesEndpoint(Endpoint):
 
 
 def _dialogue(request: ModelRequest) -> list[dict[str, Any]]:
-    """Return the messages with the roles user and assistant in turn: consecutive ones of a role are merged."""
+    """Return the messages with alternating roles, user and assistant. Consecutive messages of one role are merged."""
     rows: list[dict[str, Any]] = []
     for number, message in request.dialogue:
         role = "assistant" if message.role == "assistant" else "user"

@@ -43,7 +43,7 @@ class Budget:
 
 @plain_dataclass(slots=True)
 class Usage:
-    """Requests, tokens and cost so far."""
+    """Counts of requests, retries, failures, tokens and cost so far."""
 
     requests: int = 0
     retries: int = 0
@@ -77,7 +77,7 @@ class SpendingLog:
             file.write(json.dumps(row) + "\n")
 
     def usage(self, budget: Budget) -> Usage:
-        """Return what all processes have paid, at the present prices."""
+        """Return the total usage of all processes, with its cost at the prices of `budget`."""
         usage = Usage()
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.is_file() else []
         for line in lines[:-1]:  # a killed process may leave an incomplete last line

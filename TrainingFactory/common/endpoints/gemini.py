@@ -21,7 +21,7 @@ REFUSALS = ("SAFETY", "RECITATION", "BLOCKLIST", "PROHIBITED_CONTENT", "SPII", "
 
 
 class GeminiEndpoint(Endpoint):
-    """`options` are fields of the request's `generationConfig`."""
+    """Client of Gemini's `generateContent`. `options` are fields of the request's `generationConfig`."""
 
     PATH = "/models/{model}:generateContent"
     CONTENT = "a candidate of generateContent"
@@ -66,7 +66,7 @@ class GeminiEndpoint(Endpoint):
 
 
 def gemini_contents(request: ModelRequest) -> list[dict[str, Any]]:
-    """Return the messages with the roles user and model in turn: consecutive ones of a role are merged."""
+    """Return the messages with alternating roles, user and model. Consecutive messages of one role are merged."""
     contents: list[dict[str, Any]] = []
     for number, message in request.dialogue:
         role = "model" if message.role == "assistant" else "user"

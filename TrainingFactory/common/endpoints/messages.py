@@ -16,9 +16,9 @@ Fault = Literal["refused", "cut"]
 
 @dataclass(slots=True, frozen=True)
 class ModelRequest:
-    """A conversation to continue. `number` is the index among several samples of the same request. `originals` are
-    the endpoint's own forms of its earlier messages by position, which are sent back unchanged: a provider signs the
-    thoughts in them. None: the endpoint's default."""
+    """A conversation to continue. `number` is the index among several samples of the same request. `originals` are the
+    endpoint's own forms of its earlier messages by position, which are sent back unchanged, because a provider signs
+    the thoughts in them. A field that is None takes the endpoint's default."""
 
     messages: Sequence[Message]
     tools: Sequence[ToolSpec] = ()
@@ -33,7 +33,7 @@ class ModelRequest:
 
     @property
     def dialogue(self) -> list[tuple[int, Message]]:
-        """Return all messages but the system's, with their positions."""
+        """Return all messages except those of the system, with their positions."""
         return [(n, message) for n, message in enumerate(self.messages) if message.role != "system"]
 
 

@@ -104,7 +104,8 @@ def make_endpoint(
     timeout: Positive = 60.0,
     options: Mapping[str, Any] | None = None,
 ) -> Endpoint:
-    """Return the client of a model. A `model` such as gemini:MODEL needs no `base_url`: it is the provider's."""
+    """Return the client of a model. A `model` such as gemini:MODEL needs no `base_url`, because it names its
+    provider."""
     named = None if base_url else _parse(model)
     address = named or ModelAddress(api, model, base_url)
     kind = APIS[address.api].kind
@@ -125,7 +126,8 @@ def is_endpoint(name: str) -> bool:
 
 
 def find_endpoint(name: str, **options: Any) -> EndpointSettings:
-    """Return the settings that a name means, with `options` that are not None in place of its own."""
+    """Return the settings of the endpoint with this name. Each of `options` that is not None replaces the endpoint's
+    own value."""
     options = {option: value for option, value in options.items() if value is not None}
     if (named := _parse(name)) is not None:
         return make_from(EndpointSettings, named._asdict() | options, f"the endpoint {name}")

@@ -1,4 +1,4 @@
-"""OpenAI's `/chat/completions`, which vLLM, SGLang, `tfactory serve` and most hosts speak too."""
+"""OpenAI's `/chat/completions`, which vLLM, SGLang, `tfactory serve` and most hosts also support."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class ChatEndpoint(Endpoint):
 
 
 def with_images_of_tools(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages with the images of tool results in a user message after the results, because chat completions
-    accept images from users only."""
+    """Yield the messages, with the images of tool results moved to a user message after the results, because chat
+    completions accept images from users only."""
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
         run = list(group)
         if not is_result or not any(message.images for message in run):
@@ -76,7 +76,7 @@ def with_images_of_tools(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def chat_message(message: Message) -> dict[str, Any]:
-    """Convert a message without keys that strict endpoints reject."""
+    """Convert a message to the dict of a chat completion. Omit the keys that strict endpoints reject."""
     row = message_to_dict(message)
     row.pop("reasoning_content", None)
     row.pop("name", None)

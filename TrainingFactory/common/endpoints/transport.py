@@ -1,4 +1,4 @@
-"""HTTP client of model endpoints: keys, connections, time limits, errors. The wire formats are its subclasses."""
+"""HTTP client of model endpoints: keys, connections, time limits, errors. Its subclasses implement the wire formats."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ KEYS = {
 
 
 class ModelError(Exception):
-    """A failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent Retry-After.
-    `denied`: no request with this key, model and address can succeed."""
+    """Raised for a failed request. `temporary`: a retry may succeed, after `wait` seconds if the endpoint sent
+    Retry-After. `denied`: no request with this key, model and address can succeed."""
 
     def __init__(
         self, text: str, temporary: bool = False, retry_after: float | None = None, denied: bool = False
@@ -104,7 +104,8 @@ class Endpoint(ABC):
 
     @property
     def identity(self) -> str:
-        """Return what determines the replies to equal requests: part of the keys of a cache."""
+        """Return a text of everything that determines the replies to equal requests: address, model and options. It is
+        part of the keys of a cache."""
         return json.dumps([self.url, self.model, self.options], sort_keys=True, default=str)
 
     async def ask(self, request: ModelRequest) -> ModelReply:
@@ -141,7 +142,8 @@ class Endpoint(ABC):
         return f" (model {self.model}; check its name and base_url)" if status == 404 else ""
 
     def read(self, data: bytes, extract: Callable[[Any], T]) -> T:
-        """Parse a response with `extract`, with the key removed. Raise ModelError if it has another structure."""
+        """Remove the key from a response and parse the response with `extract`. Raise ModelError if it has another
+        structure."""
         try:
             key = os.environ.get(self.api_key_env) if self.api_key_env else None
             return extract(redact(json.loads(data), _secrets(key)))
@@ -227,7 +229,7 @@ def _secrets(key: str | None) -> list[str]:
 
 
 def _key_variable(address: str) -> str | None:
-    """Return the name of the variable with the key for an address; None for addresses that get no key."""
+    """Return the name of the environment variable with the key for an address; None for addresses that get no key."""
     variables = KEYS.get(address, (None,))
     return next((name for name in variables if name and os.environ.get(name)), variables[-1])
 

@@ -1,5 +1,5 @@
-"""Shared by adapters of packages whose environments send requests to a model: each request becomes a turn of the
-protocol. Standard library only."""
+"""Base for adapters of packages whose environments send requests to a model: each request becomes a turn of the
+protocol. Imports the standard library only."""
 
 import asyncio
 import importlib.util
@@ -12,8 +12,9 @@ from typing import Any
 
 
 class AgentEpisode:
-    """A run of a foreign environment in a task of the event loop. `step` answers its request to the model and waits for
-    the next one. Requests and turns have the shape of chat completions. Subclasses define `problem` and `ending`."""
+    """An episode of a foreign environment, which runs in a task of the event loop. `step` answers the environment's
+    request to the model and waits for its next request. Requests and turns have the shape of chat completions.
+    Subclasses define `problem` and `ending`."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -28,7 +29,7 @@ class AgentEpisode:
         raise NotImplementedError
 
     def ending(self, result: Any) -> dict[str, Any]:
-        """Return the answer to the last step of a finished run, without `done`."""
+        """Return the answer to the last `step` from the result of a finished run, without the key `done`."""
         raise NotImplementedError
 
     async def start(self, run: Coroutine[Any, Any, Any]) -> None:
@@ -79,7 +80,7 @@ class AgentEpisode:
         return {"messages": [plain_message(row) for row in messages[num_known + 1 :]]}
 
     async def finish(self) -> Any:
-        """Refuse further requests, and return the result of the run."""
+        """Refuse further requests, wait for the end of the run, and return its result."""
         self._end_turn()
         result = await self._run
         if problem := self.problem(result):

@@ -25,7 +25,7 @@ MAX_TASKS = 2**31 - 1  # seeds of numpy
 
 
 class Adapter:
-    """One environment id. `args` are the arguments of `gymnasium.make`, and `actions`: "text" or "tools"."""
+    """Adapter of one environment id. `args` are the arguments of `gymnasium.make`, and `actions`: "text" or "tools"."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         self.gym: Any = importlib.import_module("gymnasium")
@@ -65,7 +65,7 @@ class Adapter:
         return {"name": "act", "description": "Take an action.", "parameters": parameters}
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield tasks with a seed each; those of different splits differ."""
+        """Yield tasks, each with its own seed. The splits have different seeds."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
             value = (first_seed + number) % MAX_TASKS
@@ -138,7 +138,7 @@ class Episode:
         return json.dumps(observation, default=_to_plain)
 
     def score(self) -> dict[str, Any]:
-        """Return nothing beyond the rewards of the steps; an episode without a step earns 0."""
+        """Return an outcome of 0, because the steps have all rewards. So an episode without a step earns 0."""
         return {"reward": 0.0}
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ MCP_FIELDS = {"tool_name", "arguments"}
 
 
 class Adapter:
-    """One server. `args` are the arguments of `reset`, and `actions`: "text", "tools" or "json"; `text`: name of the
-    observation's field that the model reads; `sessions`: 1 for a server with one session."""
+    """Adapter of one server. `args` are the arguments of `reset`, and `actions`: "text", "tools" or "json"; `text`:
+    name of the observation's field that the model reads; `sessions`: 1 for a server with one session."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         if not name.startswith(("http://", "https://")):
@@ -66,7 +66,7 @@ class Adapter:
                 ) from error
 
     def open_session(self) -> "Session":
-        """Open a session, and wait while those of other episodes are open."""
+        """Open a session. If the server has none left, wait until another episode closes one."""
         deadline = time.monotonic() + WAIT_SECONDS
         while True:
             try:
@@ -83,7 +83,7 @@ class Adapter:
         return {"actions": self.actions, "tools": self.tools, "schema": self.schema}
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield tasks with a seed each; those of different splits differ."""
+        """Yield tasks, each with its own seed. The splits have different seeds."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
             value = (first_seed + number) % MAX_TASKS
@@ -93,7 +93,7 @@ class Adapter:
         return Episode(self, task, seed)
 
     def text_of(self, observation: dict[str, Any]) -> str:
-        """Return what the model reads: the named field, the only text field, or the observation as JSON."""
+        """Return the text that the model reads: the named field, the only text field, or the observation as JSON."""
         fields = {key: value for key, value in observation.items() if key != "metadata"}
         texts = [value for value in fields.values() if isinstance(value, str)]
         if self.text_field is not None:
@@ -110,7 +110,7 @@ class NoSessionLeft(Exception):
 
 
 class Session:
-    """A WebSocket with an environment of its own."""
+    """One episode on the server: a WebSocket connection with its own environment."""
 
     def __init__(self, adapter: Adapter) -> None:
         address = adapter.url.replace("http", "ws", 1) + "/ws"
@@ -212,8 +212,8 @@ class Episode:
         return {"messages": messages, "done": self._done, "metrics": metrics, **reward}
 
     def score(self) -> dict[str, Any]:
-        """Return nothing beyond the rewards of the steps. An unfinished episode earns 0; a finished one without any
-        reward has none."""
+        """Return an outcome of 0, because the steps have all rewards. So an unfinished episode earns 0. A finished
+        episode in which no step had a reward gets no outcome."""
         return {} if self._done and not self._has_reward else {"reward": 0.0}
 
     def close(self) -> None:

@@ -42,7 +42,8 @@ CLOSE_SECONDS = 1.5  # for the open episodes to close after the end of stdin
 
 
 class Server:
-    """Answers requests. Those of one episode run one after the other, those of different episodes concurrently."""
+    """Answers requests. Requests of one episode run one after the other; requests of different episodes run
+    concurrently."""
 
     def __init__(self, adapter_file: str, answers: int) -> None:
         self._adapter_file, self._answers = adapter_file, answers
@@ -145,7 +146,7 @@ class Server:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a number or list for numpy's values, and a text for other objects."""
+    """Convert numpy's values to numbers or lists, and other objects to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -156,7 +157,7 @@ def package_versions(requirements: list[str]) -> dict[str, str]:
 
 
 def load_module(name: str, path: str) -> Any:
-    """Import a file under a name. Adapters load files that they share."""
+    """Import a file as the module `name`. Adapters use this to load files that they share."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

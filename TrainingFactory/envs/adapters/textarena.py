@@ -18,8 +18,8 @@ RANDOMNESS = threading.Lock()  # the games draw from the module `random`
 
 
 class Adapter:
-    """One game. `args` are the arguments of `textarena.make`, and `players`, `player` (number of the model's player)
-    and `opponent`: a list of actions from which the others draw, unless the game lists the legal ones."""
+    """Adapter of one game. `args` are the arguments of `textarena.make`, and `players`, `player` (number of the model's
+    player) and `opponent`: a list of actions from which the others draw, unless the game lists the legal ones."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         self.textarena: Any = importlib.import_module("textarena")
@@ -72,7 +72,7 @@ class Adapter:
         return {"actions": "text"}
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield tasks with a seed each; those of different splits differ."""
+        """Yield tasks, each with its own seed. The splits have different seeds."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
             value = (first_seed + number) % MAX_TASKS
@@ -96,7 +96,8 @@ class Episode:
 
     @contextlib.contextmanager
     def _use_own_randomness(self) -> Iterator[None]:
-        """Let the game draw from a state of its own, so that other episodes do not change it."""
+        """Use the game's own state of Python's `random` inside the block, so that other episodes do not change the
+        game's draws."""
         with RANDOMNESS:
             random.setstate(self._random)
             try:
@@ -124,7 +125,7 @@ class Episode:
         }
 
     def _text_before_turn(self) -> str:
-        """Play the other players' turns; return what the model's player has read since its last turn."""
+        """Play the other players' turns. Return the text that the model's player has received since its last turn."""
         for _ in range(MAX_OPPONENT_TURNS):
             player = self._environment.state.current_player_id
             if self._done or player == self._adapter.player:
@@ -144,7 +145,7 @@ class Episode:
         )
 
     def _observation(self, player: int) -> str:
-        """Return the new messages to a player, without its own actions."""
+        """Return the messages that the player has received since the last call, without its own actions."""
         state = self._environment.state
         if player == state.current_player_id:
             _, observation = self._environment.get_observation()
@@ -165,7 +166,7 @@ class Episode:
         return self._adapter.textarena.GAME_ID
 
     def score(self) -> dict[str, Any]:
-        """Return nothing beyond the reward of the last step; an unfinished game earns 0."""
+        """Return an outcome of 0, because the last step has the whole reward. So an unfinished game earns 0."""
         return {"reward": 0.0}
 
 

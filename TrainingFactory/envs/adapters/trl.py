@@ -14,7 +14,7 @@ MAX_TASKS = 2**31 - 1
 
 
 class Adapter:
-    """One class or function in a file that returns environments without arguments."""
+    """Adapter of one class or function in a file. It returns an environment when it is called with `args`."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         path, colon, factory = name.rpartition(":")
@@ -42,7 +42,8 @@ class Adapter:
         return {"actions": "tools", "tools": self.tools}
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield rows with a `seed` each; those of different splits differ. A dataset is named in `data.tasks`."""
+        """Yield rows, each with its own `seed`. The splits have different seeds. To use a dataset instead, name it in
+        `data.tasks`."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
         for number in range(count):
             value = (first_seed + number) % MAX_TASKS
@@ -87,12 +88,12 @@ class Episode:
 
 
 def _finish(value: Any) -> Any:
-    """Return the result of an async method."""
+    """Return the value, or the result of an async method if the value is its coroutine."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
 def _accepted_arguments(function: Any, row: dict[str, Any]) -> dict[str, Any]:
-    """Return the columns that a function has parameters for."""
+    """Return the columns of `row` for which the function has parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return row

@@ -1,5 +1,6 @@
 """Environments of verifiers v1: `verifiers:NAME`, or `verifiers:FILE.py`. The agent of an episode is a chat loop with
-the tools of the task; its requests to a model become the turns of the protocol. Rewards are those of the trace."""
+the tools of the task; its requests to a model become the turns of the protocol. The reward of an episode is the reward
+of its trace."""
 
 import asyncio
 import importlib
@@ -24,7 +25,7 @@ __all__ = ["ChatLoop"]  # verifiers looks for a harness here
 
 
 class Adapter:
-    """One taskset. `args` are the keys of its config."""
+    """Adapter of one taskset. `args` are the keys of its config."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         logging.getLogger("verifiers").setLevel(logging.ERROR)
@@ -60,7 +61,7 @@ class Adapter:
         return list(itertools.islice(taskset if taskset.bounded else taskset.take(LIMIT), LIMIT))
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield tasks of the split in an order that depends on the seed; the splits have none in common."""
+        """Yield tasks of the split in an order that depends on the seed. The splits have no task in common."""
         tasks = self.load_tasks()
         random.Random(SHUFFLE).shuffle(tasks)
         indices = [
@@ -91,7 +92,7 @@ class Adapter:
         return episode
 
     async def _start(self) -> None:
-        """Load the tasks, and open what all episodes share. It closes with the process."""
+        """Load the tasks, and open the resources that all episodes share. They close when the process ends."""
         self.tasks_by_index = {task.data.idx: task for task in await asyncio.to_thread(self.load_tasks)}
         await self.model.start()
         self._serving = self.environment.serving()
@@ -99,7 +100,7 @@ class Adapter:
 
 
 class Model:
-    """HTTP server for the requests of the agents. A request waits for the next turn of its episode."""
+    """HTTP server for the requests of the agents to the model. A request waits for the next turn of its episode."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}  # by the id of their trace
@@ -134,7 +135,7 @@ class Model:
 
 
 class Episode(turns.AgentEpisode):
-    """A run of the environment with one task. Requests arrive at `Model`."""
+    """One episode: a run of the environment with one task. `Model` receives its requests."""
 
     def __init__(self, adapter: Adapter, task: Any) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ EPISODE: ContextVar["Episode | None"] = ContextVar("EPISODE", default=None)
 
 
 class Adapter:
-    """One environment. `args` are the arguments of `load_environment`."""
+    """Adapter of one environment. `args` are the arguments of `load_environment`."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         load = importlib.import_module("verifiers.utils.env_utils").load_environment
@@ -64,7 +64,7 @@ class Adapter:
         return {"actions": "tools", "tools": []}
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
-        """Yield rows of the split in an order that depends on the seed; the splits have none in common."""
+        """Yield rows of the split in an order that depends on the seed. The splits have no row in common."""
         is_heldout = split == "heldout"
         train, evaluation = self.environment.build_dataset(), self.environment.build_eval_dataset()
         source = "eval" if train is None or (evaluation is not None and is_heldout) else "train"
@@ -106,7 +106,8 @@ class Adapter:
 
 
 class FailedRewards(logging.Handler):
-    """verifiers logs a reward function that raises, and counts it as 0. Here such an episode is not scored."""
+    """Log handler that records failed reward functions. verifiers logs a reward function that raises and counts it as
+    0; here such an episode is not scored."""
 
     def emit(self, record: logging.LogRecord) -> None:
         text, episode = record.getMessage(), EPISODE.get()
@@ -147,7 +148,7 @@ class Episode(turns.AgentEpisode):
 
 
 class Client(clients.Client):
-    """A model whose responses are the turns of an episode."""
+    """Client of the environment whose model responses are the turns of an episode."""
 
     def __init__(self, episode: Episode) -> None:
         super().__init__(episode)

@@ -18,7 +18,7 @@ INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT", "USERPROFILE")  # v
 
 
 class DeviceUnavailable(ToolFailure):
-    """A device does not answer. The episode ends as `tool_failure` and is not trained on."""
+    """Raised if a device does not answer. The episode ends as `tool_failure` and is not trained on."""
 
 
 class AdbResult(NamedTuple):
@@ -74,7 +74,7 @@ class Adb:
 
 @dataclass(slots=True)
 class Device:
-    """One device. `failure` is the reason why a call of the present episode found it unavailable."""
+    """One device. `failure` is the reason why the device was unavailable to a call of the present episode."""
 
     adb: Adb
     serial: str
@@ -102,7 +102,7 @@ class Device:
         return result.output.strip() if result.status == 0 else _last_line(result.errors)
 
     async def _check_connection(self, result: AdbResult) -> None:
-        """Raise if a failed call failed because of the device, not because of the command."""
+        """Raise DeviceUnavailable if the device caused the failure of a call; return if the command did."""
         state = await self.state()
         if state != "device" or result.status == LOST_CONNECTION:
             reason = _last_line(result.errors) or state
@@ -127,7 +127,7 @@ async def _read(stream: asyncio.StreamReader | None) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables for adb, without secrets of the run."""
+    """Return the environment variables for adb, without secrets of the run."""
     return {
         name: value
         for name, value in os.environ.items()

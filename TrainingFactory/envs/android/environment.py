@@ -228,7 +228,7 @@ class AndroidEnvironment(ToolEnvironment):
         return await self._input("swipe", *words, *words, LONG_PRESS)
 
     async def _swipe(self, direction: Direction, center: Point, width: int, height: int) -> ToolResult:
-        """Swipe over half of an area."""
+        """Swipe over half of the area with this center and size."""
         across, along = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
         dx, dy = across * (width // 4), along * (height // 4)
         (x, y), milliseconds = center, 300
@@ -265,7 +265,7 @@ class AndroidEnvironment(ToolEnvironment):
             return _failed(f"The screen cannot be read: {error}")
 
     async def _observe(self) -> ToolResult:
-        """Read the screen. Android refuses while it moves, so a failed attempt is repeated."""
+        """Read the screen. Android refuses while the screen moves, so a failed attempt is repeated."""
         for attempt in range(ATTEMPTS):
             try:
                 return await self._read_screen()
@@ -341,7 +341,7 @@ class ScreenshotEnvironment(AndroidEnvironment):
 
 
 class AndroidDevices(ForeignEnvironment):
-    """The devices of a config's `environment.options`."""
+    """Adapter that makes the environment class for the devices in a config's `environment.options`."""
 
     def __init__(self, options: AndroidOptions) -> None:
         self.options = options

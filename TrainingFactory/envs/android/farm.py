@@ -61,7 +61,7 @@ class Quarantine:
 
 class DeviceFarm:
     """Leases devices, first come first served. All farms of a process share their leases, because two environments may
-    name the same device; so locks and times are those of threads, not of an event loop."""
+    name the same device. Therefore locks and times belong to threads, not to an event loop."""
 
     _leased: ClassVar[set[tuple[int | None, str]]] = set()
     _lock = threading.Lock()
@@ -93,7 +93,7 @@ class DeviceFarm:
             return device
 
     def release(self, device: Device) -> None:
-        """Release a device; quarantine it if a call found it unavailable."""
+        """Release a device. Quarantine it if a call has failed because the device was unavailable."""
         if device.failure is not None:
             ends_at = time.monotonic() + self.options.quarantine
             self.quarantined[device.serial] = Quarantine(device.failure, ends_at)

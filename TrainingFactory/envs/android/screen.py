@@ -23,7 +23,7 @@ ACTIONS = ("clickable", "long-clickable", "checkable", "scrollable")
 
 
 class ScreenError(ValueError):
-    """The device returned no readable screen."""
+    """Raised if the device returned no readable screen."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class _Node:
 
     @property
     def kind(self) -> str:
-        """Return the class without its package: Button, Switch, EditText."""
+        """Return the element's class without its package, such as Button, Switch or EditText."""
         return re.sub(r"\W", "", self.attributes.get("class", "").rpartition(".")[2])[:30] or "View"
 
     @property
@@ -59,7 +59,7 @@ class _Node:
 
 @dataclass(slots=True, frozen=True)
 class Element:
-    """Something on the screen that the model can name by its number."""
+    """An element of the screen, which the model names by its number."""
 
     kind: str
     text: str
@@ -136,8 +136,8 @@ def _parse(xml: str) -> _Node:
 
 
 def _valid_xml(text: str) -> str:
-    """Return the XML with characters that uiautomator writes and XML forbids: it writes an emoji as two references to
-    surrogates, and control characters as they are."""
+    """Return the text as valid XML. It repairs two errors of uiautomator: emojis written as two references to
+    surrogates, and control characters."""
 
     def replace(match: re.Match[str]) -> str:
         hexadecimal, decimal = match.groups()
@@ -151,8 +151,8 @@ def _valid_xml(text: str) -> str:
 
 
 def _elements(node: _Node) -> Iterator[Element]:
-    """Yield what a user can act on or read, in the order of the screen. The texts inside an element without a text of
-    its own are its label, and are not listed again."""
+    """Yield the elements that a user can act on or read, in the order of the screen. An actionable element without a
+    text of its own is labelled with the texts inside it, which are not listed again."""
     for child in node.children:
         bounds = child.bounds
         text = child.text
@@ -176,7 +176,7 @@ def _labels(node: _Node, labels: set[int]) -> Iterator[str]:
 
 
 def _remove_texts(node: _Node, labels: set[int]) -> _Node:
-    """Return the node with the texts of its labels removed."""
+    """Return the node without the texts of the nodes in `labels`."""
     children = [_remove_texts(child, labels) for child in node.children]
     dropped = {"text": "", "content-desc": ""} if id(node) in labels else {}
     return _Node(node.attributes | dropped, children)

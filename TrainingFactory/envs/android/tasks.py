@@ -59,7 +59,8 @@ BUILTIN: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] =
 
 
 def builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
-    """Yield tasks of these kinds in turn, endlessly. Contacts of the splits differ; the others are one task each."""
+    """Yield tasks of these kinds in turn, endlessly. The splits have different contacts; tasks of other kinds are the
+    same in all splits."""
     rng = random.Random(f"android {split} {seed}")
     for number in endlessly():
         kind = kinds[number % len(kinds)]

@@ -67,7 +67,7 @@ class ChartEnvironment(ToolEnvironment):
 
 
 class Charts(ForeignEnvironment):
-    """The questions of a config's `environment.options`."""
+    """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ChartOptions) -> None:
         self.options = options
@@ -81,7 +81,7 @@ class Charts(ForeignEnvironment):
 
 
 def _task(task_id: str, kind: ChartKind, rng: random.Random, options: ChartOptions) -> Task:
-    """Generate a task. The answer is drawn before the rest of the picture, each with the same probability."""
+    """Generate a task. Draw the answer first, each with the same probability, and then the rest of the picture."""
     metadata: dict[str, Any]
     if kind in ("highest", "value"):
         heights = [rng.randint(1, MAX_VALUE) for _ in BARS]

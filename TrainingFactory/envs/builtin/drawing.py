@@ -75,7 +75,7 @@ def text_width(text: str, scale: int = 1) -> int:
 
 
 def blank(image: Image) -> Image:
-    """Return an image of the same size that shows nothing."""
+    """Return an empty image of the same size."""
     return Canvas(image.width, image.height).image()
 
 

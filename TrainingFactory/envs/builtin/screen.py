@@ -86,7 +86,7 @@ def draw(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
 
 
 class ScreenEnvironment(ToolEnvironment):
-    """One screen of widgets. See `ScreenOptions.kinds` for the tasks and for what ends them."""
+    """One screen of widgets. `ScreenOptions.kinds` describes the tasks and the actions that end them."""
 
     system_prompt = "Look, then tap."
     options: ClassVar[ScreenOptions] = ScreenOptions()
@@ -188,7 +188,7 @@ class PointScreenEnvironment(ScreenEnvironment):
 
 
 class Screens(ForeignEnvironment):
-    """The screens of a config's `environment.options`."""
+    """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ScreenOptions) -> None:
         self.options = options
@@ -213,7 +213,7 @@ class Screens(ForeignEnvironment):
 
 
 class _TaskMaker:
-    """Generates tasks. Targets and layouts are drawn independently, so that the prompt does not tell where to tap."""
+    """Generates tasks. Targets and layouts are drawn independently, so that the prompt does not reveal where to tap."""
 
     def __init__(self, options: ScreenOptions) -> None:
         self._options = options

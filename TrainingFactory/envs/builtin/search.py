@@ -25,7 +25,7 @@ MAX_FACTS = 3  # per tool reply
 
 
 class SearchEnvironment(ToolEnvironment):
-    """Questions that take two searches, the second about what the first one found."""
+    """Questions that need two searches: the second is about the result of the first."""
 
     system_prompt = "Search, then answer with one word."
 
@@ -42,7 +42,7 @@ class SearchEnvironment(ToolEnvironment):
         return " ".join([text for hit, text in hits if hit == top][:MAX_FACTS]) if top else "Nothing found."
 
     async def fork(self) -> Self:
-        """Return another environment of the task: searches change nothing."""
+        """Return another environment of the task. It needs no copied state, because searches change nothing."""
         return type(self)(self.task)
 
     def expert(self) -> Iterator[Message]:
@@ -68,8 +68,8 @@ def _search(query: str) -> Message:
 
 
 def _task(task_id: str, rng: random.Random) -> Task:
-    """Generate the sale in question, with distractors: the seller's other sale, another seller's sale of the same
-    thing, and where all of them live."""
+    """Generate a task about one sale. Its facts also include distractors (the seller's other sale, and another seller's
+    sale of the same thing) and the home of every person."""
     seller, other_seller, *buyers = rng.sample(NAMES, 5)
     item, second = rng.sample(THINGS, 2)
     sales = list(zip((seller, seller, other_seller), (item, second, item), buyers, strict=True))

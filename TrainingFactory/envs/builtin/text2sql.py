@@ -86,7 +86,8 @@ class Text2SqlEnvironment(ToolEnvironment):
         return self._shown
 
     async def reward(self, episode: Episode) -> Reward:
-        """Return 1 if the answer gives the reference rows on all databases. Part `shown`: on the visible one."""
+        """Return 1 if the answer gives the reference rows on all databases. Part `shown`: 1 if it gives them on the
+        visible database."""
         query = _query_in(episode.trajectory.answer)
         is_visible_match = bool(query) and await self._same(query, 0)
         is_correct = is_visible_match
@@ -101,7 +102,8 @@ class Text2SqlEnvironment(ToolEnvironment):
             await in_thread(self._folder.cleanup)
 
     def expert(self) -> Iterator[Message]:
-        """Yield the turns of the reference solution. It first explores a database that the prompt does not show."""
+        """Yield the turns of the reference solution. It first explores the database if the prompt does not show its
+        schema."""
         if self.task.metadata.get("layout") == "drawn":
             yield _try("SELECT sql FROM sqlite_master")
             layout = layout_of(self.task.metadata["domain"], self.task.metadata["database_seed"])
@@ -177,8 +179,9 @@ def _explored_task(task_id: str, domains: list[str], rng: random.Random) -> Task
 
 
 def hidden_variants(task: Task) -> list[int]:
-    """Return the hidden databases: variants on which the reference query gives another result than on the visible one,
-    so that constants fail, preferably also another one than near misses. If there are none, return any variants."""
+    """Return the hidden databases of a task: variants on which the reference query gives another result than on the
+    visible database, so that constants fail. Prefer variants on which it also gives another result than near misses of
+    it. If there are no such variants, return any."""
     keys = (task.metadata["domain"], task.metadata["database_seed"], task.metadata.get("layout"))
     return list(_hidden_variants(str(task.answer), *keys))
 
@@ -214,7 +217,7 @@ def _near_misses(query: str) -> list[str]:
 
 
 def _with_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
-    """Return the queries that give the rows of the reference query."""
+    """Return the queries that give the same rows as the reference query on a database variant."""
     expected = Counter(_rows(task, variant, str(task.answer)))
     return [query for query in queries if Counter(_rows(task, variant, query)) == expected]
 
@@ -224,7 +227,8 @@ def _is_informative(rows: list[Any]) -> bool:
 
 
 def _rows(task: Task, variant: int, query: str) -> list[Any]:
-    """Return the rows of a query on a database variant; none for an invalid query, as a near miss may be."""
+    """Return the rows of a query on a database variant. Return no rows for an invalid query, because a near miss may be
+    invalid."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(creation_script(task, variant))
         with contextlib.suppress(sqlite3.Error):

@@ -61,7 +61,8 @@ QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # kind -> [question, refe
 
 @dataclass(frozen=True, slots=True)
 class SharedValues:
-    """Values that all variants of one database share, so that a question about Oslo makes sense in each."""
+    """Values that all variants of one database share, so that a question about one of them, such as Oslo, makes sense
+    in each variant."""
 
     names: tuple[str, ...]
     cities: tuple[str, ...]
@@ -80,9 +81,9 @@ def draw_values(domain: str, seed: str) -> SharedValues:
 
 
 def draw_rows(task: Task, variant: int) -> list[tuple[Any, ...]]:
-    """Return the rows of a database, each after its table's name; variants have different rows over the same values.
-    Names, titles and values of things are unique, so that sorting is. In hidden variants (1 and up), one value is the
-    average."""
+    """Return the rows of a database; each row starts with the name of its table. Variants have different rows over the
+    same values. Names, titles and values of things are unique, so that sorting them has one result. In hidden variants
+    (1 and up), one value is the average."""
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     words, values = ALL_DOMAINS[domain], draw_values(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")

@@ -144,11 +144,11 @@ class Layout:
         return (self._tables[table], number, *fields)
 
     def tables_in(self, query: str) -> list[str]:
-        """Return the tables of this layout that a query reads."""
+        """Return the names of this layout's tables that a query reads."""
         return [table for table in self._tables.values() if re.search(rf"\b{table}\b", query)]
 
     def reference(self, query: str) -> str:
-        """Return the domain's reference query for this layout."""
+        """Return the domain's reference query, rewritten for this layout."""
         domain = self._domain
         logical = {
             domain.people: (self._people, ("id", "name", "city"), self._city_in_table, "cities"),

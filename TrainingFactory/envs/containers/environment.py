@@ -93,7 +93,7 @@ class BashTool:
 
 
 class TestsTool:
-    """The task's tests, which the agent cannot call."""
+    """The tool that runs the task's tests. The agent cannot call it."""
 
     def __init__(self, environment: ContainerEnvironment) -> None:
         self._environment = environment
@@ -128,7 +128,7 @@ class ContainerEnvironment(ToolEnvironment):
 
     @property
     def start_seconds(self) -> float:
-        """Return the seconds in which the image is built and a container is started."""
+        """Return the seconds allowed for building the image and starting a container."""
         return self.container_task.build_seconds + 120.0
 
     @property
@@ -211,7 +211,7 @@ class ContainerEnvironment(ToolEnvironment):
         return Reward(float(answer["status"] == 0))
 
     def expert(self) -> Iterator[Message]:
-        """Write the reference solution: the task's solution script as one command."""
+        """Yield the turns of the reference solution: the task's solution script as one command."""
         solution = self.container_task.solution
         if solution is None:
             raise ValueError(f"{self.container_task.folder} has no solution script")
@@ -263,7 +263,7 @@ class ContainerEnvironment(ToolEnvironment):
 
 
 class ContainerTasks(ForeignEnvironment):
-    """The environment of one config."""
+    """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: ContainerOptions) -> None:
         self.options = options

@@ -45,7 +45,7 @@ RUNTIME_FAILED = 125  # exit status of podman and docker if they could not run t
 
 
 class ContainerError(Exception):
-    """The runtime could not do what was asked; says why."""
+    """Raised if the container runtime fails; the text gives the reason."""
 
 
 class CommandResult(NamedTuple):
@@ -108,7 +108,7 @@ class ContainerRuntime:
         return Container(self, name)
 
     async def sweep(self) -> None:
-        """Remove containers whose process on this machine has ended, such as after `kill -9`."""
+        """Remove containers that were started by a process of this machine that has ended, such as after `kill -9`."""
         listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
         for container in listing.output.split() if listing.status == 0 else ():
             label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
@@ -205,7 +205,8 @@ class Container:
 def start_arguments(
     name: str, image: str, limits: Limits, workdir: str | None, env: Mapping[str, str]
 ) -> list[str]:
-    """Return the arguments of `podman run` or `docker run`: no network, no mounts, few capabilities, and limits."""
+    """Return the arguments of `podman run` or `docker run`: no network unless `limits` allow it, no mounts, few
+    capabilities, and the limits."""
     arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner()}"]
     arguments += [] if limits.network else ["--network", "none"]
     arguments += ["--cap-drop", "ALL", *(part for name in CAPABILITIES for part in ("--cap-add", name))]
@@ -230,14 +231,15 @@ def start_arguments(
 
 
 def _ulimit(name: str, limit: int) -> list[str]:
-    """Return a limit that is not above that of this process, because the runtime could not set it."""
+    """Return the arguments for a limit. It is at most the hard limit of this process, because the runtime cannot set a
+    higher one."""
     hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     value = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
     return ["--ulimit", f"{name}={value}:{value}"]
 
 
 def find_runtime(command: str | None) -> list[str]:
-    """Return the command of a runtime that starts containers here; raise ValueError if there is none."""
+    """Return the command of a runtime that can start containers on this machine; raise ValueError if there is none."""
     candidates = [shlex.split(command)] if command else [[name] for name in RUNTIMES]
     installed = [candidate for candidate in candidates if candidate and shutil.which(candidate[0])]
     if not installed:
@@ -267,12 +269,13 @@ def _problem_of(command: Sequence[str]) -> str | None:
 
 
 def owner() -> str:
-    """Return a name of this process that no later process has."""
+    """Return a name of this process that no later process can have."""
     return f"{socket.gethostname()}:{os.getpid()}:{int(psutil.Process().create_time())}"
 
 
 def _is_alive(owner: str) -> bool:
-    """Return whether the process of a container may live. Processes of other machines are not known here."""
+    """Return whether the process that started a container may still be alive. Always True for a process of another
+    machine, because it cannot be checked here."""
     host, _, rest = owner.partition(":")
     pid, _, start = rest.partition(":")
     if host != socket.gethostname() or not pid.isdigit():

@@ -168,7 +168,7 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
 
 
 def _check_compose(path: Path) -> None:
-    """Raise unless a compose file, if there is one, has the single service that the Dockerfile describes."""
+    """Raise ValueError for a compose file with several services. A missing compose file is valid."""
     if not path.is_file():
         return
     try:
@@ -251,7 +251,8 @@ def _optional(path: Path) -> Path | None:
 
 
 def _reject_outside_links(folder: Path) -> None:
-    """Raise for a link out of the task folder, which would copy files of this machine into a container."""
+    """Raise ValueError for a symbolic link out of the task folder, because it would copy files of this machine into a
+    container."""
     for path in folder.rglob("*"):
         if path.is_symlink() and not path.resolve().is_relative_to(folder):
             raise ValueError(f"{path} links to a file outside of its task folder")

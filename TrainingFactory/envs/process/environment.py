@@ -81,7 +81,8 @@ class RequestTool:
 
 
 class EnvironmentTool:
-    """A tool of the environment as the model sees it. `step` executes its calls together with the message."""
+    """A tool of the environment as the model sees it. It cannot run alone: `step` sends its calls to the process
+    together with the message."""
 
     def __init__(self, spec: ToolSpec) -> None:
         self.spec = spec
@@ -129,7 +130,7 @@ class ProcessEnvironment(ToolEnvironment):
         return self._episode
 
     async def reopen(self) -> None:
-        """Take a place in a process; leave the former one, which a failed `reset` has left."""
+        """Close the episode, which a failed `reset` may have left open, and open a new one in a process of the pool."""
         await self.close()
         self._episode = self.pool.open_episode()
 
@@ -168,7 +169,7 @@ class ProcessEnvironment(ToolEnvironment):
         return step
 
     def skip_turn(self) -> None:
-        """Count a turn that the environment does not get, so that step rewards stay with their turns."""
+        """Count a turn that is not sent to the environment, so that each step reward stays with its turn."""
         self._rewards.append(None)
 
     async def reward(self, episode: Episode) -> Reward:
@@ -199,7 +200,7 @@ class ProcessEnvironment(ToolEnvironment):
         raise RuntimeError(f"{method}: {result.content}")
 
     def _parsed(self, text: str) -> Any:
-        """Return the JSON value of a text; raise ValueError with an explanation for the model."""
+        """Parse a text as JSON and validate it; raise ValueError with an explanation for the model."""
         try:
             value = json.loads(text)
         except ValueError as error:
@@ -211,7 +212,7 @@ class ProcessEnvironment(ToolEnvironment):
 
 
 class ForeignProcess(ForeignEnvironment):
-    """The environment of one `environment_id`, which a subclass sets."""
+    """Adapter that makes the environment class for one `environment_id`, which a subclass sets."""
 
     environment_id: ClassVar[str]
 
@@ -241,7 +242,7 @@ class ForeignProcess(ForeignEnvironment):
 
 
 def environment(name: str) -> type[ForeignProcess]:
-    """Return the environment with this `environment_id`: `process:COMMAND` or `gymnasium:NAME`."""
+    """Return the adapter class for an `environment_id`: `process:COMMAND` or `gymnasium:NAME`."""
     return type(name, (ForeignProcess,), {"environment_id": name})
 
 
@@ -277,7 +278,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: list[Any]) -> Step:
-    """Return the replies: answers to the tool calls in their order, then other messages."""
+    """Return a step whose replies are the results of the tool calls, in the order of the calls, and then the other
+    messages."""
     messages = [_message(row) for row in rows]
     names = {call.id: call.name for call in calls}
     for message, row in zip(messages, rows, strict=True):

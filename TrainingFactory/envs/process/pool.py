@@ -11,9 +11,9 @@ from TrainingFactory.envs.process.process import EnvironmentProcess, EpisodeLost
 
 
 class ProcessPool:
-    """Starts a process when all others have `episodes_per_process` episodes. A lost process is counted and replaced
-    when the next episode starts. Use `close` on the event loop of the episodes; a later episode starts processes
-    again."""
+    """Pool that starts a process when all others have `episodes_per_process` episodes. A lost process is counted, and
+    replaced when the next episode starts. Use `close` on the event loop of the episodes; a later episode starts
+    processes again."""
 
     def __init__(self, program: Program, episodes_per_process: int) -> None:
         self.program, self.episodes_per_process = program, episodes_per_process
@@ -24,7 +24,7 @@ class ProcessPool:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open_episode(self) -> PooledEpisode:
-        """Reserve a place in a process with room, or in a new one."""
+        """Open an episode in a process that has room for one more, or in a new process."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             for process in self.processes:
                 process.abandon()
@@ -47,8 +47,8 @@ class ProcessPool:
             self._counts["lost_episodes"] += len(process.episodes)
 
     async def release(self, episode: PooledEpisode) -> None:
-        """Free the place of an episode. A process without episodes that does not answer, or that belongs to one episode
-        only, ends."""
+        """Remove an episode from its process. If the process then has no episodes, end it if it does not answer or if
+        processes have only one episode each."""
         process = episode.process
         if process.error is not None:
             self._remove_lost()
@@ -81,7 +81,7 @@ class ProcessPool:
 
 
 class PooledEpisode:
-    """The place of one episode in a process."""
+    """One episode in a process of the pool."""
 
     def __init__(self, pool: ProcessPool, process: EnvironmentProcess, name: str) -> None:
         self._pool, self.process, self.name = pool, process, name

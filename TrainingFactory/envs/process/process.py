@@ -34,20 +34,20 @@ _ID_BYTES = 200  # of a line that is too long
 
 
 class ProcessLost(Exception):
-    """The process has ended or cannot be started."""
+    """Raised if the process has ended or cannot be started."""
 
 
 class RequestFailed(Exception):
-    """The environment answered with an error."""
+    """Raised if the environment answered a request with an error."""
 
 
 class EpisodeLost(RequestFailed):
-    """The environment answered that it lost this episode, such as its connection to a server."""
+    """Raised if the environment answered that it lost this episode, such as the episode's connection to a server."""
 
 
 @dataclass(slots=True, frozen=True)
 class Program:
-    """How to start the processes of an environment."""
+    """The command and the options with which the processes of an environment are started."""
 
     command: Sequence[str]
     name: str  # the part of the environment_id after the colon
@@ -86,7 +86,7 @@ class EnvironmentProcess:
 
     @property
     def is_responsive(self) -> bool:
-        """Return whether the process lives and has answered every request whose caller gave up."""
+        """Return whether the process is alive and has answered every request whose caller stopped waiting."""
         return self.error is None and not self._abandoned
 
     async def ready(self) -> None:
@@ -225,7 +225,7 @@ class EnvironmentProcess:
             future.set_result(answer.get("result"))
 
     async def _fail_requests(self, reason: str) -> None:
-        """Record why the process is lost, fail its requests, and end it."""
+        """Record the reason why the process is lost, fail its pending requests, and end it."""
         if self.error is None:
             noise = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
             self.error = f"environment {self.program.name}: {reason}{noise}{groups.stderr_text(self._stderr)}"

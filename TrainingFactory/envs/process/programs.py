@@ -67,7 +67,8 @@ def find_program(
 
 
 def _own_command(command: str) -> tuple[list[str], list[str]]:
-    """Return the arguments of a command, with files as absolute paths, and what it must be able to read."""
+    """Return the arguments of a command, with files as absolute paths, and the paths that the command must be able to
+    read."""
     try:
         argv = shlex.split(command)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""An environment with a simulated user: what the agent writes without a tool call goes to the user, who answers or
+"""An environment with a simulated user: a message of the agent without a tool call goes to the user, who answers or
 ends the conversation. The requests are a hidden tool, so that timeouts, recording and replay are those of tools."""
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ReplyTool:
 
 
 class UserConversation(ToolEnvironment):
-    """Base class in front of an environment's class. `with_simulated_user` sets `user`."""
+    """Base class that adds a simulated user to the environment class after it in the inheritance order.
+    `with_simulated_user` sets `user`."""
 
     user: ClassVar[SimulatedUser]
     fork = None
@@ -94,13 +95,13 @@ class UserConversation(ToolEnvironment):
         return self._with_signals(Step(said))
 
     async def _end(self, message: Message, ended_by: str, said: list[Message]) -> Step:
-        """Return the environment's step of the agent's last message, as the last one."""
+        """Step the environment with the agent's last message, and return the step with `done` set."""
         step = await super().step(message)
         self._signals[f"user/ended_by_{ended_by}"] = 1.0
         return self._with_signals(replace(step, replies=[*step.replies, *said], done=True))
 
     async def _reply(self, text: str) -> UserReply:
-        """Ask the user model through the hidden tool."""
+        """Request a reply from the user model through a tool that is hidden from the agent."""
         if self._requests is None:
             self._requests = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
         with self._requests.measure(CALLER):
@@ -146,7 +147,7 @@ class UserConversation(ToolEnvironment):
 
 
 def with_simulated_user(environment: Any, user: SimulatedUser) -> type[UserConversation]:
-    """Return the environment class with a simulated user."""
+    """Return a subclass of the environment class with a simulated user."""
     if not isinstance(environment, type) or not issubclass(environment, ToolEnvironment):
         name = getattr(environment, "__name__", type(environment).__name__)
         raise ValueError(

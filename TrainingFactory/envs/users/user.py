@@ -95,7 +95,7 @@ def _text(prompt: str | list[Message]) -> str:
 
 
 class UserReply(NamedTuple):
-    """A message of the user. `ended`: it contained the stop marker, which `text` does not."""
+    """A message of the user. `ended`: the reply contained the stop marker, which is removed from `text`."""
 
     text: str
     ended: bool
@@ -113,7 +113,7 @@ class SimulatedUser:
 
     async def reply(self, instructions: str, dialogue: Sequence[Message], seed: int) -> UserReply:
         """Return the user's next message; raise ModelFailure without one. In `dialogue`, the agent's messages have the
-        role `user` and the user's the role `assistant`. `seed` tells equal requests of different episodes apart."""
+        role `user` and the user's the role `assistant`. `seed` distinguishes equal requests of different episodes."""
         request = ModelRequest([Message("system", instructions), *dialogue], number=seed)
         model: UserModel = self.client.model
         body = json.dumps([message_to_dict(message) for message in request.messages], sort_keys=True)

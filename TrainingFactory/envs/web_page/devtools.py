@@ -50,11 +50,11 @@ Listener = Callable[[str, dict[str, Any]], None]
 
 
 class BrowserLost(ToolFailure):
-    """The browser or a page does not answer. The episode ends as `tool_failure` and is not trained on."""
+    """Raised if the browser or a page does not answer. The episode ends as `tool_failure` and is not trained on."""
 
 
 class ScriptError(ValueError):
-    """An expression raised an exception in the page."""
+    """Raised if an expression raised an exception in the page."""
 
 
 def find_browser(program: str | None) -> str:
@@ -157,7 +157,7 @@ class Chromium:
                 reply.set_exception(BrowserLost(self.error))
 
     def abandon(self) -> None:
-        """End the process of another event loop."""
+        """Kill the browser process that another event loop started."""
         self.error = self.error or "the browser was closed"
         signal_group(self.process.pid, signal.SIGKILL)
         if self._profile is not None:
@@ -176,7 +176,8 @@ class Chromium:
 
 
 class BrowserPage:
-    """A tab with its own cookies and storage that shows one HTML document. All other requests fail and are counted."""
+    """A tab with its own cookies and storage that shows one HTML document. All other requests of the page fail and are
+    counted."""
 
     def __init__(self, chromium: Chromium, context: str, target: str, session: str, html: str) -> None:
         self._chromium, self._context, self._target, self._session = chromium, context, target, session

@@ -197,7 +197,7 @@ class WebPageEnvironment(ToolEnvironment):
 
 
 class WebPages(ForeignEnvironment):
-    """The pages of a config's `environment.options`."""
+    """Adapter that makes the environment class for a config's `environment.options`."""
 
     def __init__(self, options: WebPageOptions) -> None:
         self.options = options

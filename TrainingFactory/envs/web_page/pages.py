@@ -19,7 +19,7 @@ MARGIN = 10  # around a widget, in its cell
 
 
 class PageWidget(TypedDict):
-    """A widget of a page, in pixels from its top left corner."""
+    """A widget of a page. Its position is in pixels from the page's top left corner."""
 
     kind: Literal["button", "field", "box"]
     name: str
@@ -28,7 +28,7 @@ class PageWidget(TypedDict):
 
 
 def page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, height: int) -> Task:
-    """Return a task on a page of its own. The prompt does not tell where anything is."""
+    """Return a task with a page of its own. The prompt does not say where the widgets are."""
     columns, rows = width // CELL[0], height // CELL[1]
     cells = rng.sample(range(columns * rows), columns * rows)
     names = rng.sample(NAMES, len(NAMES))

@@ -27,7 +27,8 @@ class JudgeClient(EndpointClient):
         self, name: Sequence[str], messages: MessageFactory, number: int, read: Callable[[str], T]
     ) -> T:
         """Return the reply, parsed by `read`; raise JudgeFailure without a valid one. `name` is the prompt's cache key;
-        the messages are not part of it, because their fences differ between requests. `number` is the sample."""
+        the messages are not part of it, because their fences differ between requests. `number` is the index of the
+        sample."""
 
         def verdict(reply: ModelReply) -> T:
             if reply.fault is not None:

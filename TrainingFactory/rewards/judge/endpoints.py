@@ -13,7 +13,7 @@ from TrainingFactory.types import Message, SamplingParams
 
 
 class JudgeFailure(ModelFailure):
-    """Raised when there is no valid verdict: the episode is unscored, never rewarded with zero."""
+    """Raised when there is no valid verdict. The episode is then unscored, never rewarded with zero."""
 
 
 @runtime_checkable

@@ -59,8 +59,8 @@ class Judge:
         await self.client.close()
 
     def is_failed(self, trajectory: Trajectory) -> bool:
-        """Return whether the episode fails without a request: it did not finish, or has neither an answer nor calls
-        that the prompt shows. Counts these episodes in `unfinished`."""
+        """Return whether the episode fails without a request to the judge model: it did not finish, or it has neither
+        an answer nor calls that the prompt shows. Count a failed episode in `unfinished`."""
         check_scorable(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
         acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
@@ -116,7 +116,7 @@ AskJudge = Callable[..., Coroutine[Any, Any, float]]  # `ModelJudge.put`
 
 @runtime_checkable
 class JudgePromptEnvironment(Protocol):
-    """Environment that writes the judge's prompts itself."""
+    """Interface of an environment that writes the judge's prompts itself."""
 
     async def ask_judge(self, episode: Episode, ask: AskJudge) -> Reward: ...
 
@@ -140,7 +140,8 @@ class ModelJudge(Judge):
     async def ask_judge(
         self, messages: Sequence[Message], read: Callable[[str], float] | None = None
     ) -> float:
-        """Return the score that `read` parses from the replies. None: this judge's verdict, with its instruction."""
+        """Send the messages to the judge model, and return the score that `read` parses from its replies. If `read` is
+        None, add this judge's own instruction and parse its verdict."""
         if read is None:
             last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
             messages, read = [*messages[:-1], last], self.verdict.read
@@ -149,7 +150,7 @@ class ModelJudge(Judge):
         return aggregate(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict, from 0 to 1. `repeat` separates repeated judgements of a trajectory in the cache."""
+        """Return the verdict, from 0 to 1. `repeat` distinguishes repeated judgements of a trajectory in the cache."""
         labels = ImageLabels()
         values = self.prompt.values(
             trajectory.task,
@@ -162,8 +163,9 @@ class ModelJudge(Judge):
 
 @dataclass(kw_only=True, eq=False)
 class PairJudge(Judge):
-    """Judge that rewards the share of comparisons an episode wins. Every comparison is made in both orders, to cancel
-    position bias. A failed episode loses against one with an answer, without a request."""
+    """Judge whose reward is the share of comparisons that an episode wins. Every comparison is made in both orders, to
+    cancel position bias. A failed episode loses against an episode with an answer, without a request to the judge
+    model."""
 
     opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 
@@ -178,7 +180,7 @@ class PairJudge(Judge):
         return await self._samples(values, verdict.instruction, verdict.read, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
-        """Return the mean over both orders: 1 if the first is better, 0 if the second is."""
+        """Return the mean of the verdicts in both orders: 1 if the first is better, 0 if the second is."""
         forward, backward = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
         return (forward + 1 - backward) / 2
 

@@ -179,8 +179,8 @@ ImageLabel = Callable[[Image], str]
 def trajectory_text(
     trajectory: Trajectory, reasoning: bool = False, prompt: bool = True, label: ImageLabel = placeholder
 ) -> str:
-    """Return the episode as text. `prompt`: include the messages before the model's first turn. `label`: the text in
-    place of an image."""
+    """Return the episode as text. `prompt`: include the messages before the model's first turn. `label` returns the
+    text in place of an image."""
     messages: list[Message] = []
     for turn in trajectory.turns:  # all rows of a folded episode, in order
         message = replace(turn.message, name=SUMMARY_NAME) if turn.summary else turn.message

@@ -189,7 +189,7 @@ class RankingVerdict:
 
 
 def final_line(text: str, prefix: str) -> str:
-    """Return the text after `mark:` in the last line, in lower case. A text of one line needs no mark."""
+    """Return the text after `prefix:` in the last line, in lower case. A text of one line needs no prefix."""
     # A marked line with text after it, or two that differ, may be quoted from the judged material: rejected.
     lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # drops closing fences
@@ -202,7 +202,7 @@ def final_line(text: str, prefix: str) -> str:
 
 
 def _text_after(prefix: str, line: str) -> str | None:
-    """Return the text after `mark:` or `mark=`; None if the line does not start with it."""
+    """Return the text after `prefix:` or `prefix=`; None if the line does not start with it."""
     if not line.lower().startswith(prefix):
         return None
     remainder = line[len(prefix) :].lstrip(MARKUP)
@@ -230,7 +230,8 @@ def unreadable_error(text: str, expected: str) -> JudgeFailure:
 
 
 def aggregate(vote: Vote, values: Sequence[float]) -> float:
-    """Aggregate several samples. `majority` is the most frequent value, or the mean of several such values."""
+    """Aggregate the values of several samples. With `majority`, return the most frequent value, or the mean if several
+    values are equally frequent."""
     if vote == "mean":
         return mean(values)
     if vote == "median":

@@ -90,13 +90,15 @@ def reference_answers(task: Task, rule: str) -> list[Any]:
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class ReferenceRule(ExtractionRule):
-    """Base of rules that compare with the task's reference answers. A task without any cannot be scored."""
+    """Base of rules that compare with the task's reference answers. A task without reference answers cannot be
+    scored."""
 
     # Without a marked answer, both the last line and the whole text are tried, and the better score counts.
     whole_too: ClassVar[bool] = True
 
     def parsed_references(self, episode: Episode) -> list[Any]:
-        """Return the references, parsed by `read_reference`; raise ValueError with the task's id if there are none."""
+        """Return the references, parsed by `read_reference`. Raise ValueError with the task's id if there are none or
+        one cannot be parsed."""
         answers = reference_answers(episode.task, self.rule)
         try:
             return [self.read_reference(reference) for reference in answers]
@@ -104,7 +106,8 @@ class ReferenceRule(ExtractionRule):
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
     def read_reference(self, reference: Any) -> Any:
-        """Return the reference in the form that is compared; raise ValueError if this rule cannot compare with it."""
+        """Return the reference in the form that the rule compares; raise ValueError if the rule cannot compare with
+        it."""
         return str(reference)
 
     def candidate_answers(self, episode: Episode) -> Sequence[str]:
@@ -186,7 +189,7 @@ def _text_after_phrase(text: str) -> tuple[int, str] | None:
 
 
 def _line_after(text: str, position: int) -> str | None:
-    """Return the first non-empty line from the position on, and the next one if that starts with `or`."""
+    """Return the first non-empty line from the position on, and also the next line if that starts with `or`."""
     lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
     if not lines:
         return None
@@ -230,7 +233,8 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def _only_one(text: str, marked: tuple[int, str] | None) -> str | None:
-    """Return the marked answer, given with its position; None if it is one of several: Answer: 5 or Answer: 7."""
+    """Return the answer in `marked`, which also has its position. Return None if it is one of several: Answer: 5 or
+    Answer: 7."""
     if marked is None:
         return None
     start, answer = marked

@@ -65,7 +65,7 @@ class ChoiceRule(ReferenceRule):
 
 
 def _letters_in(text: str) -> Iterator[str]:
-    """Yield the letters that name choices, and not those in: a city, I think, Vitamin A."""
+    """Yield the letters in a text that name choices, but not the letters in "a city", "I think" or "Vitamin A"."""
     for match in _LONE.finditer(text):
         text_before = text[max(0, match.start() - 10) : match.start()]
         text_after = text[match.end() : match.end() + 10]

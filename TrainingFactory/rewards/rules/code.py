@@ -41,7 +41,8 @@ class ToolRule(ExtractionRule):
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class CodeTests(ToolRule):
     """Reward code that passes the tests in the task's metadata `tests`, else in its answer: Python source, or a list of
-    sources. Tests that can only run in the same process as the code, which could fake their result, need `trusting`."""
+    sources. Tests that can only run in the same process as the code need `trusting`, because the code could fake their
+    result."""
 
     rule: ClassVar[str] = "code_tests"
     partial: bool = False

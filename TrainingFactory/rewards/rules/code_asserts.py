@@ -54,7 +54,7 @@ _found = []
 
 @dataclass(slots=True, frozen=True)
 class SplitTest:
-    """A split test."""
+    """A test, split into a script for the sandbox and conditions on the values that the script computes."""
 
     script: str  # computes the values and appends their literals to `_found`
     conditions: Sequence[Condition]  # the condition on each value
@@ -90,7 +90,7 @@ def split_test(test: str) -> SplitTest | None:
 
 
 class _NotSplittable(Exception):
-    """The test is not of the form that can be split."""
+    """Raised for a test that cannot be split."""
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
@@ -128,7 +128,7 @@ def _is_check(function: ast.FunctionDef) -> bool:
 
 
 class _Splitter:
-    """Splits statements into those that the sandbox runs and the conditions on the values they compute."""
+    """Splits statements into statements that the sandbox runs, and conditions on the values that these compute."""
 
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
@@ -154,7 +154,8 @@ class _Splitter:
         return [node for node in rewritten if (name := self._expected(node)) is None or name in used_names]
 
     def _expected(self, statement: ast.stmt) -> str | None:
-        """Return the name to which the statement assigns a literal of the test, which the code must not see."""
+        """Return the name to which the statement assigns a literal of the test, because the code under test must not
+        see the literal. None: another statement."""
         pair = _assigned(statement)
         return pair[0] if pair is not None and pair[0] in self.constants else None
 
@@ -169,7 +170,7 @@ class _Splitter:
             yield statement
 
     def _conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Condition]]:
-        """Yield the expressions to compute, each with the condition on its value."""
+        """Yield each expression that the sandbox must compute, with the condition on its value."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for operand in test.values:
                 yield from self._conditions(operand)
@@ -195,7 +196,7 @@ class _Splitter:
             return None
 
     def _split(self, one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any]:
-        """Return the computed side and the value of the literal side, in either order."""
+        """Return the side that the sandbox must compute, and the value of the other side, which is a literal."""
         for left, right in ((one, other), (other, one)):
             if expected := self.literal(right):
                 return self._computed(left), expected[0]
@@ -227,13 +228,15 @@ class _Splitter:
         return computed, lambda value: math.isclose(value, reference, **tolerances)
 
     def _computed(self, node: ast.expr) -> ast.expr:
-        """Return the expression; raise if it compares or subtracts, which an object of the code could override."""
+        """Return the expression. Raise _NotSplittable if it compares or subtracts, because an object of the code under
+        test could override that."""
         if any(isinstance(inner, _COMPARING | ast.BoolOp | ast.NamedExpr) for inner in ast.walk(node)):
             raise _NotSplittable
         return node
 
     def _call(self, node: ast.expr) -> ast.expr:
-        """Return a direct call of the code with plain arguments, as guessable values require; else raise."""
+        """Return the node if it is a direct call of the code under test with plain arguments; else raise
+        _NotSplittable. Conditions whose value can be guessed require such a call."""
         parts = [part for child in ast.iter_child_nodes(node) for part in ast.walk(child)]
         nested = any(isinstance(part, ast.Call | ast.comprehension | ast.Lambda) for part in parts)
         if nested or not isinstance(node, ast.Call) or not self._is_of_code(node):
@@ -241,7 +244,8 @@ class _Splitter:
         return self._computed(node)
 
     def _is_of_code(self, node: ast.expr) -> bool:
-        """Return whether the node calls or names an object of the code: neither a builtin nor bound by the test."""
+        """Return whether the node calls or names an object of the code under test: neither a builtin nor a name bound
+        by the test."""
         first = (_called(node) or _dotted(node) or "").partition(".")[0]
         return bool(first) and not hasattr(builtins, first) and first not in self.local_names
 
@@ -253,7 +257,7 @@ class _Splitter:
 
 
 def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
-    """Return the name and the value of `name = value`."""
+    """Return the name and the value of a statement `name = value`; None for other statements."""
     match statement:
         case ast.Assign([ast.Name(name)], value):
             return name, value

@@ -20,7 +20,7 @@ MAX_EXPONENT = 400  # slightly above the range of a float
 
 @dataclass(slots=True, frozen=True)
 class Number:
-    """A parsed number with its unit."""
+    """A number parsed from a text, with its unit."""
 
     value: Fraction
     percent: bool = False  # 50%, whose value is 1/2

@@ -91,7 +91,8 @@ _ZEROS_IN_FRONT = re.compile(r"0\d{1,99}")
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
 class MathRule(ReferenceRule):
-    """Reward a mathematically equal answer. One that takes over `timeout` seconds to parse or compare scores 0."""
+    """Reward a mathematically equal answer. An answer that takes over `timeout` seconds to parse or compare scores
+    0."""
 
     rule: ClassVar[str] = "math"
     timeout: Count = 3

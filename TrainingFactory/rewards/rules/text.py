@@ -105,7 +105,7 @@ def contains_words(answer: str, reference: str) -> bool:
 
 def squad_words(text: str) -> list[str]:
     """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
-    articles of a text of nothing else (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
+    articles of a text that has no other words (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
     lower = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
     stripped = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
     return _ARTICLES.sub(" ", stripped).split() or stripped.split() or lower.split()

@@ -29,7 +29,7 @@ def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
 
 
 def _divide(unit: Unit, divisor: Unit) -> Unit:
-    """Divide two units. Money keeps its kind, because a price is often written without what it is for."""
+    """Divide two units. Money keeps its kind, because a price is often written without the quantity that it is for."""
     return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{divisor.kind}", unit.factor / divisor.factor)
 
 

@@ -107,7 +107,8 @@ class RewardWorkerPool:
         return rewards
 
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
-        """Return the rewards in order; None for unscored rows, which are counted in `dropped`."""
+        """Return the rewards of the trajectories, in order. An unscored trajectory has None and is counted in
+        `dropped`."""
         groups: dict[Any, list[int]] = {}
         for number, trajectory in enumerate(trajectories):
             groups.setdefault(trajectory.group if self.grouped else number, []).append(number)
@@ -205,7 +206,8 @@ class RewardWorkerPool:
             )
 
     async def _acquire(self, failed_workers: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
-        """Return the free worker with the fewest running rows that has not failed on this row yet."""
+        """Wait for a free worker that has not failed on this row. Reserve the one with the fewest running rows, and
+        return it with its circuit breaker's token. Raise WorkersDown if there is none."""
         deadline = time.monotonic() + self.patience
         while True:
             untried = [worker for worker in self.workers if worker not in failed_workers]
@@ -253,7 +255,8 @@ class RewardWorkerPool:
 
 
 def _classify_error(error: Exception) -> tuple[bool | None, bool]:
-    """Return whether the worker is up (None: the error does not tell), and whether to retry on another worker."""
+    """Return whether the error shows that the worker is up (None: the error does not tell), and whether to retry on
+    another worker."""
     if isinstance(error, JudgeFailure):
         # A spent budget says nothing about the endpoint, and cached requests still succeed. An endpoint that rejects a
         # request is up.

@@ -32,12 +32,13 @@ _JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 
 class WorkerFailure(Exception):
-    """Raised when a process cannot score any row: it does not start, or a resource of its reward is unavailable."""
+    """Raised if a process cannot score any row, because it does not start or a resource of its reward is
+    unavailable."""
 
 
 @dataclass(slots=True)
 class FinishedEpisode:
-    """Episode of a stored trajectory, whose environment is closed."""
+    """The episode of a stored trajectory. Its environment is closed."""
 
     trajectory: Trajectory
 
@@ -54,8 +55,9 @@ class FinishedEpisode:
 
 
 class RewardProcess:
-    """Reward at `target` (with `options`: of the factory at `target`) in a process, one call at a time. A call that
-    times out or crashes the process leaves its episodes unscored; the next call starts a new process."""
+    """Reward that runs in a separate process, one call at a time. It has the import path `target`; with `options`, a
+    factory at `target` makes it. A call that times out or crashes the process leaves its episodes unscored; the next
+    call starts a new process."""
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ def _check_json(task: Task) -> None:
 
 
 def start(settings: dict[str, Any]) -> Callable[[Rows], dict[str, Any]]:
-    """Load the reward inside the process; return the function that scores the rows of one call."""
+    """Load the reward in the worker process; return the function that scores the rows of one call."""
     reward = load_reward(settings["target"], settings["options"])
     runner = asyncio.Runner()  # one for all calls, because an async reward may keep a connection
     return lambda rows: runner.run(_score(reward, rows))

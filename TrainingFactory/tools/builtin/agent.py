@@ -30,7 +30,7 @@ from TrainingFactory.types import Message, ToolFailure, ToolResult, ToolSpec
 
 @runtime_checkable
 class ChatModel(Protocol):
-    """Returns the next message of a conversation; raises ModelError if it cannot."""
+    """Model that returns the next message of a conversation, or raises ModelError."""
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message: ...
 

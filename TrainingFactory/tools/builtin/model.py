@@ -77,7 +77,7 @@ class ModelTool:
 
 
 class SingleToolSession:
-    """The session of a single tool without state."""
+    """The session of one tool that has no state."""
 
     def __init__(self, tool: Tool) -> None:
         self.tools: Sequence[Tool] = [tool]

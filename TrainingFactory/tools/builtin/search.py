@@ -33,7 +33,7 @@ _RUNS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf90
 
 
 class PassageTool(ABC):
-    """A tool that shows the passages of `find`."""
+    """Base class of search tools, which show the model the passages that `find` returns."""
 
     top_k: int  # of a call that does not say how many
     max_chars: int  # of each passage
@@ -95,7 +95,8 @@ class SearchTool(PassageTool):
 
 
 class Passages:
-    """The passages of a corpus in the order of its files, in the database that `ensure_index` builds."""
+    """The passages of a corpus, in the order of its files. They are read from the database that `ensure_index`
+    builds."""
 
     def __init__(
         self, path: Path, fields: tuple[str, str, str], index_dir: str | Path | None, name: str
@@ -114,14 +115,14 @@ class Passages:
             yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
 
     def at(self, index: int) -> tuple[str, str, str]:
-        """Return (id, title, text) of a passage by its place from 0."""
+        """Return (id, title, text) of the passage at this index, counted from 0."""
         with contextlib.closing(_open_index(self.index)) as connection:
             query = "SELECT name, title, text FROM documents WHERE number = ?"
             return connection.execute(query, (index + 1,)).fetchone()
 
 
 def show_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int) -> str:
-    """Return what the model sees of (id, title, text, score), best first."""
+    """Return the text that the model reads for matches (id, title, text, score), which are listed best first."""
     passages = []
     for rank, (document, title, text, _) in enumerate(matches, 1):
         excerpt = text if len(text) <= max_chars else text[:max_chars] + " [...]"
@@ -144,8 +145,8 @@ def split_terms(text: str) -> list[str]:
 
 
 def ensure_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
-    """Return the index of the data; build it if it is missing or the data has changed. It is written to a temporary
-    file and renamed, so that concurrent builds cannot corrupt it."""
+    """Return the path of the data's index; build the index if it is missing or the data has changed. It is written to a
+    temporary file and renamed, so that concurrent builds cannot corrupt it."""
     path = path.resolve()
     files = _files(path, name)
     stats = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]

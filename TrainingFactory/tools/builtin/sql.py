@@ -70,7 +70,7 @@ class SqlTool:
 
 
 class SqlSession:
-    """The tool of one episode, with its own connection."""
+    """The session of one episode, and its only tool, with its own database connection."""
 
     def __init__(self, tool: SqlTool) -> None:
         self.spec, self.options = tool.spec, tool.options
@@ -88,6 +88,7 @@ class SqlSession:
 
 
 def _fingerprint(path: Path, *settings: Any) -> str:
-    """Return a version that changes with the file, its content or the settings, and so invalidates cached results."""
+    """Return a version text that changes with the file, its content or the settings, so that a change invalidates
+    cached results."""
     stats = [file.stat() for file in (path, Path(f"{path}-wal")) if file.exists()]
     return digest(str(path), str([(stat.st_mtime_ns, stat.st_size) for stat in stats]), str(settings))

@@ -37,8 +37,9 @@ CANCELLED, FAILED = "cancelled", "failed"
 
 class ToolCache:
     """Caches results in an SQLite file, which several processes may share, or in Redis for several machines; without a
-    target in memory only. Entries expire after `ttl` seconds (None: never). `tools` are the tools of
-    `execute_with_cache`. Errors of the cache are counted in `failures` and logged once; the call is then executed."""
+    target in memory only. Entries expire after `ttl` seconds (None: never). `tools` are the tools that
+    `execute_with_cache` can call. Errors of the cache are counted in `failures` and logged once; the call is then
+    executed."""
 
     @validate_call(config=STRICT)
     def __init__(
@@ -67,7 +68,8 @@ class ToolCache:
         return executor
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """Return the cached result of a call, or execute it. For stateful tools, all these calls are one episode."""
+        """Return the cached result of a call, or execute it. All calls by this method count as one episode of the
+        stateful tools."""
         [result] = await self.executor.batch_execute([call])
         return result
 
@@ -79,7 +81,8 @@ class ToolCache:
         self, key: str, run: Callable[[], Awaitable[ToolResult]], deadline: float
     ) -> ToolResult:
         """Return the cached result of `key`; otherwise await `run()` and cache its result if it is ok. Of concurrent
-        callers only one runs; if it is cancelled, the next one does. If it fails or is late, all others run too."""
+        callers, only one executes `run`; if it is cancelled, the next one does. If it fails or is late, all others
+        execute theirs too."""
         while True:
             in_memory = self._memory.get(key)
             cached = (self._use_entry(key, *in_memory) if in_memory else None) or await self._read_store(key)
@@ -175,7 +178,7 @@ class EpisodeToolCache:
         self._started: Counter[str] = Counter()
 
     def fork(self) -> EpisodeToolCache:
-        """Return the cache of an episode that continues this one."""
+        """Return a copy of the cache for an episode that continues this one."""
         copy = EpisodeToolCache(self._cache, self._scope)
         copy._histories, copy._started = dict(self._histories), Counter(self._started)
         return copy

@@ -34,7 +34,8 @@ CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
 
 
 class SQLiteStore:
-    """An SQLite file in WAL mode: many processes read while one writes. Not for network drives: SQLite needs locks."""
+    """An SQLite file in WAL mode: many processes read while one writes. It does not work on network drives, because
+    SQLite needs locks."""
 
     quick = True  # `get` is fast enough for the event loop
 
@@ -127,8 +128,8 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _set_up(connection: sqlite3.Connection) -> None:
-    """Create the tables, unless another process has. One transaction also writes our id to the header, and it precedes
-    WAL mode, which writes to the file: other processes see an empty or a complete file."""
+    """Create the tables and write our id to the header in one transaction, unless another process has. This transaction
+    precedes WAL mode, which writes to the file, so that other processes see either an empty or a complete file."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     if version not in (0, FORMAT):
         raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
@@ -140,7 +141,8 @@ def _set_up(connection: sqlite3.Connection) -> None:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise ValueError for a folder or a foreign file, which must be neither changed nor moved."""
+    """Raise ValueError if the path is a folder or another program's file, because this cache must neither change nor
+    move it."""
     header = b""
     if path.is_file():
         with path.open("rb") as file:

@@ -157,8 +157,8 @@ class EndpointClient:
                 )
 
     async def close(self) -> None:
-        """Wait for requests in flight, whose replies are paid; close the connections, and the cache unless it was
-        passed in. A later request reopens both."""
+        """Wait for requests in flight, because their replies are paid for. Then close the connections, and the cache
+        unless it was passed in. A later request reopens both."""
         if self._in_flight:
             self._closing = True
             await asyncio.wait(self._in_flight, timeout=getattr(self.model, "timeout", None))

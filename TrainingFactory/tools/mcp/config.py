@@ -88,7 +88,8 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | 
 
 
 def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, ToolOverride]:
-    """Read `{"name", "description", "parameters", "mcp_server"}`, which overrides the description of one tool."""
+    """Parse the entry of a single tool, `{"name", "description", "parameters", "mcp_server"}`. Return the tool's name,
+    the entry of its server, and the override of its description."""
     try:
         tool: ToolOverride = make_from(ToolOverride, data, "a tool")
     except OptionError as error:

@@ -1,5 +1,5 @@
 """A connection to an MCP server. One task enters the SDK's client and stays in it until the connection ends; every
-error becomes `ServerDown`. Import this module and `stdio` lazily: they import the SDK, which takes a second."""
+error is raised as `ServerDown`. Import this module and `stdio` lazily: they import the SDK, which takes a second."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ for _name in ("mcp", "httpx2", "httpcore2"):
 
 
 class Connection:
-    """One connection. `on_tools` is called with the tool list on connect and on every change."""
+    """A connection to an MCP server. `on_tools` is called with the tool list on connect and on every change."""
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
@@ -194,7 +194,8 @@ class Connection:
     # calls
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        """Return the server's result; raise ServerDown on a lost connection. Cancelling also cancels on the server."""
+        """Call a tool and return the server's result; raise ServerDown on a lost connection. Cancelling this call also
+        cancels it on the server."""
         client = self._client
         if client is None or self.lost.done():
             raise self.down_error("is not available", sent=False)
@@ -220,8 +221,8 @@ class Connection:
         return await in_thread(convert) if has_images(answer) else convert()
 
     async def _answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the raw answer. The request runs in its own task, because the SDK may cancel a waiting task when the
-        connection breaks, or never wake it."""
+        """Send a call and return the server's raw answer. The request runs in its own task, because the SDK may cancel
+        a waiting task when the connection breaks, or never wake it."""
         request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
         # `call_tool` would build a pydantic model of the answer only for us to take it apart again.
         request_task = asyncio.create_task(client.session.send_request(request, _RAW_ANSWER))
@@ -241,7 +242,8 @@ class Connection:
         return request_task.result()
 
     async def _check(self, client: Client) -> None:
-        """Drop the connection if the server sent nothing during a whole call and does not answer a request now."""
+        """Mark the connection as lost if the server sent nothing during a whole call and does not answer a request
+        now."""
         num_before = self._num_messages
         limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(limit):
@@ -273,7 +275,7 @@ class Connection:
             self.lost.set_result(None)
 
     def down_error(self, event: str = "was lost", sent: bool = True) -> ServerDown:
-        """Return an error to raise or log that says what happened and why."""
+        """Return an error with the event and its reason, to be raised or logged."""
         reason = f": {self._reason}" if self._reason else ""
         text = (
             f"server {self.config.name!r} ({self.config.target}) {event}{reason}{self._server_output.quote()}"
@@ -295,7 +297,8 @@ class Connection:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an HTTP response, with a size limit. The SDK turns the error into an answer."""
+    """The body of an HTTP response, with a size limit. The SDK answers the request with the error that is raised above
+    the limit."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -341,7 +344,7 @@ class _WatchedReader:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the root cause in one line."""
+    """Return the root cause of an error in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, asyncio.CancelledError):

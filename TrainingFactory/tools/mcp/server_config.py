@@ -89,7 +89,7 @@ class ToolOverride:
 
 
 class ServerDown(Exception):
-    """The connection was lost or failed. `sent`: the server may have received the call."""
+    """Raised if the connection to a server was lost or failed. `sent`: the server may have received the call."""
 
     def __init__(self, reason: str, sent: bool = True) -> None:
         super().__init__(reason)
@@ -138,7 +138,8 @@ class ServerConfig:
 
     @property
     def secrets(self) -> list[str]:
-        """Return the values to redact even in tool results, where other values, such as paths, may appear."""
+        """Return the values to redact in tool results. Other values that errors hide, such as paths, may appear
+        there."""
         variables = [*self.filled.items(), *self.env.items()]
         return secret_values(variables, self.headers.values(), [self.url, *self.args])
 
@@ -239,7 +240,8 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
         raise ValueError(f"program {entry.command!r} not found; install it, or write its full path")
 
     def resolve(text: str) -> str:
-        """Return the full path if the argument names a file relative to the config; otherwise the argument."""
+        """Return the full path of a file if the argument names one relative to the config; otherwise return the
+        argument."""
         looks_like_a_path = not text.startswith("-") and ("/" in text or Path(text).suffix)
         if cwd is None and looks_like_a_path and not Path(text).exists() and (folder / text).exists():
             return str(folder / text)

@@ -35,8 +35,8 @@ def backoff_seconds(failures: int) -> float:
 
 
 class Server:
-    """One server of a config. It keeps the first tool list, which the prompts of the run contain: later changes are
-    logged, and calls of removed tools return an error."""
+    """One server of a config. It keeps the first tool list, because the prompts of the run contain it. Later changes
+    are logged, and calls of removed tools return an error."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -149,7 +149,8 @@ class SharedServer(Server):
                 raise line.problem
 
     async def until_ready(self) -> None:
-        """Wait until a connection is up, or until waiting is pointless."""
+        """Wait until a connection is up. Stop waiting when the first attempt to connect has ended, or `PATIENCE`
+        seconds after a loss."""
         if any(line.live_connection for line in self._lines):
             return
         while any(line.connection is not None for line in self._lines):
@@ -195,7 +196,7 @@ class EpisodeServer(Server):
             await asyncio.shield(self._spare_connections[0])
 
     def take(self) -> asyncio.Task[Connection]:
-        """Return a connection, ready or starting. Pass it to `release_connection` in the end."""
+        """Return a connection that is ready or starting. The caller must pass it to `release_connection` in the end."""
         while True:
             self._start_spares()
             connecting = self._spare_connections.popleft()

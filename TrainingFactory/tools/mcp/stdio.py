@@ -160,7 +160,8 @@ class LineSplitter:
 
 
 class ServerOutput:
-    """The end of a server's stderr, and the number of lines on its stdout that are not messages."""
+    """Collects the output of a server for error messages: the end of its stderr, and the number of lines on its stdout
+    that are not messages."""
 
     def __init__(self) -> None:
         self._stderr = b""
@@ -173,7 +174,7 @@ class ServerOutput:
         self._example = self._example or str(line)[:80]
 
     def quote(self) -> str:
-        """Return details for an error message; empty if there are none."""
+        """Return this output as details for an error message; empty if there are none."""
         details = ""
         if self._invalid_lines:
             details = f"; {self._invalid_lines} lines on stdout are not MCP messages, e.g. {self._example!r}"
@@ -181,7 +182,7 @@ class ServerOutput:
 
     @contextlib.contextmanager
     def stderr(self) -> Iterator[TextIO]:
-        """Yield a file for the process to write to. The running event loop reads it."""
+        """Yield a file to which the process writes its stderr. The running event loop reads from it."""
         loop = asyncio.get_running_loop()
         reader, writer = os.pipe()
         os.set_blocking(reader, False)

@@ -34,7 +34,7 @@ EXECUTE, SPECIAL_FILES = 1 << 0, (1 << 6) | (1 << 9) | (1 << 11)  # special: dev
 
 
 class Unavailable(Exception):
-    """This machine lacks a layer of the sandbox."""
+    """Raised if this machine lacks a layer of the sandbox."""
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def limits(settings: dict[str, Any]) -> None:
 
 
 def no_new_processes() -> None:
-    """Forbid new processes and threads of this user: the limit of 0 is already exceeded by this one."""
+    """Forbid new processes and threads: set their limit for this user to 0, which this process alone exceeds."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
@@ -106,7 +106,7 @@ def namespaces(disk_mb: int, folder: str) -> bool:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities, both those of root and those that the user namespace granted."""
+    """Drop all capabilities: those of root, and those that the user namespace granted."""
     if sys.platform != "linux":
         return
     for capability in range(64):
@@ -118,8 +118,8 @@ def drop_capabilities() -> None:
 
 
 def landlock(folder: str, readable: list[str], programs: bool = False) -> int:
-    """Allow access only to the folder, and to read Python and the system libraries. With `programs`, also allow to run
-    programs and to use the network. Return the ABI version."""
+    """Restrict file access to the folder, and to reading Python and the system libraries. With `programs`, also allow
+    to run programs and to use the network. Return the ABI version."""
     if sys.platform != "linux":
         raise Unavailable(f"{sys.platform} has no Landlock")
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)

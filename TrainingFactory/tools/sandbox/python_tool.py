@@ -133,8 +133,8 @@ class PythonTool:
         return PythonSession(self)
 
     def set_idle_memory(self, session: PythonSession, memory_bytes: int | None) -> None:
-        """Record the memory of an idle session in bytes (None: it is not idle), and stop the largest sessions while all
-        exceed `idle_memory_mb`."""
+        """Record the memory of an idle session in bytes (None: it is not idle). While all idle sessions together exceed
+        `idle_memory_mb`, stop the largest one."""
         self._idle.pop(session, None)
         if memory_bytes is not None:
             self._idle[session] = memory_bytes
