@@ -70,7 +70,7 @@ HEART = [
     "learning/optim.py",
 ]  # fmt: skip
 HEART_LINES = 7_800
-TOTAL_LINES = 78_000  # of Python in the package
+TOTAL_LINES = 78_500  # of Python in the package
 STATIC_LINES = 8_900  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder
 

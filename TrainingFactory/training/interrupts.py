@@ -31,7 +31,7 @@ class Interrupts:
         self._notify, self._since = notify, 0.0
         self._failure: Exception | None = None
         self._run: asyncio.Task[Any] | None = None
-        self._sampling: asyncio.Future[Any] | None = None  # the awaitable of `at_once`
+        self._sampling: asyncio.Future[Any] | None = None  # the awaitable of `interruptible`
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
