@@ -69,7 +69,7 @@ HEART = [
     "learning/learner.py", "learning/step.py", "learning/policy.py", "learning/forward.py", "learning/logprobs.py",
     "learning/optim.py",
 ]  # fmt: skip
-HEART_LINES = 7_800
+HEART_LINES = 7_850
 TOTAL_LINES = 78_500  # of Python in the package
 STATIC_LINES = 8_900  # of web/static
 LARGEST_SHARE = 0.15  # of the package's lines in one folder

@@ -47,6 +47,7 @@ def test_experts_are_right_and_novices_often_wrong(world: str) -> None:
     assert 0.05 < sum(asyncio.run(right("novice", random.Random(0)))) / 40 < 0.5
 
 
+@pytest.mark.slow
 def test_every_arm_trains(tmp_path: Path) -> None:
     warm_up("spoiled", tmp_path, steps=20)
     runs = [train("spoiled", arm, 0, branching.RATES[0], 1, tmp_path) for arm in ARMS]

@@ -204,6 +204,6 @@ def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
             early = reader.find_stop(ids[:size], so_far, stops)
             assert early == (cut if cut and size >= cut.tokens else None)
             if early is None:
-                shown = reader.so_far(so_far, stops)
+                shown = reader.parse_partial(so_far, stops)
                 assert whole.content.startswith(shown.content)
                 assert (whole.reasoning or "").startswith(shown.reasoning or "")

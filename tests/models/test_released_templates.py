@@ -198,7 +198,7 @@ def test_streamed_text_of_channels_has_no_headers() -> None:
     ids = chat.write(message)
     reader = TurnReader(chat, [], [])
     assert reader.message(ids, reader.text(ids)) == message
-    so_far = [reader.so_far(reader.text(ids[:size]), ()) for size in range(len(ids))]
+    so_far = [reader.parse_partial(reader.text(ids[:size]), ()) for size in range(len(ids))]
     assert all(message.content.startswith(part.content) for part in so_far)
     assert all(message.reasoning.startswith(part.reasoning or "") for part in so_far)
     assert so_far[-1].content and so_far[-1].reasoning

@@ -187,4 +187,4 @@ def test_a_fork_stays_on_the_engine_of_its_parent():
     assert all(len(home) == 1 for home in homes.values())
     forks = len([t for t in played if t.parent is not None])
     assert forks and len(homes) == 4 + forks
-    assert sum(fleet._open.values()) == 0
+    assert sum(fleet._open_sessions.values()) == 0

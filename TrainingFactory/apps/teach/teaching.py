@@ -90,17 +90,17 @@ class Teaching(Rollouts):
         self.scored_by = scored_by(self.config, check_reward(self.config))
         self._check_same_request()
         requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
-        self._ended = [episode for key, episode in earlier.items() if key in requested]
+        self._ended_episodes = [episode for key, episode in earlier.items() if key in requested]
         # Episodes of other tasks, or of more episodes per task, stay in the file.
         self._other_episodes = [episode for key, episode in earlier.items() if key not in requested]
         if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
-            self._ended = [e for e in self._ended if self._members(e.task.id) == episodes]
-        self.num_finished = len(self._ended)
+            self._ended_episodes = [e for e in self._ended_episodes if self._members(e.task.id) == episodes]
+        self.num_finished = len(self._ended_episodes)
         self.rounds = [[task for task in self.tasks if self._members(task.id) < episodes]]
-        save_trajectories(self._partial_file, [*self._other_episodes, *self._ended])
+        save_trajectories(self._partial_file, [*self._other_episodes, *self._ended_episodes])
 
     def _members(self, task: str) -> int:
-        return sum(episode.task.id == task for episode in self._ended)
+        return sum(episode.task.id == task for episode in self._ended_episodes)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
         return TextFormat(), EndpointSampler(self.settings, self.total_usage(), self._spending.add)
@@ -152,7 +152,7 @@ class Teaching(Rollouts):
         usage, budget = self.total_usage(), self.settings.budget
         report: dict[str, Any] = {
             "teacher": self.settings.model,
-            "episodes": len(self._ended),
+            "episodes": len(self._ended_episodes),
             "rows": len(rows.rows),
             "requests": usage.requests,
             "input_tokens": usage.input_tokens,
