@@ -145,7 +145,9 @@ def test_sessions_at_a_time_share_equal_images(family: str) -> None:
 
     ids = ask(chat, picture(0), "What is it? " * 8)
     before = next(place for place, token in enumerate(ids) if token >= VIRTUAL)
-    assert run(lambda: shared(0, 1)) == before
+    # On a busy machine the first prompt may be computed before the second arrives; then they share nothing.
+    attempts = (run(lambda: shared(0, 1)) for _ in range(6))
+    assert next(count for count in attempts if count) == before
     assert run(lambda: shared(0, 0)) == len(ids) - 1
 
 
