@@ -1,4 +1,4 @@
-"""How a chat template writes an assistant's turns: the prompt before them, their end, and the place of a thought."""
+"""Layout of an assistant turn in a chat template: the prompt before it, its end, and the place of a thought."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
 
 @validated(config=STRICT, frozen=True)
 class FarmOptions:
-    """How devices are reached and reset."""
+    """Connection and reset of the devices."""
 
     devices: Annotated[list[Text], Field(min_length=1)]
     """Serials as in `adb devices`. HOST:PORT is connected with `adb connect`."""
@@ -36,7 +36,7 @@ class FarmOptions:
     server_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port of adb's server. null: 5037."""
     reset: Literal["none", "packages", "snapshot"] = "none"
-    """What precedes an episode: nothing but the task's setup, `pm clear` of `packages`, or an emulator's snapshot."""
+    """Reset before an episode: nothing but the task's setup, `pm clear` of `packages`, or an emulator's snapshot."""
     packages: list[Package] = Field(default_factory=list)
     snapshot: Text = "clean"
     call_timeout: Positive = 20.0
