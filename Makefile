@@ -174,9 +174,10 @@ $(SERVERS)/adb.installed: tests/servers/adb.sh
 	@if sh $< $(SERVERS)/adb; then touch $@; fi
 
 # One process per core and one more, because tests of servers and of kills wait a lot; each with one thread. Compiled
-# modules are kept even where the environment says otherwise: every process would compile all tests for itself.
+# modules are kept even where the environment says otherwise: every process would compile all tests for itself. Up to five
+# tests that fail are tried again alone and named.
 PROCESSES = $$($(RUN) -c "import psutil; print(min(8, len(psutil.Process().cpu_affinity()) + 1))" 2>/dev/null || echo auto)
-SUITE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest --dist loadgroup -n $(PROCESSES)
+SUITE = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -p tests.kits.second_try --dist loadgroup -n $(PROCESSES)
 
 # The first time, tests that need no server run while the servers are installed.
 test: $(STAMP)
