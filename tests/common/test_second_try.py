@@ -25,7 +25,9 @@ MANY = "\n@pytest.mark.parametrize('which', range(6))\ndef test_many(which):\n  
 
 def suite(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     """Run a module of tests in two processes, as `make test` does."""
-    (folder / "test_it.py").write_text(text.replace("{tried!r}", repr(str(folder / "tried"))), encoding="utf-8")
+    (folder / "test_it.py").write_text(
+        text.replace("{tried!r}", repr(str(folder / "tried"))), encoding="utf-8"
+    )
     options = ["-p", "tests.kits.second_try", "-p", "no:cacheprovider", "--dist", "loadgroup", "-n", "2"]
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--rootdir", str(folder), *options, str(folder)],
