@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import inspect
 import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +21,33 @@ from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
 from TrainingFactory.types import SamplingParams, Weights
 
-CLOSE = 2e-4  # log-probs in float32, against the model's own forward over the whole row
+CLOSE = 1e-4  # log-probs in float32, against the model's own forward over the whole row
 
 
 def hybrid(key: str = "lfm2") -> Any:
     return BY_KEY[key].build()
 
 
+@contextlib.contextmanager
+def token_by_token(model: Any) -> Iterator[None]:
+    """Let the model's own forward use its recurrent form of the gated delta rule, where it has one. Its chunked form in
+    float32 is up to 3.7e-4 off the same form in float64; the engine and the recurrent form are 2e-5 off."""
+    module = sys.modules[type(model).__module__]
+    chunked = getattr(module, "torch_chunk_gated_delta_rule", None)
+    if chunked is None:
+        yield
+        return
+    recurrent = inspect.unwrap(module.torch_recurrent_gated_delta_rule)
+    module.torch_chunk_gated_delta_rule = lambda *args, chunk_size=64, **options: recurrent(*args, **options)
+    try:
+        yield
+    finally:
+        module.torch_chunk_gated_delta_rule = chunked
+
+
 def check(model: Any, runs: list[Turns]) -> None:
-    assert max(worst(model, turns) for turns in runs) < CLOSE
+    with token_by_token(model):
+        assert max(worst(model, turns) for turns in runs) < CLOSE
 
 
 @pytest.mark.parametrize("key", ["lfm2", "qwen3_5"])
