@@ -23,6 +23,8 @@ WEIGHTS = (".safetensors", ".bin", ".gguf")
 OUTPUT_OPTIONS = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")
 # Sampling options that change only the speed or the shapes of the engine.
 SPEED_OPTIONS = {"slots", "deterministic"}
+# Options of the environment, besides its name and system prompt, that change an episode.
+ENVIRONMENT_OPTIONS = {"command", "options", "context", "user"}
 
 
 def identity(
@@ -54,8 +56,8 @@ def conditions(
         environment = Path(environment).name
     reward = hashed.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
     tools = [entry.model_dump() for entry in hashed.tools]
-    if (program := hashed.environment).command is not None:
-        extra_inputs = [*extra_inputs, program.command, str(program.options)]
+    section = hashed.environment
+    settings = section.model_dump(include=ENVIRONMENT_OPTIONS, exclude_defaults=True)
     return Conditions(
         environment=environment,
         tasks=tasks_digest(tasks),
@@ -64,7 +66,10 @@ def conditions(
         episodes=episodes,
         sampling=config.sampling.model_dump(exclude=SPEED_OPTIONS)
         | {"max_turns": config.environment.max_turns},
-        rest=digest_of([program.system_prompt, reward, program.environment_id, tools, *extra_inputs]),
+        rest=digest_of(
+            [section.system_prompt, reward, section.environment_id, tools, *extra_inputs]
+            + ([settings] if settings else [])  # without options, the digest is that of earlier versions
+        ),
     )
 
 

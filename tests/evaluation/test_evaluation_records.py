@@ -173,6 +173,21 @@ def test_conditions_tell_what_differs(tmp_path: Path) -> None:
     assert again.differences(conditions(warmer, tasks, 1)) == ["sampling.temperature is 1.0 and 0.5"]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"options": {"blind": True}},
+        {"context": {"fold": "window", "limit": 100}},
+        {"user": {"model": "openai:gpt@http://127.0.0.1:1/v1"}},
+    ],
+)
+def test_conditions_include_the_options_of_the_environment(changed: dict[str, Any]) -> None:
+    tasks = [Task("a", "?")]
+    plain = conditions(TrainingConfig(environment={"environment_id": "screen"}), tasks, 1)
+    other = conditions(TrainingConfig(environment={"environment_id": "screen"} | changed), tasks, 1)
+    assert [text.split()[0] for text in plain.differences(other)] == ["rest"]
+
+
 def test_a_model_is_known_by_its_weights(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
