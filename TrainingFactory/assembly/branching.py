@@ -11,12 +11,11 @@ from TrainingFactory.rollout.branching import Branching
 
 
 def make_branching(config: TrainingConfig) -> Branching | None:
-    """Return the branching settings of the rollout engine: where episodes fork. None if the config has no branching.
-    Imports the file of `function`."""
-    section = config.training.branching
-    if section is None:
+    """Return the rollout engine's branching settings, with the user's `function` imported; None without branching."""
+    branching = config.training.branching
+    if branching is None:
         return None
-    options: dict[str, Any] = section.model_dump() | {"function": _load_function(config)}
+    options: dict[str, Any] = branching.model_dump() | {"function": _load_function(config)}
     return Branching(**options, in_waves=config.sampling.deterministic)
 
 
@@ -24,16 +23,16 @@ def _load_function(config: TrainingConfig) -> Any:
     section = config.training.branching
     if section is None or section.at != "function" or section.function is None:
         return None
-    name = section.function
-    problem = ("training", "branching", "function")
-    if not split_name(name)[1]:
-        raise config.wrong([Problem(problem, "name a function of the file, as in forks.py:uncertain", name)])
+    target = section.function
+    key = ("training", "branching", "function")
+    if not split_name(target)[1]:
+        raise config.wrong([Problem(key, "name a function of the file, as in forks.py:uncertain", target)])
     try:
-        _, _, [function] = load_objects("training.branching.function", name)
+        _, _, [function] = load_objects("training.branching.function", target)
     except ValueError as error:
-        raise config.wrong([Problem(problem, str(error))]) from error
+        raise config.wrong([Problem(key, str(error))]) from error
     if not callable(function):
-        raise config.wrong([Problem(problem, "is not a function", name)])
+        raise config.wrong([Problem(key, "is not a function", target)])
     return function
 
 

@@ -20,8 +20,7 @@ from TrainingFactory.types import Image
 
 @dataclass(slots=True)
 class DatasetFit:
-    """The dataset forms that the first rows of a dataset fit, and for each other form the first reason why they do not
-    fit."""
+    """Dataset forms that the first rows of a dataset fit, and the first problem with each other form."""
 
     rows: int
     has_more: bool
@@ -31,21 +30,21 @@ class DatasetFit:
 
 
 def find_trajectories(source: str, runs: str | Path = "runs") -> Path:
-    """Return the trajectories file of a run, given by name or folder; a file is returned as it is."""
+    """Return the trajectories file of a run, which is given by name or folder; return a file unchanged."""
     path = Path(source).expanduser()
     if path.is_file():
         return path
     run = RunFolder.find(source, runs)
-    file = run.path / TRAJECTORIES
-    if not file.is_file():
+    trajectories_file = run.path / TRAJECTORIES
+    if not trajectories_file.is_file():
         raise ValueError(
             f"run {run.name} has no {TRAJECTORIES}: it sampled no episodes, or logging.save_trajectories is off"
         )
-    return file
+    return trajectories_file
 
 
 def find_dataset(source: str, runs: str | Path = "runs") -> str:
-    """Return a value for `data.dataset`: for a run its trajectories, else `source` itself."""
+    """Resolve a source to a value for `data.dataset`: a run to its trajectories, others unchanged."""
     path = Path(source).expanduser()
     is_run_name = not path.exists() and is_run(Path(runs).expanduser() / source)
     return str(find_trajectories(source, runs)) if is_run_name or is_run(path) else source
@@ -59,21 +58,21 @@ def fit_forms(source: str, split: str, count: int) -> DatasetFit:
     if not first_rows:
         raise ValueError(f"{source} is empty")
     columns = dict.fromkeys(name for row in first_rows for name in row.columns)
-    result = DatasetFit(len(first_rows), len(rows) > count, [str(name) for name in columns])
+    fit = DatasetFit(len(first_rows), len(rows) > count, [str(name) for name in columns])
     for form in get_args(Form):
         try:
             examples = load_examples(first_rows, form, check_call=argument_problem)
         except ValueError as error:
-            result.misfits[form] = str(error).partition("\n")[0]
+            fit.misfits[form] = str(error).partition("\n")[0]
         else:
-            result.fits[form] = examples
-    return result
+            fit.fits[form] = examples
+    return fit
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], images: Mapping[str, Image] | None = None) -> None:
     """Write a JSON Lines file, and the images of its rows beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     store = ImageStore.beside(path)
-    for name in {name for row in rows for name in row.get("images", ())} & (images or {}).keys():
-        store.add((images or {})[name])
+    for image in {image for row in rows for image in row.get("images", ())} & (images or {}).keys():
+        store.add((images or {})[image])
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

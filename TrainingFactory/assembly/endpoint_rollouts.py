@@ -23,7 +23,7 @@ MAX_LENGTH = 2**31  # the endpoint limits its own context
 
 
 class EndpointStopped(ValueError):
-    """No further request can succeed: the budget is spent, access is denied, or the endpoint is down."""
+    """Raised when no further request can succeed: the budget is spent, or the endpoint denies access or is down."""
 
 
 class TextFormat:
@@ -41,7 +41,7 @@ class TextFormat:
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
     ) -> Message:
-        raise _no_tokens()
+        raise _no_tokens_error()
 
     def write(
         self,
@@ -50,20 +50,20 @@ class TextFormat:
         tools: Sequence[ToolSpec] = (),
         exact: bool = True,
     ) -> list[int]:
-        raise _no_tokens()
+        raise _no_tokens_error()
 
     def truncate(self, text: str, max_tokens: int) -> str:
         return truncate_middle(text, max_tokens * CHARS_PER_TOKEN)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        raise _no_tokens()
+        raise _no_tokens_error()
 
 
 class ClosedSession:
     """Placeholder for an episode's sampling session, because an endpoint has none."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        raise _no_tokens()
+        raise _no_tokens_error()
 
     def fork(self) -> ClosedSession:
         return self
@@ -113,8 +113,8 @@ class EndpointSampler:
     @property
     def metrics(self) -> dict[str, float]:
         """Return this process's numbers of requests, retries, cached replies and failures."""
-        names = ("requests", "retries", "cached")
-        counts = {f"{PREFIX}/{name}": float(getattr(self.client.usage, name)) for name in names}
+        counter_names = ("requests", "retries", "cached")
+        counts = {f"{PREFIX}/{name}": float(getattr(self.client.usage, name)) for name in counter_names}
         failures = self.client.usage.failures.items()
         return counts | {f"{PREFIX}/failed_{kind}": float(count) for kind, count in failures}
 
@@ -122,10 +122,10 @@ class EndpointSampler:
         return ClosedSession()
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        raise _no_tokens()
+        raise _no_tokens_error()
 
     async def update(self, weights: Weights) -> None:
-        raise _no_tokens()
+        raise _no_tokens_error()
 
     async def close(self) -> None:
         await self.client.close()
@@ -144,21 +144,21 @@ class EndpointRun(EpisodeRun):
     async def _play_turns(self, environment: Environment) -> None:
         await self._render_first_prompt(environment)
         messages = list(self.trajectory.prompt)
-        for number in range(self.rules.max_turns):
+        for turn_index in range(self.rules.max_turns):
             try:
-                reply = await self._ask(messages, number)
+                reply = await self._ask(messages, turn_index)
             except ModelFailure as failure:
                 return self._end_episode("error", str(failure))
             self.originals[len(messages)] = reply.original
-            is_cut = reply.fault == "cut"
-            turn = Turn([], Completion([], [], "length" if is_cut else "stop"), reply.message)
+            is_truncated = reply.fault == "cut"
+            turn = Turn([], Completion([], [], "length" if is_truncated else "stop"), reply.message)
             self.trajectory.turns.append(turn)
             try:
-                if is_cut:
+                if is_truncated:
                     return self._end_episode("truncated", None)
                 await self._step_environment(environment, turn)
             finally:  # the step replaces the signals, and ends the episode by an exception
-                turn.signals |= self._spent(reply)
+                turn.signals |= self._usage_signals(reply)
             messages += [turn.message, *turn.replies]
         return self._end_episode("max_turns", None)
 
@@ -170,15 +170,15 @@ class EndpointRun(EpisodeRun):
         )  # fmt: skip
         return await self._sampler.ask(request, self.seed_of(number))
 
-    def _spent(self, reply: ModelReply) -> dict[str, float]:
+    def _usage_signals(self, reply: ModelReply) -> dict[str, float]:
         counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
-        values = counts | ({"cost": budget.cost(reply)} if budget.priced else {})
-        return {f"{PREFIX}/{name}": float(value) for name, value in values.items()}
+        amounts = counts | ({"cost": budget.cost(reply)} if budget.priced else {})
+        return {f"{PREFIX}/{name}": float(value) for name, value in amounts.items()}
 
 
 class EndpointRollouts(RolloutEngine):
-    """Runs the episodes of an `EndpointSampler`. Skips the episodes in `finished`, a set of (task id, member)."""
+    """Rollout engine for an `EndpointSampler` that skips the episodes in `finished`, a set of (task id, member)."""
 
     finished: AbstractSet[tuple[str, int]] = frozenset()
 
@@ -204,7 +204,7 @@ def endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return totals
 
 
-def _no_tokens() -> ValueError:
+def _no_tokens_error() -> ValueError:
     return ValueError(
         "an endpoint has no weights and no tokens here. Use it with tfactory eval, compare, rollout or data teach"
     )

@@ -33,8 +33,8 @@ RL_FACTORY_METHODS = (
 def make_environment(
     config: TrainingConfig, user_tools: bool = False, notify: Notify = lambda _: None
 ) -> EnvironmentFactory:
-    """Return the environment that the config names. If it names none, but tasks (or `user_tools` is set because the
-    caller has tools or tasks), return a plain conversation. `notify` gets one line per resolved id."""
+    """Return the factory of the config's environment, or a plain conversation if there are only tasks or `user_tools`.
+    `notify` gets one line per resolved id."""
     name = config.environment.environment_id
     if config.environment.command is not None:
         return make_program(config, config.environment.command)
@@ -52,19 +52,19 @@ def make_environment(
 def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     """Return the user's agent program; raise for options that it would ignore."""
     section = config.environment
-    unusable = {
+    conflicting_options = {
         "tools": config.tools,
         "deterministic": config.sampling.deterministic,
         "environment_id": section.environment_id,
         "system_prompt": section.system_prompt,
     }
-    if names := ", ".join(name for name, value in unusable.items() if value):
-        raise ValueError(f"environment.command cannot be combined with {names}: the program has its own")
+    if conflicts := ", ".join(name for name, value in conflicting_options.items() if value):
+        raise ValueError(f"environment.command cannot be combined with {conflicts}: the program has its own")
     return AgentProgram(command, section.options)
 
 
 def find_environment(name: str, notify: Notify = lambda _: None) -> Any:
-    """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or an entry of the catalog."""
+    """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or a catalog entry."""
     if is_file_name(name) and not is_foreign(name):
         return environment_from_file(name)
     if (scenario := ENVIRONMENTS.ask(name)) is not None:
@@ -88,8 +88,8 @@ def check_name(name: str) -> None:
     imported."""
     if is_foreign(name):
         return
-    known_names, file = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
-    if not (file.is_file() if is_file_name(name) else known_names & {name, f"{name.partition('/')[0]}/"}):
+    known_names, path = catalog.names("environment").keys(), Path(split_name(name)[0]).expanduser()
+    if not (path.is_file() if is_file_name(name) else known_names & {name, f"{name.partition('/')[0]}/"}):
         find_environment(name)
 
 
@@ -101,8 +101,8 @@ def environment_of_scenario(scenario: Any) -> Any:
     if environment is not None:
         return find_environment(str(environment)) if isinstance(environment, str | Path) else environment
     own_tools = [as_tool(entry) for entry in getattr(scenario, "tools", ())]
-    rows = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
-    if rows["train"] is None or any(isinstance(entry, ToolSource) for entry in own_tools):
+    rows_by_split = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
+    if rows_by_split["train"] is None or any(isinstance(entry, ToolSource) for entry in own_tools):
         raise ValueError(
             f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
             f"nor `tasks` (rows or a file) with `tools` that need no server; see {docs_page('FACTORIES.md')}"
@@ -116,18 +116,17 @@ def environment_of_scenario(scenario: Any) -> Any:
 
         @classmethod
         def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-            if rows.get(split) is None:
+            if rows_by_split.get(split) is None:
                 raise ValueError(
                     f"scenario {name!r} has no `{split}`; name a file of tasks instead: data.heldout=FILE"
                 )
-            return load_tasks(rows[split], count=count)
+            return load_tasks(rows_by_split[split], count=count)
 
     return Scenario
 
 
 def as_environment_factory(environment: Any, options: Mapping[str, Any] | None = None) -> Any:
-    """Return the factory of environments. An environment written for another framework is instantiated with `options`
-    and wrapped."""
+    """Return the factory of environments; wrap an environment of another framework, instantiated with `options`."""
     if inspect.isclass(environment) and issubclass(environment, ForeignEnvironment):
         try:
             environment = environment.from_options(options or {})
@@ -149,10 +148,10 @@ def _reject_uncalled_methods(environment: Any) -> None:
     call these methods."""
     if not (inspect.isclass(environment) and issubclass(environment, ToolEnvironment)):
         return
-    uncalled = [name for name in RL_FACTORY_METHODS if hasattr(environment, name)]
-    if uncalled and environment.reward is ToolEnvironment.reward:
+    methods = [name for name in RL_FACTORY_METHODS if hasattr(environment, name)]
+    if methods and environment.reward is ToolEnvironment.reward:
         raise ValueError(
-            f"{environment.__name__} has {', '.join(uncalled)} as in RL-Factory, and nothing here would call it: "
+            f"{environment.__name__} has {', '.join(methods)} as in RL-Factory, and nothing here would call it: "
             "inherit from TrainingFactory.integrations.rl_factory.Env, which does, or score the episode in "
             "`reward(self, episode)`, step by step by a Reward with `steps`"
         )
@@ -162,15 +161,15 @@ def environment_from_file(
     name: str,
 ) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    path, attribute, values = load_objects("environment", name)
-    kinds = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
-    classes = [value for value in values if inspect.isclass(value) and issubclass(value, kinds)]
+    path, attribute, objects = load_objects("environment", name)
+    base_classes = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
+    classes = [value for value in objects if inspect.isclass(value) and issubclass(value, base_classes)]
     if not classes:
         subject = f"{attribute} in {path} is" if attribute else f"{path} defines"
         raise ValueError(f"{subject} no environment: a class that inherits from ToolEnvironment")
     if len(classes) > 1:
-        names = ", ".join(f"{path}:{value.__name__}" for value in classes)
-        raise ValueError(f"{path} defines several environments; name one of them: {names}")
+        choices = ", ".join(f"{path}:{value.__name__}" for value in classes)
+        raise ValueError(f"{path} defines several environments; name one of them: {choices}")
     return classes[0]
 
 
@@ -187,8 +186,8 @@ def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunc
         "environment.system_prompt": config.environment.system_prompt,
         "tools": config.tools,
     }
-    if unusable := ", ".join(key for key, value in options.items() if value):
-        raise ValueError(f"{unusable} does not apply to self-play ({name}): remove it")
+    if unusable_options := ", ".join(key for key, value in options.items() if value):
+        raise ValueError(f"{unusable_options} does not apply to self-play ({name}): remove it")
     if config.sampling.deterministic and config.sampling.slots < 2:
         raise ValueError(f"self-play ({name}) with sampling.deterministic needs sampling.slots of at least 2")
 

@@ -17,7 +17,7 @@ from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, 
 
 Kind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-HEAD = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
+REWARD_HEAD_FILES = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
 
 @dataclass(slots=True)
@@ -47,14 +47,14 @@ def export(
     target = Path(out).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"{target} already exists; name a new folder")
-    adapter = (checkpoint / ADAPTER).is_file()
-    if merge and not adapter:
+    is_adapter = (checkpoint / ADAPTER).is_file()
+    if merge and not is_adapter:
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
-    if dtype is not None and adapter and not merge:
+    if dtype is not None and is_adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    exported = ExportedModel(target, "merged" if merge else "adapter" if adapter else "model", checkpoint)
-    exported.reward_model = (checkpoint / HEAD[1]).is_file()
-    if adapter:
+    exported = ExportedModel(target, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
+    exported.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
+    if is_adapter:
         exported.base = model.name
     if exported.kind == "adapter" and resolve_model_name(str(exported.base)) in BUILTINS:
         raise ValueError(
@@ -68,7 +68,7 @@ def export(
             _copy(exported, partial_folder)
         if exported.kind == "adapter":
             _fit_to_composite_base(exported, model.run, partial_folder)
-        for file in HEAD if exported.reward_model else ():
+        for file in REWARD_HEAD_FILES if exported.reward_model else ():
             shutil.copyfile(checkpoint / file, partial_folder / file)
     return exported
 
@@ -89,7 +89,7 @@ def _write_aside(target: Path) -> Iterator[Path]:
 
 def _copy(exported: ExportedModel, partial_folder: Path) -> None:
     for path in exported.source.iterdir():
-        if path.is_file() and path.name not in TRAINING + HEAD:
+        if path.is_file() and path.name not in TRAINING + REWARD_HEAD_FILES:
             shutil.copyfile(path, partial_folder / path.name)
     if exported.kind == "adapter":
         adapter_config = json.loads((partial_folder / ADAPTER).read_text(encoding="utf-8"))
@@ -145,8 +145,8 @@ def _convert(
         loaded_model = load_model(
             base, dtype="float32", device="cpu", adapter=str(exported.source), **options
         )
-        kind = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
-        model = loaded_model.model.merge_and_unload().to(kind)
+        torch_dtype = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
+        model = loaded_model.model.merge_and_unload().to(torch_dtype)
     exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)
     loaded_model.save_preprocessors(partial_folder)

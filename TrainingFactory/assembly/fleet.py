@@ -53,8 +53,8 @@ def max_concurrent_episodes(config: TrainingConfig, environment: Any = None) -> 
     tool processes and no limit. In self-play, return the number of games, because each has an episode per role."""
     slots, workers = max_open_episodes(config), config.environment.num_workers
     slots = min(slots, getattr(environment, "max_episodes", slots))
-    limit = slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
-    return max(1, limit // 2) if is_self_play(environment) else limit
+    max_episodes = slots if workers is None or config.compute.backend == "ray" else min(slots, workers)
+    return max(1, max_episodes // 2) if is_self_play(environment) else max_episodes
 
 
 def check_engines(config: TrainingConfig) -> None:
@@ -90,9 +90,9 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         await session.open()
         gpus = session.gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
         bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
-        num_remote = (compute.learners or 1) - 1
-        bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * num_remote
-        learners = f" and learners={compute.learners}" if num_remote else ""
+        num_remote_learners = (compute.learners or 1) - 1
+        bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * num_remote_learners
+        learners = f" and learners={compute.learners}" if num_remote_learners else ""
         await session.check(bundles, f"compute.samplers={compute.samplers}{learners}")
 
 
@@ -107,29 +107,29 @@ def make_training_fleet(
         options = lora_options(publisher.rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
     tolerance = TOLERANCE if publisher.dtype == "float32" else TOLERANCE_16_BIT
-    return _fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
+    return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
 
 
 def make_serving_fleet(
     config: TrainingConfig, loaded_model: LoadedModel, length: int, episodes: int, notify: Notify
 ) -> Fleet:
-    """Make engines that load the model from its folder or from the hub. Save the loaded model to a temporary folder for
-    them if neither holds it as it is, for example because it has an adapter or only a part of it was loaded."""
-    folder, temporary = None if loaded_model.notes else _readable(config), None
+    """Make engines that load the model from its folder or the hub. A model that neither holds unchanged, such as one
+    with an adapter, is saved to a temporary folder first."""
+    folder, temporary_folder = None if loaded_model.notes else _loadable_model(config), None
     if folder is None:
-        temporary = tempfile.TemporaryDirectory(prefix="tfactory-model-")
-        folder = temporary.name
+        temporary_folder = tempfile.TemporaryDirectory(prefix="tfactory-model-")
+        folder = temporary_folder.name
         model = loaded_model.model
         if hasattr(model, "merge_and_unload"):  # foreign object
             model = model.merge_and_unload()
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _fleet(config, folder, length, episodes, spec, notify, keep_alive=temporary)
+    return _make_fleet(config, folder, length, episodes, spec, notify, keep_alive=temporary_folder)
 
 
-def _readable(config: TrainingConfig) -> str | None:
-    """Return the hub id or folder from which an engine can load the model without changes; None if there is none."""
+def _loadable_model(config: TrainingConfig) -> str | None:
+    """Return the hub id or folder from which engines can load the unchanged model; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
     is_modified = model.adapter or model.tools_format or model.revision
@@ -140,7 +140,7 @@ def _readable(config: TrainingConfig) -> str | None:
     return None if name in BUILTINS or folder.exists() or name.startswith("package:") else name
 
 
-def _fleet(
+def _make_fleet(
     config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], notify: Notify,
     tolerance: float = TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
@@ -160,10 +160,10 @@ def engine_hosts(
     compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
-    """Return the launcher of `count` engines: as processes of this machine, or as actors on the Ray cluster. Engines
-    log into the folder `logs`."""
-    seconds = compute.start_timeout
+    """Return the launcher of `count` engines: local processes, or actors on the Ray cluster. Engines log into
+    `logs`."""
+    start_timeout = compute.start_timeout
     if compute.backend != "ray":
-        return LocalEngineLauncher(spec, start_timeout=seconds, notify=notify, folder=logs, role=role)
+        return LocalEngineLauncher(spec, start_timeout=start_timeout, notify=notify, folder=logs, role=role)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, count, gpus, cpus, seconds, notify, role, logs)
+    return RayEngineLauncher(session, spec, count, gpus, cpus, start_timeout, notify, role, logs)

@@ -14,7 +14,7 @@ from TrainingFactory.rollout.folding import SUMMARY_REQUEST, Folding
 
 DEFAULT_MAX_LENGTH = 4096
 KEY = ("environment", "context")
-KEYS = {  # keys that only some kinds use
+KINDS_BY_KEY = {  # keys that only some kinds use
     "keep_turns": ("window", "drop_thoughts", "drop_results"),
     "placeholder": ("drop_results",),
     "summary_tokens": ("summary",),
@@ -65,7 +65,7 @@ def is_template_file(template: str) -> bool:
 def _unused_keys(context: ContextSection) -> list[Problem]:
     return [
         Problem((*KEY, key), f"is for fold={' or '.join(kinds)}, but fold is {context.fold}; remove it")
-        for key, kinds in KEYS.items()
+        for key, kinds in KINDS_BY_KEY.items()
         if context.fold not in kinds
         and getattr(context, key) != ContextSection.model_fields[key].get_default()
     ]
@@ -73,17 +73,17 @@ def _unused_keys(context: ContextSection) -> list[Problem]:
 
 def _check_limits(config: TrainingConfig, context: ContextSection, max_length: int | None) -> list[Problem]:
     if config.environment.command is not None:
-        text = (
+        message = (
             "does not apply to environment.command: your program manages its own history. Remove one of them"
         )
-        return [Problem(KEY, text)]
+        return [Problem(KEY, message)]
     length = max_length or config.model.max_length or DEFAULT_MAX_LENGTH
-    reserve = context.summary_tokens if context.fold == "summary" else 1
-    if context.limit + reserve > length:
+    reserved_tokens = context.summary_tokens if context.fold == "summary" else 1
+    if context.limit + reserved_tokens > length:
         origin = "" if config.model.max_length else " (its default; set it if the model's context is longer)"
-        added = f" with summary_tokens={reserve}" if context.fold == "summary" else ""
-        text = f"must be below model.max_length{added}, which is {length}{origin}"
-        return [Problem((*KEY, "limit"), text, context.limit)]
+        suffix = f" with summary_tokens={reserved_tokens}" if context.fold == "summary" else ""
+        message = f"must be below model.max_length{suffix}, which is {length}{origin}"
+        return [Problem((*KEY, "limit"), message, context.limit)]
     return []
 
 
@@ -91,8 +91,8 @@ def _load_function(name: str | None) -> Any:
     """Import the fold function `FILE.py:NAME`; raise ValueError if it is not a function of one argument."""
     if name is None:
         raise ValueError("is missing: fold=own needs a function, such as fold.py:shorten")
-    path, member, [function, *extra] = load_objects("environment.context.function", name)
-    if extra or not callable(function) or isinstance(function, type):
+    path, member, [function, *others] = load_objects("environment.context.function", name)
+    if others or not callable(function) or isinstance(function, type):
         raise ValueError(f"must name one function of {path}, such as {path}:shorten (got {name})")
     try:
         inspect.signature(function).bind([])

@@ -36,9 +36,9 @@ def with_gpu_division(
             "or compute.backend=ray and compute.address for GPUs of several machines"
         )
     division = divide_gpus(config, count)
-    keys = ", ".join(f"compute.{key}={value}" for key, value in division.items())
+    settings = ", ".join(f"compute.{key}={value}" for key, value in division.items())
     notify(
-        f"the run uses {count} GPUs: {keys}; set compute.learners and compute.samplers to divide them otherwise"
+        f"the run uses {count} GPUs: {settings}; set compute.learners and compute.samplers to divide them otherwise"
     )
     return config.model_copy(update={"compute": compute.model_copy(update=division)})
 
@@ -47,13 +47,13 @@ def divide_gpus(config: TrainingConfig, count: int) -> dict[str, Any]:
     """Return the keys of `compute` that use all GPUs. On one machine every GPU has a learner, and the first also
     samples. With Ray, half of the GPUs sample, rounded down to whole samplers."""
     compute = config.compute
-    samples = KINDS[config.training.algorithm].samples and compute.gpus_per_sampler != 0
-    width = compute.gpus_per_sampler or config.sampling.engine_options.get("tensor_parallel_size", 1)
-    samplers = max(1, int(count // 2 // width)) if compute.backend == "ray" and samples else 0
-    learners = int(count - samplers * width)
+    has_samplers = KINDS[config.training.algorithm].samples and compute.gpus_per_sampler != 0
+    sampler_gpus = compute.gpus_per_sampler or config.sampling.engine_options.get("tensor_parallel_size", 1)
+    samplers = max(1, int(count // 2 // sampler_gpus)) if compute.backend == "ray" and has_samplers else 0
+    learners = int(count - samplers * sampler_gpus)
     if learners < 1:
         raise ValueError(
-            f"compute.num_gpus is {count}, but a sampler needs {width:g} GPUs and a learner one. Raise "
+            f"compute.num_gpus is {count}, but a sampler needs {sampler_gpus:g} GPUs and a learner one. Raise "
             "compute.num_gpus, or lower compute.gpus_per_sampler and sampling.engine_options.tensor_parallel_size"
         )
     if learners > 1:
@@ -62,13 +62,13 @@ def divide_gpus(config: TrainingConfig, count: int) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(
                 f"compute.num_gpus is {count}, but {error}. Set compute.learners=1 to train on one GPU, and "
-                f"compute.backend=ray with compute.samplers={int((count - 1) // width)} to sample on the others"
+                f"compute.backend=ray with compute.samplers={int((count - 1) // sampler_gpus)} to sample on the others"
             ) from error
     division: dict[str, Any] = {"learners": learners}
     if compute.backend == "ray":
         division["gpus_per_learner"] = 1.0
         if samplers:
-            division |= {"samplers": samplers, "gpus_per_sampler": float(width)}
+            division |= {"samplers": samplers, "gpus_per_sampler": float(sampler_gpus)}
         if compute.address is None:  # the Ray that the run starts manages all GPUs but the first learner's
             division["num_gpus"] = count - 1
     return division

@@ -52,10 +52,10 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     if (cap := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
-        mask = optimization.importance_mask
-        low_high = None if mask is None else (mask[0], mask[1])
+        mask_limits = optimization.importance_mask
+        mask_range = None if mask_limits is None else (mask_limits[0], mask_limits[1])
         options["correction"] = Correction(
-            cap, optimization.importance_by, low_high, optimization.effective_max_staleness > 0
+            cap, optimization.importance_by, mask_range, optimization.effective_max_staleness > 0
         )
     return kinds.make_algorithm(name, options)
 
@@ -94,7 +94,7 @@ def make_learner(
     options, inputs = config.training, algorithm.needs
     updates = options.update_epochs * options.minibatches
     needs_reference = "reference" in inputs and "precomputed" not in inputs
-    new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
+    has_new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
     needs_head = not inputs.isdisjoint({"values", "scores"})
     return Learner(
         loaded_model.model,
@@ -108,7 +108,7 @@ def make_learner(
             total_steps=steps * updates,
             max_grad_norm=options.max_grad_norm,
         ),
-        reference=copy_model(loaded_model.model) if needs_reference and not new_adapter else None,
+        reference=copy_model(loaded_model.model) if needs_reference and not has_new_adapter else None,
         head=make_head(loaded_model.model, describe_reward_model(config, inputs)) if needs_head else None,
         critic=make_critic(loaded_model.model) if "critic" in inputs else None,
         temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
@@ -131,13 +131,13 @@ def make_processes(config: TrainingConfig) -> Processes:
 
 def check_sharded(config: TrainingConfig) -> None:
     """Raise ValueError for options that cannot be sharded over several learners."""
-    problem = None
+    conflict = None
     if config.training.optimizer == "adamw_8bit":
-        problem = "training.optimizer is adamw_8bit", "adamw or muon"
+        conflict = "training.optimizer is adamw_8bit", "adamw or muon"
     elif config.model.quantization != "none":
-        problem = f"model.quantization is {config.model.quantization}", "none"
-    if problem is not None:
-        option, alternative = problem
+        conflict = f"model.quantization is {config.model.quantization}", "none"
+    if conflict is not None:
+        option, alternative = conflict
         raise ValueError(
             f"{option}, which cannot be divided among several learners: use {alternative}, or one learner"
         )
@@ -148,10 +148,10 @@ def describe_reward_model(config: TrainingConfig, inputs: frozenset[str]) -> dic
     if "scores" not in inputs:
         return None
     model = config.model
-    described = model.model_dump(include={"revision", "family", "thinking", "quantization"})
+    description = model.model_dump(include={"revision", "family", "thinking", "quantization"})
     path = Path(model.name).expanduser()  # absolute, because it is loaded from other folders too
     base = str(path.resolve()) if path.exists() else model.name
-    return {"kind": config.reward_model.kind, "base": base} | described
+    return {"kind": config.reward_model.kind, "base": base} | description
 
 
 def copy_model(model: Any) -> Any:
@@ -180,9 +180,9 @@ async def reference_logprobs(
     watcher.phase("reference")
     logprobs: list[list[list[float]]] = []
     progress = ProgressReporter(watcher.say, len(dataset))
-    for start in range(0, len(dataset), batch_size):
-        numbers = range(start, min(start + batch_size, len(dataset)))
-        groups = [algorithm.samples(dataset.group(number)) for number in numbers]
+    for first_index in range(0, len(dataset), batch_size):
+        indices = range(first_index, min(first_index + batch_size, len(dataset)))
+        groups = [algorithm.samples(dataset.group(index)) for index in indices]
         scores = iter(await policy.score([row for group in groups for row in group]))
         logprobs += [[next(scores) for _ in group] for group in groups]
         progress.report(len(logprobs), "examples have log-probs of the reference model")

@@ -45,12 +45,10 @@ def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) ->
     number of processes."""
     for note in launcher_notes():
         notify(f"note: {note}")
-    launch, requested = launched_process(), config.compute.learners
-    count = (requested or 1) if launch is None else launch.count
-    if requested not in (None, count):
-        text = (
-            f"is {requested}, but the launcher started {count} processes: set it to {count}, or leave it out"
-        )
+    launch, num_requested = launched_process(), config.compute.learners
+    count = (num_requested or 1) if launch is None else launch.count
+    if num_requested not in (None, count):
+        text = f"is {num_requested}, but the launcher started {count} processes: set it to {count}, or leave it out"
         raise config.wrong([Problem(("compute", "learners"), text)])
     if count > 1 and ":" in config.model.device:
         text = f"is {config.model.device}, but each of {count} learners has its own device: set cuda or auto"
@@ -62,11 +60,11 @@ def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) ->
 
 
 class Learners:
-    """The learner processes of a run: this one (rank 0), and others that repeat its calls. `written_config` is the
-    config as the user wrote it if the processes of a launcher have read it too, else None."""
+    """Learner processes of a run: this one (rank 0), and others that repeat its calls. `written_config` is the user's
+    config if the processes of a launcher have read it too, else None."""
 
     def __init__(self, written_config: TrainingConfig | None) -> None:
-        self._written, self._config = written_config, TrainingConfig()
+        self._written_config, self._config = written_config, TrainingConfig()
         self._ranks: ShardedPolicy | None = None
 
     async def _open(
@@ -81,17 +79,17 @@ class Learners:
         from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
         # Processes of a launcher may not have read the config: each decides by whether there are GPUs.
-        cuda = _device(config if launched_process() is None else TrainingConfig()).type == "cuda"
-        note = ""
+        cuda = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
+        log_note = ""
         if launched_process() is not None:
             group = await in_thread(RankGroup, 0, count, None, os.environ["MASTER_ADDR"], cuda)
         else:
-            note = f", with a log in {folder}" if config.compute.backend == "local" else ""
+            log_note = f", with a log in {folder}" if config.compute.backend == "local" else ""
             group = await self._start_group(exit_stack, folder, count, cuda)
-        self._ranks = ranks = ShardedPolicy(group, interrupts.fail, note)
+        self._ranks = ranks = ShardedPolicy(group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
-        own_facts = shared_facts(self._written)
+        own_facts = shared_facts(self._written_config)
         problems: list[str] = []
         for rank, rank_info in ranks.rank_infos.items():
             rank_facts = rank_info["facts"]
@@ -111,7 +109,7 @@ class Learners:
     ) -> RankGroup:
         import torch
 
-        from TrainingFactory.cluster.ranks import FIRST, RankGroup, open_store
+        from TrainingFactory.cluster.ranks import FIRST_COMPLETED, RankGroup, open_store
 
         compute = self._config.compute
         host = "127.0.0.1"
@@ -127,17 +125,15 @@ class Learners:
             log = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
             workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
         store, port = open_store(host)
-        serving: list[asyncio.Task[str]] = []
+        tasks: list[asyncio.Task[str]] = []
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            serving.append(
-                asyncio.create_task(_serve_and_end(worker, [rank, count, port, host, cuda, device]))
-            )
+            tasks.append(asyncio.create_task(_serve_and_end(worker, [rank, count, port, host, cuda, device])))
         join_task = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
-        await asyncio.wait({join_task, *serving}, timeout=compute.start_timeout, return_when=FIRST)
+        await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
-            exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(serving, 1) if task.done()]
+            exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
             reason = "; ".join(exits) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
             logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
             raise ValueError(f"compute.learners={count} could not be started: {reason}{logs}")
@@ -169,11 +165,11 @@ class Learners:
     ) -> tuple[LocalPolicy, Policy]:
         """Make the policy of this process. Return it and the policy over all processes, which are the same if there is
         one process. `has_episodes`: the run samples episodes."""
-        ranks, gathered = self._ranks, None
+        ranks, full_model = self._ranks, None
         if ranks is not None and has_episodes and not samples_elsewhere(self._config):
-            device = _device(self._config)  # the engine's copy is made before the weights are sharded
-            gathered = await in_thread(lambda: deepcopy(loaded_model.model).to(device))
-        make = partial(
+            device = _pick_device(self._config)  # the engine's copy is made before the weights are sharded
+            full_model = await in_thread(lambda: deepcopy(loaded_model.model).to(device))
+        make_policy = partial(
             in_thread,
             build_sampler.make_publishing_policy,
             self._config,
@@ -181,12 +177,12 @@ class Learners:
             algorithm,
             steps,
             has_episodes,
-            gathered,
+            full_model,
         )
         if ranks is None:
-            local_policy = await make()
+            local_policy = await make_policy()
             return local_policy, local_policy
-        ranks.local_policy = await ranks.call("build", [steps, has_episodes], make)
+        ranks.local_policy = await ranks.call("build", [steps, has_episodes], make_policy)
         return ranks.local_policy, cast(Policy, ranks)
 
     async def end(self, report: TrainingReport) -> None:
@@ -203,7 +199,7 @@ async def _serve_and_end(worker: Any, address: list[Any]) -> str:
         return str(error)
 
 
-def _device(config: TrainingConfig) -> Any:
+def _pick_device(config: TrainingConfig) -> Any:
     from TrainingFactory.models.dtypes import pick_device
 
     return pick_device(config.model.device)
@@ -212,17 +208,16 @@ def _device(config: TrainingConfig) -> Any:
 def shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return the values that must be equal in all learner processes: package versions, and the config as the user wrote
     it."""
-    values: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
-    values |= {name: version(name) for name in PACKAGES}
-    for section, part in ({} if config is None else config.model_dump(mode="json")).items():
-        keys = part.items() if isinstance(part, dict) else enumerate(part)
-        values |= {f"{section}.{key}": value for key, value in keys}
-    return values
+    facts: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
+    facts |= {name: version(name) for name in PACKAGES}
+    for section, section_values in ({} if config is None else config.model_dump(mode="json")).items():
+        keys = section_values.items() if isinstance(section_values, dict) else enumerate(section_values)
+        facts |= {f"{section}.{key}": value for key, value in keys}
+    return facts
 
 
 class LearnerRank:
-    """A learner process other than rank 0. It executes the calls of rank 0 on a learner with its own share of the
-    weights."""
+    """Learner process other than rank 0, which executes the calls of rank 0 on its share of the weights."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -236,15 +231,15 @@ class LearnerRank:
             await getattr(self._policy, method)(*args)
 
     def _prepare(self, config: TrainingConfig) -> None:
-        if _device(config).type == "cuda":
+        if _pick_device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
-        self._config, self._loaded = config, build_sampler.load_trainable(config)
+        self._config, self._loaded_model = config, build_sampler.load_trainable(config)
 
     def _build(self, steps: int, has_episodes: bool) -> None:
         algorithm = make_algorithm(self._config)
         self._policy = build_sampler.make_publishing_policy(
-            self._config, self._loaded, algorithm, steps, has_episodes
+            self._config, self._loaded_model, algorithm, steps, has_episodes
         )
 
 
@@ -261,7 +256,7 @@ def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     if launch is None or launch.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
-    cuda = _device(TrainingConfig()).type == "cuda"
+    cuda = _pick_device(TrainingConfig()).type == "cuda"
     shape = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], cuda
     if (report := run_anywhere(lambda: _serve(shape, launch.device, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason

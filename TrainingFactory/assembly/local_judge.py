@@ -55,17 +55,17 @@ RequestOptions = dataclass(SamplingParams, config=STRICT, frozen=True)
 
 
 def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[str, Any]:
-    """Return a judge's options with a `LocalJudge` as `model` in place of `judge`; nothing is started yet."""
+    """Return a judge's options with an unstarted `LocalJudge` as `model` in place of `judge`."""
     options = dict(options)
-    text = "is for a judge at an endpoint, but reward.judge starts one; leave one of them out"
-    if problems := [InvalidOption(name, text) for name in ENDPOINT_OPTIONS if name in options]:
+    message = "is for a judge at an endpoint, but reward.judge starts one; leave one of them out"
+    if problems := [InvalidOption(name, message) for name in ENDPOINT_OPTIONS if name in options]:
         raise OptionError(*problems)
     try:
         judge: JudgeOptions = make_from(JudgeOptions, options.pop("judge"), "reward.judge")
         if judge.replicas > 1 and config.compute.backend != "ray":
-            text = "needs compute.backend=ray: without Ray a judge has one process"
-            raise OptionError(InvalidOption("replicas", text, judge.replicas))
-        name = find_judge_model(judge.model, config)
+            message = "needs compute.backend=ray: without Ray a judge has one process"
+            raise OptionError(InvalidOption("replicas", message, judge.replicas))
+        model_path = find_judge_model(judge.model, config)
     except OptionError as error:
         raise error.with_prefix("judge") from None
     # Several greedy samples would all be equal.
@@ -76,7 +76,7 @@ def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[st
     except OptionError as error:
         raise error.with_prefix("options") from None
     options.setdefault("concurrency", REQUESTS_PER_ENGINE * judge.replicas)
-    return options | {"model": LocalJudge(judge, name, params, config)}
+    return options | {"model": LocalJudge(judge, model_path, params, config)}
 
 
 def find_judge_model(model_name: str, config: TrainingConfig) -> str:
@@ -85,16 +85,16 @@ def find_judge_model(model_name: str, config: TrainingConfig) -> str:
     except ValueError as error:
         raise OptionError(InvalidOption("model", str(error))) from error
     if model.adapter is not None:
-        text = f"is an adapter; name a whole model: tfactory export {model_name} --out FOLDER --merge"
-        raise OptionError(InvalidOption("model", text))
+        message = f"is an adapter; name a whole model: tfactory export {model_name} --out FOLDER --merge"
+        raise OptionError(InvalidOption("model", message))
     return (
         resolve_model_name(model.name) if model.folder is None else str(model.folder.expanduser().resolve())
     )
 
 
 class LocalJudge:
-    """A judge model on engines that the run starts; also used for other models with the same interface, such as the
-    simulated user. `open` or the first request starts the engines, also after `close`."""
+    """Judge model, or simulated user, on engines of the run. `open` or the first request starts the engines, also after
+    `close`."""
 
     def __init__(
         self,
@@ -113,11 +113,11 @@ class LocalJudge:
         self.identity = digest(name, self._kind, repr(params), repr(options.thinking))
         self._fleet: Fleet | None = None
         self._judge: SampledJudge | None = None
-        self._opening = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     async def open(self, notify: Notify = lambda _: None) -> SampledJudge:
         """Start the engines and wait until they answer; `notify` reports each start."""
-        async with self._opening:
+        async with self._start_lock:
             if self._judge is None:
                 options = self.options
                 notify(f"starting the {self.role} {options.model}: {self._kind}, engines: {options.replicas}")
@@ -132,13 +132,13 @@ class LocalJudge:
         from TrainingFactory.models import chat_format
         from TrainingFactory.models.loading import load_tokenizer
 
-        judge, gpus = self.options, int(self.options.gpus or 0)
+        judge, num_gpus = self.options, int(self.options.gpus or 0)
         tokenizer = await in_thread(load_tokenizer, self._name)
         chat = await in_thread(chat_format, tokenizer, thinking=judge.thinking)
         max_length = judge.max_length or min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length)
         options = judge.engine_options
-        if self._kind == "vllm" and gpus > 1:
-            options = {"tensor_parallel_size": gpus} | options
+        if self._kind == "vllm" and num_gpus > 1:
+            options = {"tensor_parallel_size": num_gpus} | options
         spec = EngineSpec(
             self._kind,
             self._name,

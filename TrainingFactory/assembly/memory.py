@@ -39,16 +39,16 @@ class WeightCounts(NamedTuple):
     def from_model(cls, model: Any) -> WeightCounts:
         params = list(model.parameters())
         trained = [param for param in params if param.requires_grad]
-        exact = sum(param.numel() for param in trained if param.dtype == torch.float32)
+        num_float32 = sum(param.numel() for param in trained if param.dtype == torch.float32)
         counts = [sum(param.numel() for param in group) for group in (params, trained)]
         stored, size = sum(param.nbytes for param in params), max(2, params[0].element_size())
-        return cls(counts[0], stored, counts[1], exact, size)
+        return cls(counts[0], stored, counts[1], num_float32, size)
 
 
 def estimate_model_memory(
     config: TrainingConfig, model: Any, inputs: Set[str], max_length: int, images: ImageUse | None = None
 ) -> dict[str, float]:
-    """Return the bytes that a run needs for a loaded model, by part."""
+    """Estimate the bytes that a run needs for a loaded model, by part."""
     counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
     return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
 
@@ -88,21 +88,21 @@ def learner_bytes(
     are float32, and two layers and the head at a time are gathered in the compute dtype."""
     embedding = shape.hidden_size * shape.vocab_size
     is_tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer = (counts.weights - embedding * (1 if is_tied else 2)) / shape.num_hidden_layers
-    gathered = 0.0 if learners == 1 else counts.size * (2 * layer + embedding)
-    stored = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
+    layer_weights = (counts.weights - embedding * (1 if is_tied else 2)) / shape.num_hidden_layers
+    gathered_bytes = 0.0 if learners == 1 else counts.size * (2 * layer_weights + embedding)
+    stored_bytes = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
     parts = {
-        "weights": stored / learners + gathered,
+        "weights": stored_bytes / learners + gathered_bytes,
         "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
         "gradients": 4 * counts.trained / learners,
         "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
     }
-    resident = sum(parts.values()) - gathered
+    resident_bytes = sum(parts.values()) - gathered_bytes
     is_full = not config.lora.enabled and config.model.adapter is None
     if "reference" in inputs and "precomputed" not in inputs and is_full:
         parts["reference model"] = counts.stored / learners
     if "critic" in inputs:
-        parts["critic"] = resident
+        parts["critic"] = resident_bytes
     training = config.training
     activations = activation_bytes(
         shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
@@ -118,12 +118,12 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
     inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
     three times the width of its MLP."""
-    is_wide = mlp_width(shape)
+    width_of_mlp = mlp_width(shape)
     query_width, key_width = attention_widths(shape)
-    layer = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * is_wide
-    per_layer = shape.hidden_size if checkpointing else layer
+    layer_values = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * width_of_mlp
+    stored_values = shape.hidden_size if checkpointing else layer_values
     layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
-    return tokens * size * (layers * per_layer + layer * checkpointing)
+    return tokens * size * (layers * stored_values + layer_values * checkpointing)
 
 
 def image_bytes(
@@ -132,44 +132,43 @@ def image_bytes(
     """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `tokens` tokens,
     and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
     layer. A trained one keeps the layers of all images of the pack for backward."""
-    in_pack = images.share * tokens  # image tokens
+    pack_image_tokens = images.share * tokens  # image tokens
     image_tokens = min(images.tokens, config.model.image_tokens)
     cached = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * size)
     if config.model.train_tower:
-        patches, layers = math.ceil(in_pack * tower.patches), tower
+        patches, tower_layers = math.ceil(pack_image_tokens * tower.patches), tower
         checkpointing = config.training.gradient_checkpointing
     else:
-        patches, layers = math.ceil(image_tokens * tower.patches), tower._replace(num_hidden_layers=1)
+        patches, tower_layers = math.ceil(image_tokens * tower.patches), tower._replace(num_hidden_layers=1)
         checkpointing = False
     return {
-        "encoded images": cached + in_pack * tower.outputs * size,
-        "vision activations": float(activation_bytes(layers, patches, checkpointing, size)),
+        "encoded images": cached + pack_image_tokens * tower.outputs * size,
+        "vision activations": float(activation_bytes(tower_layers, patches, checkpointing, size)),
     }
 
 
 def active_experts(shape: Any) -> int:
     """Return the number of experts that compute a token; 0 for a dense model."""
-    names = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
-    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    if not any(getattr(shape, name, None) for name in counts):  # foreign object
+    active_keys = ("num_experts_per_tok", "top_k_experts", "moe_k", "num_experts_per_token")
+    total_keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    if not any(getattr(shape, name, None) for name in total_keys):  # foreign object
         return 0
-    return next((number for name in names if (number := getattr(shape, name, None))), 0)
+    return next((count for name in active_keys if (count := getattr(shape, name, None))), 0)
 
 
 def mlp_width(shape: Any) -> int:
-    """Return the width of the MLP that computes a token; with experts, the total width of all experts that compute
-    it."""
-    dense: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
-    if not (num_routed := active_experts(shape)):
-        return dense
-    expert = getattr(shape, "moe_intermediate_size", None) or dense
+    """Return the MLP width that computes a token; with experts, the total width of its active experts."""
+    dense_width: int = getattr(shape, "intermediate_size", None) or 4 * shape.hidden_size  # foreign object
+    if not (num_active := active_experts(shape)):
+        return dense_width
+    expert = getattr(shape, "moe_intermediate_size", None) or dense_width
     keys = (
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
     )
-    shared = next((number for name in keys if (number := getattr(shape, name, None))), 0)
-    return num_routed * expert + (shared or expert * (getattr(shape, "n_shared_experts", None) or 0))
+    shared = next((width for name in keys if (width := getattr(shape, name, None))), 0)
+    return num_active * expert + (shared or expert * (getattr(shape, "n_shared_experts", None) or 0))
 
 
 def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
@@ -184,15 +183,14 @@ def state_bytes(shape: Any, slots: int, size: int) -> int:
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
-    """Return the total widths of a token's queries and of its keys, over all heads. If the layers differ, return their
-    mean."""
+    """Return a token's total query and key widths over all heads; the mean if the layers differ."""
     if getattr(shape, "is_heterogeneous", False):  # foreign object: the config of a Gemma 4
         widths = [attention_widths(layer) for layer in shape.per_layer_config]
         queries, keys = (sum(column) // len(widths) for column in zip(*widths, strict=True))
         return queries, keys
-    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
-    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-    return shape.num_attention_heads * width, heads * width
+    num_key_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
+    head_width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    return shape.num_attention_heads * head_width, num_key_heads * head_width
 
 
 def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length: int) -> int:
@@ -202,10 +200,10 @@ def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length
         return int(config.sampling.cache_gib * GIB)
     device = next(model.parameters()).device
     parts = estimate_model_memory(config, model, inputs, max_length)
-    peak = sum(count for name, count in parts.items() if name not in ("cache", "states"))
-    allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
+    peak_bytes = sum(count for name, count in parts.items() if name not in ("cache", "states"))
+    allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
     free = free_memory(device)
-    return int(max(free - max(0.0, peak - allocated), MIN_CACHE_SHARE * free))
+    return int(max(free - max(0.0, peak_bytes - allocated_bytes), MIN_CACHE_SHARE * free))
 
 
 def free_bytes(device: torch.device) -> int:

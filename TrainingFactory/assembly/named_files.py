@@ -45,7 +45,7 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
 
 def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
-    """Return the config with each file that it names replaced by the result of `move`."""
+    """Return the config with `map_path` applied to each file that it names."""
 
     def map_name(name: str) -> str:
         if not is_file_name(name):
@@ -110,7 +110,7 @@ def _map_values(value: Any, map_name: Move) -> Any:
 
 
 def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
-    """Return the paths of all files that a config names, with digests of Python files, for the run to store."""
+    """Return the paths of the config's files, with digests of Python files, for the run to store."""
     files: dict[str, dict[str, str | None]] = {}
 
     def add_file(name: str) -> str:
@@ -143,8 +143,8 @@ def changed_files(run_info: Mapping[str, Any]) -> list[str]:
 def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
     paths = {name: file["path"] for name, file in run_info.get(ABOUT, {}).items()}
-    in_place = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
-    return {name: path if name not in in_place and _exists(path) else name for name, path in paths.items()}
+    unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
+    return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
 
 
 def _exists(name: str) -> bool:
@@ -158,7 +158,7 @@ def _digest(path: Path) -> str:
 def describe_start(
     config: TrainingConfig, objects: UserObjects, tools: RunTools, data: Dataset
 ) -> dict[str, Any]:
-    """Return the inputs of a run besides its config, which it needs again to resume."""
+    """Return the inputs of a run besides its config that a resume needs."""
     folder = reward_model_folder(config)
     return {
         "objects": objects.given_objects,
@@ -172,8 +172,7 @@ def describe_start(
 
 
 def with_original_files(config: TrainingConfig, run: TrainedBy | None) -> TrainingConfig:
-    """Return the config to resume `run` with: its original files and reward model, and its copy of the chat template.
-    Without a run, the config itself."""
+    """Return the config to resume `run` with: its original files, reward model and chat template copy."""
     if run is None:
         return config
     config = with_original_paths(config, run.run_info)

@@ -69,23 +69,22 @@ class RemoteSession:
     def __init__(self, source: RemoteTools, local: AsyncToolExecutor) -> None:
         self._source, self._local = source, local
         self.tools = [_RemoteTool(tool, self) for tool in local.tools]
-        self._name = secrets.token_hex(8)
+        self._episode_id = secrets.token_hex(8)
         self._worker: RayWorker | None = None
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
-        """Run a tool call in the episode's process on the cluster. Return the result, and the number of that
-        process."""
+        """Run a tool call in the episode's process on the cluster; return the result and the process's number."""
         if self._worker is None:
             self._worker = self._source.least_used()
             self._source.episodes[self._worker] += 1
         try:
-            answer = await self._worker.ask([self._name, tool, arguments])
+            reply = await self._worker.ask([self._episode_id, tool, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
-            text = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST}"
-            return ToolResult(text, ok=False, error="unavailable"), self._worker.starts
-        if isinstance(answer, str):
-            raise ToolFailure(answer)
-        return ToolResult(**answer), self._worker.starts
+            message = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST}"
+            return ToolResult(message, ok=False, error="unavailable"), self._worker.starts
+        if isinstance(reply, str):
+            raise ToolFailure(reply)
+        return ToolResult(**reply), self._worker.starts
 
     async def close(self) -> None:
         await self._local.close()
@@ -95,7 +94,7 @@ class RemoteSession:
         if worker is not None and worker.alive:
             with suppress(WorkerDied, WorkerError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
-                    await worker.ask([self._name, None, {}])
+                    await worker.ask([self._episode_id, None, {}])
 
 
 class _RemoteTool:
@@ -107,8 +106,8 @@ class _RemoteTool:
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         result, process = await self._session.call(self.spec.name, arguments)
-        previous, self._process = self._process or process, process
-        if previous != process and self.options.ordered and result.error != "unavailable":
+        previous_process, self._process = self._process or process, process
+        if previous_process != process and self.options.ordered and result.error != "unavailable":
             result.content = NEW_PROCESS + result.content
         return result
 
@@ -121,16 +120,15 @@ class HostedTools:
         self._episodes: dict[str, AsyncToolExecutor] = {}
 
     async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
-        """Return the result of a call, or the reason why its tool failed. A message without a tool name ends the
-        episode."""
-        episode, name, arguments = message
+        """Return a call's result, or the tool's failure as text. A message without a tool name ends the episode."""
+        episode_id, name, arguments = message
         if name is None:
-            if (episode_tools := self._episodes.pop(episode, None)) is not None:
+            if (episode_tools := self._episodes.pop(episode_id, None)) is not None:
                 await episode_tools.close()
             return None
-        if episode not in self._episodes:
-            self._episodes[episode] = AsyncToolExecutor(self._tools)
-        tool = next(tool for tool in self._episodes[episode].tools if tool.spec.name == name)
+        if episode_id not in self._episodes:
+            self._episodes[episode_id] = AsyncToolExecutor(self._tools)
+        tool = next(tool for tool in self._episodes[episode_id].tools if tool.spec.name == name)
         try:
             return dataclasses.asdict(await run_tool(tool, arguments))
         except ToolFailure as error:

@@ -39,7 +39,7 @@ class DistributedRewardModel(RewardWorkerPool):
         reward = _load_scorer(model) if is_name else model
         super().__init__(reward, num_workers, base_url=base_url, **options)
         if is_name and isinstance(reward, Judge):
-            self._opened.append(reward)
+            self._owned_models.append(reward)
 
 
 def _load_scorer(name: str | None) -> Any:

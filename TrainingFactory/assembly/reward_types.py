@@ -44,7 +44,7 @@ from TrainingFactory.rewards.workers.process import RewardProcess
 RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:rule_or_verifier"
 STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
 STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
-MOST_WORKERS = 4  # by default
+MAX_DEFAULT_WORKERS = 4  # by default
 UNLIMITED = 1000  # concurrent requests of a judge without a limit
 
 Options = dict[str, Any]
@@ -52,8 +52,7 @@ Options = dict[str, Any]
 
 @plain_dataclass(slots=True, frozen=True)
 class RewardContext:
-    """The config and mode in which rewards are made. If `load` is false, options are checked and no reward model is
-    loaded."""
+    """Config and mode in which rewards are made. Without `load`, options are checked, but no reward model is loaded."""
 
     config: TrainingConfig
     load: bool
@@ -64,9 +63,9 @@ class RewardContext:
         optimization = self.config.optimization
         if not optimization.distributed_reward:
             return 0
-        return optimization.reward_workers or min(MOST_WORKERS, os.cpu_count() or 1)
+        return optimization.reward_workers or min(MAX_DEFAULT_WORKERS, os.cpu_count() or 1)
 
-    def in_processes(
+    def make_pool(
         self,
         target: str,
         adapted: AdaptedReward,
@@ -79,13 +78,13 @@ class RewardContext:
         processes = [RewardProcess(target, timeout, options, adapted, worker) for _ in range(count)]
         return RewardWorkerPool(processes)
 
-    def spread(self, rule: RewardFunction, options: Any) -> RewardFunction:
+    def distribute(self, rule: RewardFunction, options: Any) -> RewardFunction:
         """Move a reward rule into worker processes if distributed rewards are on and the rule calls no tools."""
         if not self.processes or issubclass(type(rule), ToolRule):
             return rule
-        return self.in_processes(RULE_MAKER, as_reward(rule), self.processes, options=options)
+        return self.make_pool(RULE_MAKER, as_reward(rule), self.processes, options=options)
 
-    def spread_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
+    def distribute_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
         """Make a process reward score its steps in worker processes if distributed rewards are on. `rules` maps the
         reward's own rules to `FILE.py:FUNCTION`."""
         if not self.processes:
@@ -93,23 +92,23 @@ class RewardContext:
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
         options["rules"] = {name: with_absolute_path(target) for name, target in rules.items()}
         adapted = as_reward(reward.score, "process_reward")
-        pool = self.in_processes(STEPS_MAKER, adapted, self.processes, options=options)
+        pool = self.make_pool(STEPS_MAKER, adapted, self.processes, options=options)
         return replace(reward, pool=pool)
 
 
 def environment_reward(context: RewardContext, options: Options) -> None:
-    """Return None, which stands for the environment's own reward."""
+    """Return None for the environment's own reward, which takes no options."""
     if options:
-        text = "is an option of another reward type; the environment's own reward takes none"
-        raise OptionError(*(InvalidOption(name, text) for name in options))
+        message = "is an option of another reward type; the environment's own reward takes none"
+        raise OptionError(*(InvalidOption(name, message) for name in options))
 
 
 def rule_based(context: RewardContext, options: Options) -> RewardFunction:
-    return context.spread(rule_from_options(options), options)
+    return context.distribute(rule_from_options(options), options)
 
 
 def tool_verified(context: RewardContext, options: Options) -> RewardFunction:
-    return context.spread(make_named(VERIFIERS, options, "verify", "verifier"), options)
+    return context.distribute(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -120,15 +119,15 @@ class FunctionOptions:
 
 
 def function(context: RewardContext, options: Options) -> RewardFunction:
-    parsed = make_from(FunctionOptions, options, "a reward of the type function")
-    reward = as_reward(load_reward(parsed.function), timeout=parsed.timeout)
-    processes = context.processes if parsed.processes is None else parsed.processes
+    function_options = make_from(FunctionOptions, options, "a reward of the type function")
+    reward = as_reward(load_reward(function_options.function), timeout=function_options.timeout)
+    processes = context.processes if function_options.processes is None else function_options.processes
     if not processes:
         return reward
-    return context.in_processes(parsed.function, reward, processes, parsed.timeout)
+    return context.make_pool(function_options.function, reward, processes, function_options.timeout)
 
 
-def _outcome(options: Any) -> RewardFunction | None:
+def _make_outcome(options: Any) -> RewardFunction | None:
     return None if options is None else rule_or_verifier(options)
 
 
@@ -142,7 +141,7 @@ class ProcessOptions:
     pay: Literal["once", "per_turn"] = "once"
     cap: Annotated[float, Field(ge=0, allow_inf_nan=True)] | None = None
     claw_back: ClawBack = True
-    outcome: Annotated[Any, AfterValidator(_outcome)] = None
+    outcome: Annotated[Any, AfterValidator(_make_outcome)] = None
 
     @field_validator("step_rewards")
     @classmethod
@@ -169,14 +168,14 @@ def process_reward(context: RewardContext, options: Options) -> RewardFunction:
     reward = ProcessReward(
         parsed.outcome_weight,
         parsed.step_rewards or None,
-        None if parsed.outcome is None else context.spread(parsed.outcome, options["outcome"]),
+        None if parsed.outcome is None else context.distribute(parsed.outcome, options["outcome"]),
         pay=parsed.pay,
         cap=parsed.cap,
         claw_back=parsed.claw_back,
         rules=rules,
         timeout=None,  # the episode's own limit holds
     )
-    return context.spread_steps(reward, parsed.rules or {})
+    return context.distribute_steps(reward, parsed.rules or {})
 
 
 def judge(context: RewardContext, options: Options) -> RewardFunction:
@@ -218,7 +217,7 @@ def _learned_options(model: str | None = None) -> str | None:
 
 
 def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
-    """Return the reward model of that name: a run, a checkpoint or a registered model."""
+    """Find a reward model by name: a run, a checkpoint or a registered model."""
     expectation = (
         "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
     )

@@ -31,21 +31,21 @@ from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import Task
 
 Key = tuple[str | int, ...]
-INNER: dict[type, Callable[[Any], list[Any]]] = {
+PARTS: dict[type, Callable[[Any], list[Any]]] = {
     AdaptedReward: lambda reward: [reward.function],
     Combined: lambda reward: list(reward.rewards.values()),
     ProcessReward: lambda reward: [reward.outcome, *filter(None, [reward.pool])],
     RewardWorkerPool: lambda reward: [worker.model for worker in reward.workers],
-    RewardProcess: lambda reward: [reward.like],
+    RewardProcess: lambda reward: [reward.adapted],
 }
-ENVIRONMENTS_OWN = "the environment's own reward"
+OWN_REWARD_TEXT = "the environment's own reward"
 # reward.type -> the option that identifies a reward of this type
-IDENTIFIED_BY = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
+NAME_OPTIONS = {"function": "function", "rule_based": "rule", "tool_verified": "verify"}
 
 
 def check_reward(config: TrainingConfig) -> RewardFunction | None:
-    """Check the reward section without loading a model: raise the same errors as `make_reward`. Return the reward for
-    further checks."""
+    """Check the reward section without loading a model, with the errors of `make_reward`; return the reward for further
+    checks."""
     return _make_reward(RewardContext(config, load=False))
 
 
@@ -55,22 +55,22 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
 
 
 def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
-    """Move the caller's reward into worker processes if it is a ProcessReward of built-in rules and
-    optimization.distributed_reward is set; return any other object unchanged."""
-    inner = reward.function if isinstance(reward, AdaptedReward) else reward
-    if not isinstance(inner, ProcessReward) or inner.rules or not config.optimization.distributed_reward:
+    """Move a caller's ProcessReward of built-in rules into worker processes if optimization.distributed_reward is set;
+    return any other reward unchanged."""
+    wrapped = reward.function if isinstance(reward, AdaptedReward) else reward
+    if not isinstance(wrapped, ProcessReward) or wrapped.rules or not config.optimization.distributed_reward:
         return reward
-    return as_reward(RewardContext(config, load=True).spread_steps(inner, {}))
+    return as_reward(RewardContext(config, load=True).distribute_steps(wrapped, {}))
 
 
 async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, notify: Notify) -> None:
     """Start the judges that the run serves itself, and wait until they answer; `exit_stack` closes the reward."""
     exit_stack.push_async_callback(close_reward, reward)
-    parts = _all_parts(reward)
+    parts = _list_parts(reward)
     if processes := sum(isinstance(part, RewardProcess) for part in parts):
-        plural = "es" if processes > 1 else ""
-        inline_note = f"; {ENVIRONMENTS_OWN} runs in this process" if environment_reward in parts else ""
-        notify(f"rewards: {processes} worker process{plural}{inline_note}")
+        suffix = "es" if processes > 1 else ""
+        inline_note = f"; {OWN_REWARD_TEXT} runs in this process" if environment_reward in parts else ""
+        notify(f"rewards: {processes} worker process{suffix}{inline_note}")
     for part in parts:
         if isinstance(part, Judge) and isinstance(part.client.model, LocalJudge):
             await part.client.model.open(notify)
@@ -78,7 +78,7 @@ async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack,
 
 async def close_reward(reward: RewardFunction | None) -> None:
     """Close the judges and processes of a reward; the next use opens them again."""
-    for part in _all_parts(reward):
+    for part in _list_parts(reward):
         if isinstance(part, RewardProcess):
             part.kill()
         elif isinstance(part, Judge):
@@ -99,26 +99,26 @@ def check_tasks(
     environment's own reward compares."""
     compares_answers = getattr(environment, "reward", None) is ToolEnvironment.reward
     has_answers = any(task.answer is not None or "expression" in task.metadata for task in tasks)
-    for part in _all_parts(reward):
+    for part in _list_parts(reward):
         if isinstance(part, AdaptedReward):
             part.check_tasks(tasks)
-        name = f"rule {part.rule}" if isinstance(part, ReferenceRule) else ""
+        scorer = f"rule {part.rule}" if isinstance(part, ReferenceRule) else ""
         if isinstance(part, Judge) and "reference" in part.prompt.fields:
-            name = "judge, whose template shows {reference},"
+            scorer = "judge, whose template shows {reference},"
         elif compares_answers and part in (None, environment_reward):
-            name = "environment's own reward"
-        if name and tasks and not has_answers:
+            scorer = "environment's own reward"
+        if scorer and tasks and not has_answers:
             columns = sorted({"prompt", *(key for task in tasks for key in task.metadata)})
             raise ValueError(
-                f"none of the {len(tasks)} tasks has an answer, but the {name} compares with it, so no episode could "
+                f"none of the {len(tasks)} tasks has an answer, but the {scorer} compares with it, so no episode could "
                 f'be scored; add a column "answer" (the columns are {", ".join(columns)}), or set another reward'
             )
 
 
 def check_environment(reward: RewardFunction | None, environment: Environment, task: Task) -> None:
-    """Raise if the environment lacks a tool that the reward calls. Raise also if the environment writes judge prompts
-    and the reward has no judge."""
-    parts = _all_parts(reward)
+    """Raise if the environment lacks a tool that the reward calls, or writes judge prompts although there is no
+    judge."""
+    parts = _list_parts(reward)
     if isinstance(environment, JudgePromptEnvironment) and not any(
         isinstance(part, ModelJudge) for part in parts
     ):
@@ -133,11 +133,11 @@ def check_environment(reward: RewardFunction | None, environment: Environment, t
 
 def judge_metrics(reward: Any) -> dict[str, float]:
     """Return the summed requests, tokens and costs of all judges of a reward; empty without a judge."""
-    total: dict[str, float] = {}
-    for part in _all_parts(reward):
+    totals: dict[str, float] = {}
+    for part in _list_parts(reward):
         if isinstance(part, Judge | RewardWorkerPool):
-            total |= {name: total.get(name, 0.0) + value for name, value in part.metrics.items()}
-    return total
+            totals |= {name: totals.get(name, 0.0) + value for name, value in part.metrics.items()}
+    return totals
 
 
 def reward_model_folder(config: TrainingConfig) -> Path | None:
@@ -150,12 +150,12 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
 def uses_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether the environment's own reward is the reward or a part of it."""
     configured = reward.reward if isinstance(reward, RewardClock) else reward
-    return configured is None or environment_reward in _all_parts(configured)
+    return configured is None or environment_reward in _list_parts(configured)
 
 
 def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether every part of the reward is the environment's own reward."""
-    leaves = [part for part in _all_parts(reward) if not isinstance(part, tuple(INNER))]
+    leaves = [part for part in _list_parts(reward) if not isinstance(part, tuple(PARTS))]
     return all(leaf is None or leaf is environment_reward for leaf in leaves)
 
 
@@ -166,9 +166,9 @@ def evaluation_reward(
     such a reward does not depend on the model. If no part is left, return None, the environment's own reward."""
     if not compares(reward):
         return reward
-    inner: Any = reward.function if isinstance(reward, AdaptedReward) else reward
-    independent = inner.without_comparisons() if isinstance(inner, Combined) else None
-    scorer = ENVIRONMENTS_OWN if independent is None else _describe_parts(independent.rewards)
+    wrapped: Any = reward.function if isinstance(reward, AdaptedReward) else reward
+    independent = wrapped.without_comparisons() if isinstance(wrapped, Combined) else None
+    scorer = OWN_REWARD_TEXT if independent is None else _describe_parts(independent.rewards)
     notify(
         f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {scorer}"
     )
@@ -181,8 +181,8 @@ def scored_by(config: TrainingConfig, evaluation: RewardFunction | None) -> str:
     if isinstance(evaluation, Combined):
         return _describe_parts(evaluation.rewards)
     if reward.type == "environment" or (evaluation is None and reward.type != "learned"):
-        return ENVIRONMENTS_OWN
-    name = reward.options.get(IDENTIFIED_BY.get(reward.type, "")) or reward.model or reward.judge.get("model")
+        return OWN_REWARD_TEXT
+    name = reward.options.get(NAME_OPTIONS.get(reward.type, "")) or reward.model or reward.judge.get("model")
     return f"reward.type={reward.type}" + (f" ({name})" if name else "")
 
 
@@ -190,12 +190,12 @@ def _describe_parts(names: Iterable[str]) -> str:
     return f"the parts {', '.join(names)}"
 
 
-def _all_parts(reward: Any) -> list[Any]:
-    """Return a reward and all of its nested parts. A part that several workers share is returned once."""
+def _list_parts(reward: Any) -> list[Any]:
+    """Return a reward and all of its nested parts, each once even if several workers share it."""
     parts = [reward]
     for part in parts:
-        inner = next((inner_of(part) for kind, inner_of in INNER.items() if isinstance(part, kind)), [])
-        parts += [candidate for candidate in inner if not any(candidate is member for member in parts)]
+        nested = next((nested_of(part) for kind, nested_of in PARTS.items() if isinstance(part, kind)), [])
+        parts += [nested_part for nested_part in nested if not any(nested_part is member for member in parts)]
     return parts
 
 
@@ -212,9 +212,9 @@ def _make_combined(
     section: RewardSection, section_key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     for name in SingleRewardSection.model_fields:
-        if getattr(section, name) != _default(name):
-            text = "cannot be combined with reward.parts; leave it out, or move it into a part"
-            problems.append(Problem((*section_key, name), text))
+        if getattr(section, name) != _default_of(name):
+            message = "cannot be combined with reward.parts; leave it out, or move it into a part"
+            problems.append(Problem((*section_key, name), message))
     parts: dict[str, tuple[float, Any]] = {}
     for name, entry in section.parts.items():
         key = (*section_key, "parts", name)
@@ -239,21 +239,21 @@ def _make_single(
     """Make a reward by its type; add invalid options to `problems`."""
     options = dict(reward.options)
     for name, types in SECTION_KEYS.items():
-        value, text = getattr(reward, name), ""
-        if value == _default(name):
+        value, message = getattr(reward, name), ""
+        if value == _default_of(name):
             continue
         if reward.type not in types:
-            text = f"is for {dotted(key)}.type={' or '.join(types)}; {dotted(key)}.type is {reward.type}"
+            message = f"is for {dotted(key)}.type={' or '.join(types)}; {dotted(key)}.type is {reward.type}"
         elif options.setdefault(name, value) != value:
-            text = f"is {value!r} and {dotted(key)}.options.{name} is {options[name]!r}; give one"
-        if text:
-            problems.append(Problem((*key, name), text))
+            message = f"is {value!r} and {dotted(key)}.options.{name} is {options[name]!r}; give one"
+        if message:
+            problems.append(Problem((*key, name), message))
     with problems.attribute_to(key, (*key, "options")):
         return REWARD_TYPES[reward.type](context, options)
     return None
 
 
-def _default(key: str) -> Any:
+def _default_of(key: str) -> Any:
     return SingleRewardSection.model_fields[key].get_default(call_default_factory=True)
 
 

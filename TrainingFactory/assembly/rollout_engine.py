@@ -56,24 +56,24 @@ class AsyncRolloutEngine:
         self._environment = find_environment(environment) if isinstance(environment, str) else environment
         self._tools = RunTools(self.config, tools, None)
         self._reward = reward
-        self._opening = asyncio.Lock()
+        self._open_lock = asyncio.Lock()
         self._exit_stack = AsyncExitStack()
         self._engine: tuple[RolloutEngine, Any] | None = None
-        self._batches = 0
+        self._num_batches = 0
 
     async def rollout_batch(self, prompts: Sequence[str | Task]) -> list[Trajectory]:
         """Return one episode per prompt, in order. Prompts are texts or tasks."""
-        async with self._opening:
+        async with self._open_lock:
             if self._engine is None:
                 self._engine = await self._open()
             engine, sampler = self._engine
-            batch = self._batches
-            self._batches += 1
+            batch_index = self._num_batches
+            self._num_batches += 1
         tasks = [
-            prompt if isinstance(prompt, Task) else Task(f"prompt-{number}", prompt)
-            for number, prompt in enumerate(prompts)
+            prompt if isinstance(prompt, Task) else Task(f"prompt-{index}", prompt)
+            for index, prompt in enumerate(prompts)
         ]
-        groups = await engine.rollout_batch(tasks, sampler, step=batch)
+        groups = await engine.rollout_batch(tasks, sampler, step=batch_index)
         return [trajectory for [trajectory] in groups]
 
     async def close(self) -> None:

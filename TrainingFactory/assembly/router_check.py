@@ -20,8 +20,8 @@ CHECKED_TOKENS = 256  # of a row, whose routes are compared
 
 
 class RouterCheck:
-    """Measures `router_mismatch` before every `interval`-th update: the share of pairs of a token and a layer of the
-    step's first row whose experts differ between the engine's forward pass and the learner's."""
+    """Check that measures `router_mismatch` before every `interval`-th update: the share of pairs of a token and a
+    layer of the step's first row whose experts differ between the engine's forward pass and the learner's."""
 
     def __init__(self, engine: NativeEngine, policy: LocalPolicy, interval: int) -> None:
         if policy.learner.routers is None:
@@ -56,21 +56,21 @@ async def measure_router_mismatch(
     ids = [row.token_ids[-1], *row.token_ids][:CHECKED_TOKENS]
     engine_routers = find_routers(causal_model(engine.model), 0.0)
     assert engine_routers is not None
-    with engine_routers.recording() as sampled:
+    with engine_routers.recording() as routing:
         await engine.sample(ids, SamplingParams(max_tokens=1))
-    sampled.chosen = sampled.chosen[: len(engine_routers.layers)]  # without steps after the prompt
+    routing.chosen = routing.chosen[: len(engine_routers.layers)]  # without steps after the prompt
     zeros = [0.0] * len(ids)
     probe = Sample(ids, [False] + [True] * (len(ids) - 1), zeros, zeros, zeros, [0] * len(ids))
     (pack,) = make_batch([probe], sharing=learner.sharing).packs
     if thread is None:
-        trained = _learner_routes(learner, pack)
+        learner_routing = _record_learner_routing(learner, pack)
     else:
-        trained = await thread.call(_learner_routes, learner, pack)
-    return changed_routes(sampled, trained, len(ids))
+        learner_routing = await thread.call(_record_learner_routing, learner, pack)
+    return changed_routes(routing, learner_routing, len(ids))
 
 
 @torch.no_grad()
-def _learner_routes(learner: Learner, pack: Pack) -> Routing:
+def _record_learner_routing(learner: Learner, pack: Pack) -> Routing:
     assert learner.routers is not None
     learner.model.eval()
     with learner.routers.recording() as routing:

@@ -47,7 +47,7 @@ class RunTools:
         self._pool: ProcessPool | SharedBrowser | None = None
         self._user = make_user(config, replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
-        self._uses_shared = cache is not None
+        self._shares_cache = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
         self.runtime = ToolRuntime(cache=self._cache, recorder=self._recorder)
 
@@ -85,9 +85,9 @@ class RunTools:
         self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
         for source in self._sources:
             await source.open()
-        episode = AsyncToolExecutor(tools)
-        self._specs = [tool.spec for tool in episode.tools]
-        await episode.close()
+        executor = AsyncToolExecutor(tools)
+        self._specs = [tool.spec for tool in executor.tools]
+        await executor.close()
         environment = with_tools(environment, tools, self._config.environment.system_prompt)
         if self._user is not None:
             model = self._user.client.model
@@ -112,16 +112,16 @@ class RunTools:
         """Write the calls of finished episodes for which `is_trained` is true; the calls of others stay in memory."""
         self._recorder.commit(is_trained)
 
-    def drop(self, unwanted: Callable[[EpisodeKey], bool]) -> None:
-        """Discard the recorded calls and metrics of `unwanted` episodes."""
-        self._recorder.drop(unwanted)
-        self.runtime.metrics.drop(unwanted)
+    def drop(self, is_unwanted: Callable[[EpisodeKey], bool]) -> None:
+        """Discard the recorded calls and metrics of the episodes for which `is_unwanted` is true."""
+        self._recorder.drop(is_unwanted)
+        self.runtime.metrics.drop(is_unwanted)
 
     def metrics(self, is_included: Callable[[EpisodeKey], bool] = lambda _: True) -> dict[str, float]:
         """Return the metrics of tool calls in the `is_included` episodes, the request counts of agent programs, and the
         result of the environment's class method `run_metrics`; empty if there were none."""
-        programs = {} if self._program is None else self._program.endpoint.metrics()
-        return self.runtime.snapshot(is_included) | programs | self._environment_metrics()
+        program_metrics = {} if self._program is None else self._program.endpoint.metrics()
+        return self.runtime.snapshot(is_included) | program_metrics | self._environment_metrics()
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of all tool calls up to the last call of `metrics`."""
@@ -142,7 +142,7 @@ class RunTools:
         finally:
             self._recorder.close()
             if self._cache is not None:
-                self._cache.flush() if self._uses_shared else self._cache.close()
+                self._cache.flush() if self._shares_cache else self._cache.close()
                 self._cache = None
 
 
@@ -150,33 +150,33 @@ def with_tools(environment: Any, tools: Sequence[ToolOrSource], system_prompt: s
     """Return the environment class with `tools` and `system_prompt` added; unchanged without either."""
     if not tools and system_prompt is None:
         return environment
-    name = getattr(environment, "__name__", type(environment).__name__)
+    class_name = getattr(environment, "__name__", type(environment).__name__)
     if not inspect.isclass(environment) or not issubclass(environment, ToolEnvironment):
-        unused = "tools" if tools else "environment.system_prompt"
-        raise ValueError(f"{unused} needs a class that inherits from ToolEnvironment; {name} does not")
+        option = "tools" if tools else "environment.system_prompt"
+        raise ValueError(f"{option} needs a class that inherits from ToolEnvironment; {class_name} does not")
     parameters = inspect.signature(environment).parameters.values()
     if tools and not any(
         parameter.name == "tools" or parameter.kind == parameter.VAR_KEYWORD for parameter in parameters
     ):
         raise ValueError(
-            f"{name} takes no tools: its __init__ needs a parameter `tools` that it passes on, as in "
+            f"{class_name} takes no tools: its __init__ needs a parameter `tools` that it passes on, as in "
             "def __init__(self, task, tools=()): super().__init__(task, tools)"
         )
     base_init: Callable[..., None] = environment.__init__
     options = {"tools": list(tools)} if tools else {}
 
-    class Equipped(environment):
+    class EquippedEnvironment(environment):
         def __init__(self, task: Task) -> None:
             base_init(self, task, **options)
 
-    Equipped.__name__ = Equipped.__qualname__ = name
+    EquippedEnvironment.__name__ = EquippedEnvironment.__qualname__ = class_name
     if system_prompt is not None:
-        Equipped.system_prompt = system_prompt
-    return Equipped
+        EquippedEnvironment.system_prompt = system_prompt
+    return EquippedEnvironment
 
 
 def find_recording(name: str | Path, runs: str | Path) -> Path:
-    """Return the folder of a recording, given a run's name or path, or a file of episodes."""
+    """Return the folder of a recording by a run's name, a path, or a file of episodes."""
     path = Path(name).expanduser()
     for folder in (Path(runs).expanduser() / name, path, recording_beside(path)):
         if (folder / CALLS_FILE).is_file():

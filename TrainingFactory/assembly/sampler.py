@@ -76,12 +76,12 @@ def load(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel
     if model.tools_format is not None:
         from TrainingFactory.models.tools_format import add_tools_format
 
-        frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
-        add_tools_format(loaded_model, model.tools_format, frozen, notify)
-    limit = context_limit(loaded_model)
-    if model.max_length is not None and limit is not None and model.max_length > limit:
+        is_frozen = config.lora.enabled or model.adapter is not None or model.quantization != "none"
+        add_tools_format(loaded_model, model.tools_format, is_frozen, notify)
+    max_context = context_limit(loaded_model)
+    if model.max_length is not None and max_context is not None and model.max_length > max_context:
         raise ValueError(
-            f"model.max_length is {model.max_length}, but the context of {model.name} has {limit} tokens"
+            f"model.max_length is {model.max_length}, but the context of {model.name} has {max_context} tokens"
         )
     return loaded_model
 
@@ -99,8 +99,7 @@ def check_chat_template(config: TrainingConfig) -> str | None:
 
 
 def load_trainable(config: TrainingConfig, notify: Notify = lambda _: None) -> LoadedModel:
-    """Load the model to train. For several learners it is loaded on the CPU, and each learner takes its share of the
-    weights from there layer by layer."""
+    """Load the model to train: on the CPU for several learners, which each take their share of its weights."""
     from TrainingFactory.models.dtypes import pick_device, pick_dtype
 
     model = config.model
@@ -123,8 +122,8 @@ def make_chat(
     day: date | None = None,
     notify: Notify = lambda _: None,
 ) -> TemplateChatFormat:
-    """Make the chat format, and report a problem of the template with `notify`. `day` is the date that templates print;
-    a run keeps the day of its start."""
+    """Make the chat format and report template problems with `notify`. `day` is the date that templates print; a run
+    keeps the day of its start."""
     from TrainingFactory.models import chat_format
 
     model = config.model
@@ -156,15 +155,15 @@ def make_engine(
     engine_model = (
         copy_model(loaded_model.model) if samples_ahead and gathered_model is None else loaded_model.model
     )
-    length, cache_gib = max_length(config, loaded_model), config.sampling.cache_gib
+    context_length, cache_gib = max_length(config, loaded_model), config.sampling.cache_gib
     cache_bytes = None if cache_gib is None else int(cache_gib * GIB)
     if needs is not None and gathered_model is None and loaded_model.model.device.type == "cuda":
-        cache_bytes = cache_limit(config, loaded_model.model, needs, length)
+        cache_bytes = cache_limit(config, loaded_model.model, needs, context_length)
     return NativeEngine(
         engine_model if gathered_model is None else gathered_model.model,
         source=gathered_model or (loaded_model.model if samples_ahead else None),
         slots=min(config.sampling.slots, episodes),
-        max_length=length,
+        max_length=context_length,
         deterministic=config.sampling.deterministic,
         cache_bytes=cache_bytes,
         vision=loaded_model.vision,
@@ -186,13 +185,13 @@ def make_training_sampler(
 
 def make_publishing_policy(
     config: TrainingConfig, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool,
-    gathers: Any = None
+    full_model: Any = None
 ) -> LocalPolicy:  # fmt: skip
     """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share the policy's
     weights, the policy publishes them: into folders for engines in other processes, or, if the learner is sharded, to
     an engine in this process whose model is `gathers`."""
-    sharded = (config.compute.learners or 1) > 1
-    policy = make_policy(config, loaded_model, algorithm, steps, sharded)
+    is_sharded = (config.compute.learners or 1) > 1
+    policy = make_policy(config, loaded_model, algorithm, steps, is_sharded)
     if not (
         has_episodes and (KINDS[config.training.algorithm].samples or config.training.eval_every is not None)
     ):
@@ -201,10 +200,10 @@ def make_publishing_policy(
         from TrainingFactory.learning.publishing import Publisher
 
         policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
-    elif sharded:
+    elif is_sharded:
         from TrainingFactory.cluster.ranks import GatheringPublisher
 
-        policy.publisher = GatheringPublisher(policy.learner, gathers)
+        policy.publisher = GatheringPublisher(policy.learner, full_model)
     return policy
 
 
@@ -263,19 +262,19 @@ def make_rollouts(
         top_k=sampling.top_k,
         min_p=sampling.min_p,
     )
-    kind: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
+    engine: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
     if isinstance(environment, AgentProgram) and not uses_environment_reward(reward):
         environment = environment.scored_by_others()
     concurrency: int | None = max_concurrent_episodes(config, environment)
     if isinstance(sampler, EndpointSampler):
-        if kind is ProgramRollouts:
+        if engine is ProgramRollouts:
             raise ValueError("environment.command needs a model with tokens, not an endpoint. Name a model")
-        kind, concurrency = EndpointRollouts, sampler.settings.concurrency
+        engine, concurrency = EndpointRollouts, sampler.settings.concurrency
     if is_self_play(environment):
-        if kind is EndpointRollouts:
+        if engine is EndpointRollouts:
             raise ValueError(f"self-play ({environment.__name__}) needs a model with tokens, not an endpoint")
-        kind = SelfPlayRollouts
-    return kind(
+        engine = SelfPlayRollouts
+    return engine(
         environment,
         chat,
         params,

@@ -21,23 +21,23 @@ class RecurrentSizes(NamedTuple):
     flops: int = 0  # per token: matrix products with the state and within a chunk
 
 
-def _types(shape: Any) -> list[str]:
+def _layer_types(shape: Any) -> list[str]:
     return [str(kind) for kind in getattr(shape, "layer_types", None) or ()]  # foreign object
 
 
 def attention_layers(shape: Any) -> int:
     """Return the number of layers with keys and values."""
-    types = _types(shape)
-    return sum(kind in ATTENTION_TYPES for kind in types) if types else shape.num_hidden_layers
+    layer_types = _layer_types(shape)
+    return sum(kind in ATTENTION_TYPES for kind in layer_types) if layer_types else shape.num_hidden_layers
 
 
 def recurrent_layers(shape: Any) -> int:
     """Return the number of layers with a recurrent state."""
-    return sum(kind in STATE_TYPES for kind in _types(shape))
+    return sum(kind in STATE_TYPES for kind in _layer_types(shape))
 
 
 def row_bytes(shape: Any, size: int) -> int:
-    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state takes `size`
+    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state has `size`
     bytes."""
     if not (layers := recurrent_layers(shape)):
         return 0

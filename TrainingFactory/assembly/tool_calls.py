@@ -34,23 +34,23 @@ async def open_tools(source: str | None, tool: str) -> AsyncIterator[AsyncToolEx
     except ValueError as error:
         if source is not None:
             raise
-        text = str(error).removeprefix("tools.0: ")
-        raise ValueError(f"{text}; name the config or file that offers it with --config") from error
+        message = str(error).removeprefix("tools.0: ")
+        raise ValueError(f"{message}; name the config or file that offers it with --config") from error
     async with AsyncExitStack() as stack:
         for tool_source in tools:
             if isinstance(tool_source, ToolSource):
                 stack.push_async_callback(tool_source.close)
                 await tool_source.open()
-        is_plain = environment is ToolEnvironment and config.data.tasks is None
-        task = Task("call", "") if is_plain else make_tasks(config, environment, 1)[0]
+        has_no_tasks = environment is ToolEnvironment and config.data.tasks is None
+        task = Task("call", "") if has_no_tasks else make_tasks(config, environment, 1)[0]
         try:
-            episode = with_tools(environment, tools)(task)
-            stack.push_async_callback(episode.executor.close)
-            stack.push_async_callback(episode.close)
-            await episode.reset()
+            episode_environment = with_tools(environment, tools)(task)
+            stack.push_async_callback(episode_environment.executor.close)
+            stack.push_async_callback(episode_environment.close)
+            await episode_environment.reset()
         except Exception as error:  # foreign code
             raise as_value_error(error) from error
-        yield episode.executor
+        yield episode_environment.executor
 
 
 def _read_source(source: str | None, tool: str) -> tuple[TrainingConfig, list[ToolSource]]:

@@ -27,7 +27,7 @@ ToolOrSource = Tool | ToolSource
 # Maps offered tools (name -> server) to selected tools (name -> whether their calls may be cached).
 ToolSelector = Callable[[Mapping[str, str]], dict[str, bool]]
 SANDBOX = ("python", "code_interpreter")
-VARIABLE = re.compile(r"\$\{(\w+)\}")
+VARIABLE_REFERENCE = re.compile(r"\$\{(\w+)\}")
 
 
 def as_list(tools: Any) -> list[Any]:
@@ -42,22 +42,22 @@ def make_tools(
 ) -> list[ToolOrSource]:
     """Return the tools of the config and the `user_tools` objects; tool sources are not open yet. An entry that names a
     tool of the environment and sets no options adds nothing."""
-    own_names = _own_tools(environment)
-    files: set[str] = set()
+    own_names = _own_tool_names(environment)
+    server_files: set[str] = set()
     remote = RemoteTools(config.environment.num_workers)
-    on_ray = config.compute.backend == "ray"
+    uses_ray = config.compute.backend == "ray"
     tools: list[ToolOrSource] = []
-    for number, entry in enumerate(config.tools):
-        location = f"tools.{number}"
+    for index, entry in enumerate(config.tools):
+        location = f"tools.{index}"
         if entry.config is None:
-            is_own = entry.name in own_names and not entry.options
-            if is_own and entry.remote:
+            is_environment_tool = entry.name in own_names and not entry.options
+            if is_environment_tool and entry.remote:
                 raise ValueError(
                     f"{location}.remote: {entry.name} belongs to the environment, which runs in this process"
                 )
-            new_tools = [] if is_own else _tools_of(entry, location)
+            new_tools = [] if is_environment_tool else _tools_of(entry, location)
             # Only the sandbox is remote by default, because its state lasts no longer than an episode.
-            if new_tools and on_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
+            if new_tools and uses_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
                 remote.entries.append(entry)
                 remote.tools += new_tools
                 new_tools = [] if remote in tools else [remote]
@@ -67,20 +67,19 @@ def make_tools(
             raise ValueError(f"{location}.remote: {entry.config} decides where its servers run; leave it out")
         if entry.options:
             raise ValueError(f"{location}.options are for built-in tools; set a server's in {entry.config}")
-        if entry.config not in files:
-            files.add(entry.config)
+        if entry.config not in server_files:
+            server_files.add(entry.config)
             tools += _tools_of_servers(entry.config, config.tools)
     return [*tools, *map(as_tool, user_tools)]
 
 
 def make_hosted_tools(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
-    """Make tools in a process on another machine, with that machine's environment variables. Return the function that
-    answers calls."""
+    """Make tools with the environment variables of this remote machine; return the function that answers calls."""
     uncached_entries = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
     return HostedTools([tool for entry in uncached_entries for tool in _tools_of(entry, entry.name)]).answer
 
 
-def _own_tools(environment: EnvironmentFactory | None) -> set[str]:
+def _own_tool_names(environment: EnvironmentFactory | None) -> set[str]:
     """Return the names of an environment class's own tools."""
     if not inspect.isclass(environment):
         return set()
@@ -110,11 +109,11 @@ def _tools_of(entry: ToolEntry, location: str) -> list[ToolOrSource]:
 
 
 def _tools_of_file(name: str) -> list[ToolOrSource]:
-    """Return all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
-    path, attribute, values = load_objects("tool", name)
+    """Load all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
+    path, attribute, objects = load_objects("tool", name)
     if attribute:
-        return [as_tool(values[0])]
-    tools: list[ToolOrSource] = [value for value in values if isinstance(value, FunctionTool)]
+        return [as_tool(objects[0])]
+    tools: list[ToolOrSource] = [value for value in objects if isinstance(value, FunctionTool)]
     if not tools:
         raise ValueError(f"{path} defines no tool: put @tool (from TrainingFactory.tools) over a function")
     return tools
@@ -127,9 +126,9 @@ def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSou
 
     def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:
         selected: dict[str, bool] = {}
-        for number, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             if entry.config == path and entry.name not in tool_servers.named:
-                for name in choose_names(entry.name, offered_tools, f"tools.{number}", path):
+                for name in choose_names(entry.name, offered_tools, f"tools.{index}", path):
                     selected[name] = entry.cache_enabled or selected.get(name, False)
         return selected
 
@@ -140,7 +139,7 @@ def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSou
 
 
 class SelectedTools:
-    """A tool source restricted to the tools that `choose` selects when it opens."""
+    """Tool source restricted to the tools that `choose` selects when it opens."""
 
     def __init__(self, source: ToolSource, choose: ToolSelector) -> None:
         self._source = source
@@ -183,8 +182,8 @@ def choose_names(name: str, offered_tools: Mapping[str, str], location: str, pat
     )
 
 
-class _Cacheable:
-    """A tool that the config marks as cacheable."""
+class _CacheableTool:
+    """Tool that the config marks as cacheable."""
 
     def __init__(self, tool: Tool, options: ToolOptions) -> None:
         self.spec, self.run, self.options = tool.spec, tool.run, options
@@ -199,8 +198,8 @@ def mark_cacheable(tool: Tool) -> Tool:
     options = options_of(tool)
     if options.pure or options.stateful:
         return tool
-    kind = {"stateful": True} if options.ordered else {"pure": True}
-    return _Cacheable(tool, dataclasses.replace(options, **kind))
+    marks = {"stateful": True} if options.ordered else {"pure": True}
+    return _CacheableTool(tool, dataclasses.replace(options, **marks))
 
 
 def options_of(tool: Tool) -> ToolOptions:
@@ -214,7 +213,7 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
     if not setting and not any(entry.cache_enabled for entry in config.tools):
         return None
     if isinstance(setting, str) and setting:
-        target = _fill("tool_cache", setting, "optimization.tool_cache")
+        target = _fill_value("tool_cache", setting, "optimization.tool_cache")
         return ToolCache(os.path.expanduser(target))
     folder = Path(config.logging.output_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,25 +223,25 @@ def make_tool_cache(config: TrainingConfig) -> ToolCache | None:
 def fill_variables(options: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Replace ${NAME} in options by the value of the environment variable. Secrets must be written as ${NAME}, because
     the run folder stores the config."""
-    return {key: _fill(key, value, f"{location}.{key}") for key, value in options.items()}
+    return {key: _fill_value(key, value, f"{location}.{key}") for key, value in options.items()}
 
 
-def _fill(key: str, value: Any, location: str) -> Any:
+def _fill_value(key: str, value: Any, location: str) -> Any:
     if isinstance(value, Mapping):
         return fill_variables(value, location)
     if isinstance(value, list):
-        return [_fill(key, item, location) for item in value]
+        return [_fill_value(key, item, location) for item in value]
     if not isinstance(value, str):
         return value
     # A key that ends in _env holds the name of a variable.
-    if is_secret(key, value) and not key.endswith("_env") and not VARIABLE.search(value):
+    if is_secret(key, value) and not key.endswith("_env") and not VARIABLE_REFERENCE.search(value):
         raise ValueError(
             f"{location} holds a secret, and the run folder stores the config; put it into an environment variable and "
             f"write {key}: ${{NAME}}"
         )
     if is_secret(key, value):
-        SECRET_VARIABLES.update(VARIABLE.findall(value))
+        SECRET_VARIABLES.update(VARIABLE_REFERENCE.findall(value))
     try:
-        return VARIABLE.sub(lambda match: os.environ[match[1]], value)
+        return VARIABLE_REFERENCE.sub(lambda match: os.environ[match[1]], value)
     except KeyError as error:
         raise ValueError(f"{location}: the environment variable {error.args[0]} is not set") from None

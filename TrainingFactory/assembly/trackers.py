@@ -44,10 +44,10 @@ class WandB:
         import wandb  # pyright: ignore[reportMissingImports]
 
         project = {"project": os.environ.get("WANDB_PROJECT", "training-factory")} | config.logging.wandb
-        number = RunFolder(run).run_info.get("id", run.name)
+        run_id = RunFolder(run).run_info.get("id", run.name)
         init_options = {"dir": str(run), "config": config.model_dump()}
         self._table = wandb.Table
-        self._run = wandb.init(name=run.name, id=number, resume="allow", **project, **init_options)
+        self._run = wandb.init(name=run.name, id=run_id, resume="allow", **project, **init_options)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
@@ -74,8 +74,8 @@ class MLflow:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         # MLflow's file store turns names into folders, and both `episodes` and `episodes/done` are metrics.
-        renamed = {name.replace("/", "."): value for name, value in metrics.items()}
-        self._mlflow.log_metrics(renamed, step=step)
+        dotted_metrics = {name.replace("/", "."): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(dotted_metrics, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
         for label, text in _episode_texts(episodes).items():
@@ -115,10 +115,10 @@ class Trackers:
     """All trackers of a run. A tracker that fails is reported once and disabled; the run continues."""
 
     def __init__(self, run: Path, config: TrainingConfig) -> None:
-        self._open: list[tuple[str, Tracker]] = []
+        self._trackers: list[tuple[str, Tracker]] = []
         for name in config.logging.trackers:
             try:
-                self._open.append((name, TRACKERS[name](run, config)))
+                self._trackers.append((name, TRACKERS[name](run, config)))
             except Exception as error:  # foreign code
                 raise ValueError(f"logging.trackers: {name} could not be started: {error}") from error
 
@@ -132,9 +132,9 @@ class Trackers:
         self._for_each(lambda tracker: tracker.close())
 
     def _for_each(self, action: Any) -> None:
-        for entry in list(self._open):
+        for entry in list(self._trackers):
             try:
                 action(entry[1])
             except Exception as error:  # foreign code
                 log.warning("tracker %s failed and is disabled: %s", entry[0], error)
-                self._open.remove(entry)
+                self._trackers.remove(entry)

@@ -32,8 +32,8 @@ class UserClient(EndpointClient):
 
 
 def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser | None:
-    """Return the simulated user of a config; None if the config has none. Raise ConfigError if it cannot work. No
-    engine is started yet. A `replaying` run reads the replies from its recording and needs no API key."""
+    """Return the config's simulated user without starting an engine; None if it has none. Raise ConfigError if it
+    cannot work. A `replaying` run reads replies from its recording without an API key."""
     section = config.environment.user
     if section is None:
         return None
@@ -61,11 +61,11 @@ def _make_brief(config: TrainingConfig, section: UserSection) -> UserBrief:
         try:
             template = Path(section.template).expanduser().read_text(encoding="utf-8").strip()
         except OSError as error:
-            text = f"cannot be read ({Path(section.template).name}: {error.strerror})"
-            raise config.wrong([Problem((*KEY, "template"), text, section.template)]) from error
+            message = f"cannot be read ({Path(section.template).name}: {error.strerror})"
+            raise config.wrong([Problem((*KEY, "template"), message, section.template)]) from error
     if "{stop}" not in template and section.stop not in template:
-        text = "has no {stop}: without it the user model does not know how to end the conversation"
-        raise config.wrong([Problem((*KEY, "template"), text)])
+        message = "has no {stop}: without it the user model does not know how to end the conversation"
+        raise config.wrong([Problem((*KEY, "template"), message)])
     return UserBrief(
         section.persona,
         section.goal,
@@ -82,7 +82,7 @@ def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) 
         settings = find_endpoint(section.model, **section.options)
         if not replaying:
             settings.check_key()
-        return _client(settings.endpoint(), settings)
+        return _client_with(settings.endpoint(), settings)
     options: dict[str, Any] = {"model": section.model, **section.options}
     limits = {name: options.pop(name) for name in CLIENT_OPTIONS if name in options}
     sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
@@ -94,11 +94,11 @@ def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) 
     params = make_from(RequestOptions, sampling, "options of the model of environment.user")
     limits = {"concurrency": REQUESTS_PER_ENGINE * judge.replicas} | limits
     settings = make_from(EndpointSettings, {"model": section.model} | limits, "the model of environment.user")
-    name = find_judge_model(judge.model, config)
-    return _client(LocalJudge(judge, name, params, config, "simulated user"), settings)
+    model_path = find_judge_model(judge.model, config)
+    return _client_with(LocalJudge(judge, model_path, params, config, "simulated user"), settings)
 
 
-def _client(model: Any, settings: EndpointSettings) -> UserClient:
+def _client_with(model: Any, settings: EndpointSettings) -> UserClient:
     return UserClient(
         model=model, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
         pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,

@@ -19,8 +19,8 @@ def with_vision(
     tasks: Iterable[Task] = (),
     examples: Examples | None = None,
 ) -> TrainingConfig:
-    """Return the config with `model.vision` set to true, if it is null and the environment, a task or a dataset row
-    contains images. An environment declares images by its attribute `shows_images`."""
+    """Set `model.vision` to true if it is null and the environment (`shows_images`), a task or a dataset row has
+    images."""
     if config.model.vision is None and (
         getattr(environment, "shows_images", False)
         or any(_shows_images(task.prompt) for task in tasks if not isinstance(task.prompt, str))
@@ -45,11 +45,11 @@ def check_vision(config: TrainingConfig) -> None:
     if model.train_tower and model.quantization != "none":
         problem = ("model", "train_tower"), "needs unquantized weights: set model.quantization=none"
     if model.vision or resolve_model_name(model.name) == BUILTIN_VL:
-        images = "and the model sees images, which only the native engine in the run's process samples: leave it out"
+        remedy = "and the model sees images, which only the native engine in the run's process samples: leave it out"
         if config.sampling.engine != "native":
-            problem = ("sampling", "engine"), f"is {config.sampling.engine}, {images}"
+            problem = ("sampling", "engine"), f"is {config.sampling.engine}, {remedy}"
         elif samples_elsewhere(config):
-            problem = ("compute", "backend"), f"is {config.compute.backend}, {images}"
+            problem = ("compute", "backend"), f"is {config.compute.backend}, {remedy}"
         elif (config.compute.learners or 1) > 1:
             text = f"is {config.compute.learners}, but a model that sees images is trained by one learner"
             problem = ("compute", "learners"), text

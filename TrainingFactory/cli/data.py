@@ -65,7 +65,7 @@ def convert(
         conversion.rows = provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
         if layout == "openai" and 0 < len(conversion.rows) < OPENAI_MIN_ROWS:
             conversion.note = f"OpenAI rejects files with fewer than {OPENAI_MIN_ROWS} rows"
-    rows = [("episodes read", f"{conversion.read} from {path}")]
+    rows = [("episodes read", f"{conversion.num_read} from {path}")]
     rows += [(f"  {reason}", f"{count} skipped") for reason, count in conversion.dropped.items() if count]
     show.table([*rows, ("rows", str(len(conversion.rows)))])
     if not conversion.rows:

@@ -40,7 +40,7 @@ class FleetSession:
         return await self._fleet._request(self, list(prompt_ids), params)
 
     def fork(self) -> FleetSession:
-        """Open a session on the same engine, whose prefix cache holds the turns of this one."""
+        """Open a session on the same engine, whose prefix cache holds the turns of this session."""
         return self._fleet._open_session(self.engine_number)
 
     def close(self) -> None:
@@ -70,12 +70,12 @@ class Fleet:
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._last_failure = ""  # why the last engine was lost or could not be restarted
         self._restarted = asyncio.Event()  # set and replaced after each restart
-        self._starting: asyncio.Task[None] | None = None
+        self._start_task: asyncio.Task[None] | None = None
         self._weights: Weights | None = None
         self._open_sessions: Counter[int] = Counter()  # sessions by engine
         self._session_numbers = itertools.count()
-        names = ("samplers/asked_again", "samplers/remade", "samplers/failed_restarts", "seconds/push")
-        self._counts = dict.fromkeys(names, 0.0)
+        metric_names = ("samplers/asked_again", "samplers/remade", "samplers/failed_restarts", "seconds/push")
+        self._counts = dict.fromkeys(metric_names, 0.0)
 
     # -- the Sampler port
 
@@ -97,14 +97,14 @@ class Fleet:
 
     async def update(self, weights: Weights) -> None:
         """Load the weights on every engine and verify the canary; restart each engine for which this fails."""
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         await self.start()
         self._weights = weights
-        pushes = [self._push(number, engine, weights) for number, engine in self._alive.items()]
+        pushes = [self._push(engine_number, engine, weights) for engine_number, engine in self._alive.items()]
         await asyncio.gather(*pushes)
         await self._wait_for_engine()
         self.policy_version = weights.version
-        self._counts["seconds/push"] = time.perf_counter() - start
+        self._counts["seconds/push"] = time.perf_counter() - start_time
 
     def metrics(self) -> dict[str, float]:
         """Return the number of live engines, totals of retries and restarts, and the duration of the last push."""
@@ -112,7 +112,7 @@ class Fleet:
 
     async def close(self) -> None:
         self._alive.clear()  # first, so that a running request that loses its engine does not restart it
-        tasks = [task for task in (*self._restarting.values(), self._starting) if task is not None]
+        tasks = [task for task in (*self._restarting.values(), self._start_task) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -138,7 +138,7 @@ class Fleet:
             try:
                 return await engine.call("sample", prompt_ids, params, session.number)
             except EngineLost as error:
-                self._handle_loss(session.engine_number, engine, error)
+                self._handle_lost_engine(session.engine_number, engine, error)
                 self._counts["samplers/asked_again"] += 1
         raise SamplersLost(
             f"A request with a prompt of {len(prompt_ids)} tokens failed {1 + MAX_RETRIES} times because its sampler "
@@ -150,9 +150,9 @@ class Fleet:
         while not self._alive:
             seconds_left = self._patience - self.clock.paused_for()
             if seconds_left <= 0 or not self._restarting:  # nothing is restarting: the fleet is closed
-                limit = f"No sampler has been alive for {self._patience:g} s (compute.start_timeout)"
+                timeout_text = f"No sampler has been alive for {self._patience:g} s (compute.start_timeout)"
                 raise SamplersLost(
-                    f"{limit if seconds_left <= 0 else 'The samplers are closed'}: {self._last_failure}"
+                    f"{timeout_text if seconds_left <= 0 else 'The samplers are closed'}: {self._last_failure}"
                 )
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds_left):
@@ -162,55 +162,55 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all engines once. Call it before the clocks of episodes run."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
+        if self._start_task is None:
+            self._start_task = asyncio.create_task(self._start())
         # Shielded: the first caller may be cancelled while others wait for the same start.
-        await asyncio.shield(self._starting)
+        await asyncio.shield(self._start_task)
 
     async def _start(self) -> None:
         self._alive = dict(
-            enumerate(await gather_or_cancel([self._launcher.make(n) for n in range(self._count)]))
+            enumerate(await gather_or_cancel([self._launcher.make(number) for number in range(self._count)]))
         )
 
-    async def _push(self, number: int, engine: EngineHandle, weights: Weights) -> None:
+    async def _push(self, engine_number: int, engine: EngineHandle, weights: Weights) -> None:
         try:
             await self._load(engine, weights)
         except (EngineLost, ValueError) as error:
-            self._handle_loss(number, engine, error)
+            self._handle_lost_engine(engine_number, engine, error)
 
     async def _load(self, engine: EngineHandle, weights: Weights) -> None:
         token_ids, expected = weights.canary
         try:
             async with asyncio.timeout(self._patience):
                 await engine.call("load", weights)
-                actual = await engine.call("score", list(token_ids)) if token_ids else []
+                logprobs = await engine.call("score", list(token_ids)) if token_ids else []
         except TimeoutError:
             raise EngineLost(f"{engine.name} did not load the weights within {self._patience:g} s") from None
-        difference = sum(abs(a - b) for a, b in zip(expected, actual, strict=True)) / max(1, len(expected))
+        difference = sum(abs(a - b) for a, b in zip(expected, logprobs, strict=True)) / max(1, len(expected))
         if not difference <= self._tolerance:
             raise ValueError(
                 f"{engine.name} does not have the learner's weights: after a weight update its log-probs of a test "
                 f"sequence differ from the learner's by {difference:.3g} on average (limit {self._tolerance:g})"
             )
 
-    def _handle_loss(self, number: int, engine: EngineHandle, error: Exception) -> None:
+    def _handle_lost_engine(self, engine_number: int, engine: EngineHandle, error: Exception) -> None:
         """Remove a lost engine and restart it in the background, unless another caller has already done so."""
-        if self._alive.get(number) is not engine:
+        if self._alive.get(engine_number) is not engine:
             return
-        del self._alive[number]
+        del self._alive[engine_number]
         if not self._alive:
             self.clock.pause()
         self._last_failure = str(error)
         self._notify(f"{error}; restarting it and retrying its requests on another sampler")
-        self._restarting[number] = asyncio.create_task(self._restart(number, engine))
+        self._restarting[engine_number] = asyncio.create_task(self._restart(engine_number, engine))
 
-    async def _restart(self, number: int, lost_engine: EngineHandle) -> None:
+    async def _restart(self, engine_number: int, lost_engine: EngineHandle) -> None:
         try:
             with suppress(EngineLost, ValueError):
                 await lost_engine.close()
             for delay in restart_delays():
                 try:
-                    self._alive[number] = await self._load_current_weights(number)
+                    self._alive[engine_number] = await self._load_current_weights(engine_number)
                 except Exception as error:  # Ray, vLLM and the system raise many kinds
                     self._last_failure = str(error)
                     self._counts["samplers/failed_restarts"] += 1
@@ -222,19 +222,19 @@ class Fleet:
                 self._counts["samplers/remade"] += 1
                 return
         finally:
-            del self._restarting[number]
+            del self._restarting[engine_number]
             restarted, self._restarted = self._restarted, asyncio.Event()
             restarted.set()
 
-    async def _load_current_weights(self, number: int) -> EngineHandle:
+    async def _load_current_weights(self, engine_number: int) -> EngineHandle:
         """Start an engine and load the current weights, repeatedly if new ones are published meanwhile."""
-        engine = await self._launcher.make(number)
-        loaded_version = None
+        engine = await self._launcher.make(engine_number)
+        loaded_weights = None
         try:
-            while (weights := self._weights) is not None and weights is not loaded_version:
+            while (weights := self._weights) is not None and weights is not loaded_weights:
                 try:
                     await self._load(engine, weights)
-                    loaded_version = weights
+                    loaded_weights = weights
                 except ValueError:
                     if self._weights is weights:  # else newer ones replaced them and their files are deleted
                         raise

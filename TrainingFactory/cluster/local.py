@@ -30,8 +30,8 @@ VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initiali
 
 
 class LocalEngineLauncher:
-    """Starts `LocalEngine`s. `environment` holds further environment variables for the child processes. `folder` keeps
-    their logs; None: logs are deleted on close. `notify` reports progress to the user; `role` names engines."""
+    """Launcher of `LocalEngine`s. `environment` holds further environment variables for the child processes. `folder`
+    keeps their logs; None: logs are deleted on close. `notify` reports progress to the user; `role` names engines."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
@@ -39,16 +39,16 @@ class LocalEngineLauncher:
     ) -> None:  # fmt: skip
         self._spec, self._start_timeout, self._notify, self._folder = spec, start_timeout, notify, folder
         self._role = role
-        threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
+        num_threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # The whole sys.path, because processes started by vLLM must find the same packages.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        python_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-        self._environment = {"OMP_NUM_THREADS": threads} | inherited | {"PYTHONPATH": path}
+        self._environment = {"OMP_NUM_THREADS": num_threads} | inherited | {"PYTHONPATH": python_path}
         self._environment |= environment or {}
         self._engines: list[LocalEngine] = []
 
     async def make(self, number: int) -> LocalEngine:
-        start = time.monotonic()
+        start_time = time.monotonic()
         engine = LocalEngine(number, self._folder, self._role)
         self._engines.append(engine)
         try:
@@ -56,17 +56,17 @@ class LocalEngineLauncher:
             async with asyncio.timeout(self._start_timeout):
                 engine.info = await engine.call("start")
         except (TimeoutError, EngineLost, ValueError) as error:
-            cause, tail = engine.last_error()
+            cause, log_tail = engine.last_error()
             if isinstance(error, TimeoutError):
                 cause = f"it took longer than {self._start_timeout:g} s (increase compute.start_timeout)"
             elif isinstance(error, ValueError) or not cause:
                 cause = str(error)
             await engine.close()
-            raise ValueError(f"Could not start {engine.name}: {cause}{engine.log_note}{tail}") from error
+            raise ValueError(f"Could not start {engine.name}: {cause}{engine.log_note}{log_tail}") from error
         except BaseException:
             await engine.close()
             raise
-        self._notify(f"{engine.name} is ready after {time.monotonic() - start:.0f} s")
+        self._notify(f"{engine.name} is ready after {time.monotonic() - start_time:.0f} s")
         return engine
 
     async def close(self) -> None:
@@ -74,8 +74,7 @@ class LocalEngineLauncher:
 
 
 class LocalEngine:
-    """An engine in a child process. `close` ends the process. It also ends when this program ends, even if this program
-    is killed."""
+    """Engine in a child process, which `close` ends. It also ends when this program ends, even if that is killed."""
 
     def __init__(self, number: int, folder: Path | None, role: str) -> None:
         self.name = f"{role} {number}"
@@ -86,8 +85,8 @@ class LocalEngine:
         self.info: dict[str, Any] = {}  # the result of the engine's `start`
         self._lifeline = -1  # closing this pipe ends the engine
         self._process: asyncio.subprocess.Process | None = None
-        self._tickets, self._loss = itertools.count(), "is not open"
-        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._tickets, self._failure = itertools.count(), "is not open"
+        self._futures: dict[str, asyncio.Future[Any]] = {}
 
     async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
         read_end, self._lifeline = os.pipe()
@@ -100,33 +99,33 @@ class LocalEngine:
                 env=environment, pass_fds=[read_end], start_new_session=True,
             )  # fmt: skip
         os.close(read_end)
-        self._loss = ""
+        self._failure = ""
         self.name = f"{self.name}, process {self._process.pid}"
-        self._reader = asyncio.create_task(self._read(self._process.stdout))
+        self._reader = asyncio.create_task(self._read_answers(self._process.stdout))
         self._send(dataclasses.asdict(spec))
 
     async def call(self, method: str, *args: Any) -> Any:
-        if self._loss:
-            raise EngineLost(f"{self.name} {self._loss}")
+        if self._failure:
+            raise EngineLost(f"{self.name} {self._failure}")
         ticket = str(next(self._tickets))
-        self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
+        self._futures[ticket] = future = asyncio.get_running_loop().create_future()
         self._send([ticket, method, [to_json(arg) for arg in args]])
         try:
-            return from_json(await answer)
+            return from_json(await future)
         except asyncio.CancelledError:
             self._send([ticket, "cancel", []])
             raise
         finally:
-            del self._waiting[ticket]
+            del self._futures[ticket]
 
     async def close(self) -> None:
         if self._lifeline < 0:
             return
-        if not self._loss and self.info:  # an engine that is still starting handles no calls
+        if not self._failure and self.info:  # an engine that is still starting handles no calls
             with suppress(EngineLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
-        lifeline, self._lifeline, self._loss = self._lifeline, -1, self._loss or "is closed"
+        lifeline, self._lifeline, self._failure = self._lifeline, -1, self._failure or "is closed"
         os.close(lifeline)  # the watcher process now kills whatever is still running
         if self._process is not None:
             await self._process.wait()
@@ -135,29 +134,29 @@ class LocalEngine:
             shutil.rmtree(self._folder)
 
     def _send(self, message: Any) -> None:
-        if not self._loss and self._process is not None and self._process.stdin is not None:
+        if not self._failure and self._process is not None and self._process.stdin is not None:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    async def _read(self, lines: Any) -> None:
+    async def _read_answers(self, stdout: Any) -> None:
         """Resolve the calls' futures until the process and all its children have ended."""
-        while (line := await lines.readline()).endswith(b"\n"):  # a killed process leaves a partial line
+        while (line := await stdout.readline()).endswith(b"\n"):  # a killed process leaves a partial line
             ticket, result, problem = json.loads(line)
-            answer = self._waiting.get(ticket)
-            if answer is None or answer.done():  # cancelled
+            future = self._futures.get(ticket)
+            if future is None or future.done():  # cancelled
                 continue
-            kind, _, text = (problem or "").partition(": ")
+            error_type, _, message = (problem or "").partition(": ")
             if problem is None:
-                answer.set_result(result)
-            elif kind == "ValueError":
-                answer.set_exception(ValueError(text))
+                future.set_result(result)
+            elif error_type == "ValueError":
+                future.set_exception(ValueError(message))
             else:
-                self._loss = self._loss or f"failed: {problem}{self.log_note}"
-                answer.set_exception(EngineLost(f"{self.name} {self._loss}"))
+                self._failure = self._failure or f"failed: {problem}{self.log_note}"
+                future.set_exception(EngineLost(f"{self.name} {self._failure}"))
         cause, _ = self.last_error()
-        self._loss = self._loss or "has exited" + (f": {cause}" if cause else "") + self.log_note
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(EngineLost(f"{self.name} {self._loss}"))
+        self._failure = self._failure or "has exited" + (f": {cause}" if cause else "") + self.log_note
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(EngineLost(f"{self.name} {self._failure}"))
 
     def last_error(self) -> tuple[str, str]:
         """Return the last error in this engine's log and the end of the log. Errors in which vLLM wraps another error
@@ -166,5 +165,5 @@ class LocalEngine:
         causes = [
             match[0] for line in lines if (match := CAUSE.search(line)) and not VLLM_WRAPPER.search(line)
         ]
-        tail = "".join(f"\n    {line}" for line in lines[-LOG_TAIL_LINES:])
-        return causes[-1] if causes else "", f"\nThe end of its log:{tail}" if tail else ""
+        log_tail = "".join(f"\n    {line}" for line in lines[-LOG_TAIL_LINES:])
+        return causes[-1] if causes else "", f"\nThe end of its log:{log_tail}" if log_tail else ""

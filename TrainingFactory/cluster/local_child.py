@@ -22,10 +22,10 @@ from TrainingFactory.cluster.messages import MAX_MESSAGE_BYTES, METHODS, from_js
 from TrainingFactory.common.workers.child import explain, send, take_pipes
 from TrainingFactory.types import EngineSpec
 
-TICK = 0.25  # seconds between two checks of the engine's process
-ROUNDS = 80  # ticks in which all processes of an engine must end
+TICK_SECONDS = 0.25  # seconds between two checks of the engine's process
+MAX_CLEANUP_TICKS = 80  # ticks in which all processes of an engine must end
 # Names used by Python, vLLM and torch. Matched by inode, because a semaphore is mapped under a deleted name.
-SEGMENT = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
+SEGMENT_PATTERN = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]+")
 
 
 def main() -> None:
@@ -33,13 +33,13 @@ def main() -> None:
     asyncio.run(serve(*take_pipes(), watcher))
 
 
-async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
+async def serve(calls_pipe: BinaryIO, answers_pipe: int, watcher: int) -> None:
     reader, loop = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES), asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), lines)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), calls_pipe)
     engine = make_engine(EngineSpec(**json.loads(await reader.readline())))
     calls: dict[str, asyncio.Task[None]] = {}
 
-    async def answer(ticket: str, method: str, args: list[Any]) -> None:
+    async def run_call(ticket: str, method: str, args: list[Any]) -> None:
         result = problem = None
         try:
             assert method in METHODS, method
@@ -50,12 +50,12 @@ async def serve(lines: BinaryIO, answers: int, watcher: int) -> None:
             calls.pop(ticket, None)
         if method == "start":
             os.write(watcher, f"{' '.join(segment_inodes(os.getpid()))}\n".encode())  # sent even if empty
-        send(answers, ticket, result, problem)
+        send(answers_pipe, ticket, result, problem)
 
     while line := await reader.readline():
         ticket, method, args = json.loads(line)
         if method != "cancel":
-            calls[ticket] = asyncio.create_task(answer(ticket, method, args))
+            calls[ticket] = asyncio.create_task(run_call(ticket, method, args))
         elif ticket in calls:
             calls[ticket].cancel()
     await engine.close()
@@ -65,33 +65,33 @@ def start_watcher(lifeline: int) -> int:
     """Fork the watcher process, which cleans up when `lifeline` closes or this process ends. Return a pipe on which to
     send it the shared-memory segments that exist after `start`, because their owners may end before the cleanup. Until
     they are sent, the watcher polls for them."""
-    watched, (receiver, sender) = os.getpid(), os.pipe()
+    engine_pid, (receiver, sender) = os.getpid(), os.pipe()
     if os.fork():
         os.close(lifeline)
         return sender
     os.setsid()
     os.close(0)  # only stdin: holding the pipe of answers open tells the parent that cleanup is not complete
-    inodes, pipes, is_over = set[str](), [lifeline, receiver], False
-    while not is_over:
-        is_over = os.getppid() != watched
-        readable = select.select(pipes, [], [], 0 if is_over else TICK)[0]
+    inodes, pipes, must_end = set[str](), [lifeline, receiver], False
+    while not must_end:
+        must_end = os.getppid() != engine_pid
+        readable = select.select(pipes, [], [], 0 if must_end else TICK_SECONDS)[0]
         if receiver in readable:
             inodes.update(os.read(receiver, MAX_MESSAGE_BYTES).decode().split())
             pipes = [lifeline]
         elif receiver in pipes:
-            inodes |= segment_inodes(watched)
-        is_over = is_over or lifeline in readable
-    inodes |= segment_inodes(watched)
-    for _ in range(ROUNDS):
-        for folder in (live_folders := live_processes(watched)):
+            inodes |= segment_inodes(engine_pid)
+        must_end = must_end or lifeline in readable
+    inodes |= segment_inodes(engine_pid)
+    for _ in range(MAX_CLEANUP_TICKS):
+        for folder in (live_folders := live_processes(engine_pid)):
             with suppress(OSError):  # Python's resource tracker cleans up and ends after all others
                 if b"resource_tracker" not in (folder / "cmdline").read_bytes():
                     os.kill(int(folder.name), signal.SIGKILL)
         if not live_folders:
             break
-        time.sleep(TICK)
+        time.sleep(TICK_SECONDS)
     with suppress(ProcessLookupError):
-        os.killpg(watched, signal.SIGKILL)
+        os.killpg(engine_pid, signal.SIGKILL)
     for path in Path("/dev/shm").iterdir() if inodes else ():
         with suppress(OSError):
             if str(path.stat().st_ino) in inodes:
@@ -104,7 +104,7 @@ def segment_inodes(group: int) -> set[str]:
     inodes: set[str] = set()
     for folder in live_processes(group):
         with suppress(OSError):  # the process may end meanwhile
-            inodes.update(SEGMENT.findall((folder / "maps").read_text()))
+            inodes.update(SEGMENT_PATTERN.findall((folder / "maps").read_text()))
     return inodes
 
 

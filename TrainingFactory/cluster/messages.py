@@ -7,24 +7,24 @@ from typing import Any
 
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
-TYPES = {kind.__name__: kind for kind in (Completion, SamplingParams, Weights)}
+MESSAGE_TYPES = {kind.__name__: kind for kind in (Completion, SamplingParams, Weights)}
 METHODS = ("start", "sample", "load", "score", "close")
 MAX_MESSAGE_BYTES = 256 * 2**20  # bytes of one message
 
 
 def to_json(value: Any) -> Any:
     name = type(value).__name__
-    return {"type": name, "fields": dataclasses.asdict(value)} if name in TYPES else value
+    return {"type": name, "fields": dataclasses.asdict(value)} if name in MESSAGE_TYPES else value
 
 
 def from_json(value: Any) -> Any:
     if not isinstance(value, dict) or value.keys() != {"type", "fields"}:
         return value
-    kind, fields = TYPES[value["type"]], value["fields"]
-    if kind is not Completion:  # the other types are frozen and hold tuples
-        fields = {key: _tuple(field) for key, field in fields.items()}
-    return kind(**fields)
+    message_type, fields = MESSAGE_TYPES[value["type"]], value["fields"]
+    if message_type is not Completion:  # the other types are frozen and hold tuples
+        fields = {key: _lists_to_tuples(field) for key, field in fields.items()}
+    return message_type(**fields)
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(map(_tuple, value)) if isinstance(value, list) else value
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list) else value

@@ -24,13 +24,14 @@ from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weight
 
 
 class NativeHost:
-    """Loads the model of a spec and samples from it. Sampling sessions are kept by number, so that a turn prefills only
-    its new tokens. If there are more than twice as many sessions as slots, the least recently used ones are closed."""
+    """Engine that loads the model of a spec and samples from it. It keeps sampling sessions by number, so that a turn
+    prefills only its new tokens. If there are more than twice as many sessions as slots, the least recently used ones
+    are closed."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self._spec, self._empty = spec, spec.pushed
+        self._spec, self._needs_weights = spec, spec.pushed
         self._sessions: dict[int, NativeSession] = {}
-        self._loaded: Any = None  # a model with the new weights, during `load`
+        self._loaded_model: Any = None  # a model with the new weights, during `load`
 
     async def start(self) -> dict[str, Any]:
         spec = self._spec
@@ -47,20 +48,20 @@ class NativeHost:
 
     def _make_model(self) -> Any:
         spec = self._spec
-        trust: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
+        trust_options: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
         if not spec.pushed:
-            return load_model(spec.model, dtype=spec.dtype, device=spec.device, **trust).model
+            return load_model(spec.model, dtype=spec.dtype, device=spec.device, **trust_options).model
         device = pick_device(spec.device)
         dtype = pick_dtype(spec.dtype, device)
-        config = transformers.AutoConfig.from_pretrained(spec.model, **trust)
+        config = transformers.AutoConfig.from_pretrained(spec.model, **trust_options)
         self._shapes = checkpoint_shapes(spec.model, spec.trust_remote_code)
         with torch.device(device):
-            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **trust).eval()
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **trust_options).eval()
 
     async def sample(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
-        if self._empty:
+        if self._needs_weights:
             raise ValueError("The engine has no weights yet: call `load` before `sample`")
         if session < 0:
             return await self._engine.sample(prompt_ids, params)
@@ -75,9 +76,9 @@ class NativeHost:
     async def load(self, weights: Weights) -> None:
         if weights.kind != "full":
             raise ValueError("The native engine in another process loads full weights, not adapters")
-        self._loaded = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS)
+        self._loaded_model = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS)
         await self._engine.update(Weights(weights.version))  # between turns, copies from `parameters`
-        self._loaded, self._empty = None, False
+        self._loaded_model, self._needs_weights = None, False
 
     def _load_model(self, file: Path) -> Any:
         check_weights(file, self._shapes)
@@ -87,7 +88,7 @@ class NativeHost:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Return the new weights, which the engine copies into its model."""
-        return self._loaded.parameters()
+        return self._loaded_model.parameters()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await in_thread(self._score, list(token_ids))

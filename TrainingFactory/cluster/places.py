@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 
 class EngineLost(Exception):
-    """The process or actor has ended, or its engine has failed; the fleet restarts it."""
+    """Raised when an engine's process or actor has ended, or the engine has failed; the fleet restarts it."""
 
 
 class EngineHandle(Protocol):
@@ -14,7 +14,7 @@ class EngineHandle(Protocol):
 
     @property
     def name(self) -> str:
-        """Return a name that tells the user where the engine runs, such as "sampler 0 on node-a, process 4711"."""
+        """Return a name that shows where the engine runs, such as "sampler 0 on node-a, process 4711"."""
         ...
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -28,7 +28,7 @@ class EngineHandle(Protocol):
 
 
 class EngineLauncher(Protocol):
-    """Starts engines."""
+    """Launcher that starts the engines of a fleet."""
 
     async def make(self, number: int) -> EngineHandle:
         """Start engine `number` and return when it is ready; raise ValueError if it cannot be started."""

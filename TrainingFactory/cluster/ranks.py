@@ -28,7 +28,7 @@ from TrainingFactory.types import Weights
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-FIRST = asyncio.FIRST_COMPLETED
+FIRST_COMPLETED = asyncio.FIRST_COMPLETED
 # Timeout between two calls, which may contain any amount of sampling.
 CALL_INTERVAL_TIMEOUT = timedelta(days=60)
 CALL_TIMEOUT = timedelta(hours=2)  # timeout within a call
@@ -97,14 +97,14 @@ class ShardedPolicy:
             0  # number of trained steps, and of those in the last checkpoint
         )
         self._start_thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
-        self._loss: asyncio.Future[OSError] = self._loop.create_future()
+        self._failure: asyncio.Future[OSError] = self._loop.create_future()
         self._running_call: asyncio.Future[Any] | None = None
         self._reset_answers()
         self._threads = {rank: _start_thread(self._listen, rank) for rank in self._answers}
 
     async def wait_for_ranks(self) -> None:
         """Wait until every rank has introduced itself."""
-        introductions = await self._unless_lost(asyncio.gather(*self._answers.values()))
+        introductions = await self._await_unless_lost(asyncio.gather(*self._answers.values()))
         self.rank_infos = dict(zip(self._answers, introductions, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
@@ -112,10 +112,10 @@ class ShardedPolicy:
         evaluation, was cancelled, wait for its call to end first, because its answers would be taken for this
         call's."""
         if self._running_call is not None and not self._running_call.done():
-            await asyncio.wait({self._running_call, self._loss}, return_when=FIRST)
+            await asyncio.wait({self._running_call, self._failure}, return_when=FIRST_COMPLETED)
         self._reset_answers()
         self._running_call = asyncio.ensure_future(self._run_call(method, args, run_local))
-        return await self._unless_lost(self._running_call)
+        return await self._await_unless_lost(self._running_call)
 
     async def _call_policy(self, method: str, *args: Any) -> Any:
         result = await self.call(method, args, lambda: getattr(self.local_policy, method)(*args))
@@ -137,7 +137,7 @@ class ShardedPolicy:
         if self._group.ended:
             return
         self._group.ended, last_message = True, "failed"
-        if not self._loss.done() and all(answer.done() for answer in self._answers.values()):
+        if not self._failure.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
                 await self._start_thread.call(self._group.broadcast, "end", report)
                 last_message = ""
@@ -146,11 +146,11 @@ class ShardedPolicy:
         if self.local_policy is not None:
             await self.local_policy.close()
 
-    async def _unless_lost(self, call: asyncio.Future[T]) -> T:
-        await asyncio.wait({call, self._loss}, return_when=FIRST)
-        if self._loss.done():
+    async def _await_unless_lost(self, call: asyncio.Future[T]) -> T:
+        await asyncio.wait({call, self._failure}, return_when=FIRST_COMPLETED)
+        if self._failure.done():
             call.cancel()  # it may never end without the lost rank
-            raise self._loss.result()
+            raise self._failure.result()
         return call.result()
 
     async def _run_call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
@@ -165,7 +165,7 @@ class ShardedPolicy:
             raise
         for rank, answer in self._answers.items():
             if await answer:
-                self._report_loss(rank, "has failed")
+                self._report_lost_rank(rank, "has failed")
         return result
 
     def _reset_answers(self) -> None:
@@ -174,30 +174,30 @@ class ShardedPolicy:
     def _listen(self, rank: int) -> None:
         with suppress(RuntimeError):  # the event loop is closed
             try:
-                text = self._group.receive_from(rank)
+                failure = self._group.receive_from(rank)
                 while not self._group.ended:
-                    self._loop.call_soon_threadsafe(self._on_answer, rank, text)
-                    text = self._group.receive_from(rank)
+                    self._loop.call_soon_threadsafe(self._on_answer, rank, failure)
+                    failure = self._group.receive_from(rank)
             except RuntimeError:
-                self._loop.call_soon_threadsafe(self._report_loss, rank, "is gone")
+                self._loop.call_soon_threadsafe(self._report_lost_rank, rank, "is gone")
 
-    def _on_answer(self, rank: int, text: str) -> None:
-        self._answers[rank].set_result(text)
+    def _on_answer(self, rank: int, failure: str) -> None:
+        self._answers[rank].set_result(failure)
         if (
-            text and (call := self._running_call) is not None
+            failure and (call := self._running_call) is not None
         ):  # ranks that do not fail too may wait for it for ever
-            self._loop.call_later(GRACE, lambda: call.done() or self._report_loss(rank, "has failed"))
+            self._loop.call_later(GRACE, lambda: call.done() or self._report_lost_rank(rank, "has failed"))
 
-    def _report_loss(self, rank: int, failure: str) -> None:
-        if self._loss.done() or self._group.ended:
+    def _report_lost_rank(self, rank: int, failure: str) -> None:
+        if self._failure.done() or self._group.ended:
             return
         rank_info, answer = self.rank_infos.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
         reason = f": {answer.result()}" if answer.done() and answer.result() else ""
-        learner = f"learner {rank} (process {rank_info['pid']} on {rank_info['host']}{self._log_note})"
-        unsaved = self._steps_done - self._steps_saved
-        steps_note = f"steps since the last checkpoint, to be repeated after a resume: {unsaved}"
-        self._loss.set_result(OSError(f"{learner} {failure}{reason}; {steps_note}"))
-        self._on_lost(self._loss.result())
+        learner_name = f"learner {rank} (process {rank_info['pid']} on {rank_info['host']}{self._log_note})"
+        num_unsaved = self._steps_done - self._steps_saved
+        steps_note = f"steps since the last checkpoint, to be repeated after a resume: {num_unsaved}"
+        self._failure.set_result(OSError(f"{learner_name} {failure}{reason}; {steps_note}"))
+        self._on_lost(self._failure.result())
 
     def _disconnect(self, last_message: str) -> None:
         """Send the last message to all ranks and join the listening threads, because a thread that waits in torch at
@@ -216,26 +216,26 @@ async def serve(group: RankGroup, call: Callable[..., Awaitable[Any]], facts: Ma
     thread, process_info = OneThread("calls"), {"pid": os.getpid(), "host": platform.node(), "facts": facts}
     watch_thread = _start_thread(_exit_with_rank_0, group)
     if threading.current_thread() is threading.main_thread():
-        for number in (
+        for signal_number in (
             signal.SIGINT,
             signal.SIGTERM,
         ):  # rank 0 gets them too, and needs this rank for its checkpoint
-            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+            asyncio.get_running_loop().add_signal_handler(signal_number, lambda: None)
     with suppress(RuntimeError):  # rank 0 is lost
         await thread.call(group.send, process_info)
         while (message := await thread.call(group.broadcast))[0] != "end":
-            failure, fatal = "", False
+            failure, is_fatal = "", False
             try:
                 await call(*message)
             except BaseException as error:
                 failure = f"{type(error).__name__}: {error}"
-                fatal = not isinstance(error, ValueError | OSError)  # those are raised on rank 0 too
-                if fatal:
+                is_fatal = not isinstance(error, ValueError | OSError)  # those are raised on rank 0 too
+                if is_fatal:
                     log.error(failure, exc_info=True)
-            if fatal:  # if the cause is another lost rank, rank 0 must learn of that one first
+            if is_fatal:  # if the cause is another lost rank, rank 0 must learn of that one first
                 await asyncio.sleep(1)
             await thread.call(group.send, failure)
-            if fatal:  # exit, so that no rank waits for this one
+            if is_fatal:  # exit, so that no rank waits for this one
                 os._exit(1)
         watch_thread.join(CLOSE_SECONDS)
         await thread.call(group.send, "")
@@ -258,7 +258,7 @@ def _start_thread(function: Callable[..., None], *args: Any) -> threading.Thread
 
 
 class GatheringPublisher:
-    """Publishes a sharded learner's weights to an engine on rank 0 that samples from its own copy `model` (None on
+    """Publisher of a sharded learner's weights for an engine on rank 0 that samples from its own copy `model` (None on
     other ranks). All ranks gather the trained weights, and the engine reads them from `parameters` at its next
     update."""
 
@@ -266,18 +266,18 @@ class GatheringPublisher:
     rank: int | None = None
 
     def __init__(self, learner: Learner, model: Any) -> None:
-        self._learner, self.model, self._gathered = learner, model, list[torch.Tensor]()
+        self._learner, self.model, self._gathered_weights = learner, model, list[torch.Tensor]()
 
     @torch.no_grad()
     def publish(self, version: int) -> Weights:
         trainable = (param for param in self._learner.model.parameters() if param.requires_grad)
         full_tensors = map(self._learner.processes.gather, trainable)
-        self._gathered = [tensor.cpu() for tensor in full_tensors if self.model is not None]
+        self._gathered_weights = [tensor.cpu() for tensor in full_tensors if self.model is not None]
         return Weights(version)
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        gathered, self._gathered = iter(self._gathered), []
+        gathered_weights, self._gathered_weights = iter(self._gathered_weights), []
         for param in self.model.parameters():
-            yield next(gathered) if param.requires_grad else param
+            yield next(gathered_weights) if param.requires_grad else param
 
     def close(self) -> None: ...

@@ -30,8 +30,8 @@ Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayEngineLauncher:
-    """Starts `RayEngine`s, each in one bundle of a placement group with `count` bundles. gpus=None: 1 GPU for vLLM if
-    the cluster has any, else 0. If weights are pushed, machines without the folder `spec.model` receive the model's
+    """Launcher of `RayEngine`s, each in one bundle of a placement group with `count` bundles. gpus=None: 1 GPU for vLLM
+    if the cluster has any, else 0. If weights are pushed, machines without the folder `spec.model` receive the model's
     config; otherwise the path must exist on every machine. `folder` keeps the engines' logs; machines without it use a
     temporary folder."""
 
@@ -45,26 +45,26 @@ class RayEngineLauncher:
         self._folder = None if folder is None else folder.resolve()
         self._group_lock, self._pack_lock = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
-        self._packed: tuple[Weights, Any] | None = None  # the last weights put into the object store
+        self._stored_weights: tuple[Weights, Any] | None = None  # the last weights put into the object store
         self._engines: list[RayEngine] = []
 
     async def make(self, number: int) -> RayEngine:
-        spec, session, start = self._spec, self._session, time.monotonic()
+        spec, session, start_time = self._spec, self._session, time.monotonic()
         async with self._group_lock:
             await session.open()
             ray = require_ray()
             self._gpus = session.gpus(self._gpus, spec.kind == "vllm")
             if self._group is None:
-                key = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
+                option = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
                 bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
-                self._group = await session.allocate_group(bundles, f"{key}={self._count}", self._timeout)
+                self._group = await session.allocate_group(bundles, f"{option}={self._count}", self._timeout)
         name = f"{self._role} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
         engine = RayEngine(ray, actor.remote(), name, self.pack_weights)
         self._engines.append(engine)
-        files = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
-        config = await in_thread(_read, Path(spec.model), files) if spec.pushed else {}
+        pattern = "*" if spec.options.get("enable_lora") else "*.json"  # adapters need the base weights too
+        config = await in_thread(_read_files, Path(spec.model), pattern) if spec.pushed else {}
         try:
             async with asyncio.timeout(self._timeout):
                 await engine.open(spec, number, config, self._timeout, self._folder, self._role)
@@ -75,16 +75,16 @@ class RayEngineLauncher:
             timeout_text = f"it took longer than {self._timeout:g} s (increase compute.start_timeout)"
             cause = timeout_text if isinstance(error, TimeoutError) else error
             raise ValueError(f"Could not start {name}: {cause}") from error
-        self._notify(f"{engine.name} is ready after {time.monotonic() - start:.0f} s")
+        self._notify(f"{engine.name} is ready after {time.monotonic() - start_time:.0f} s")
         return engine
 
     async def pack_weights(self, weights: Weights) -> Any:
         """Put the weights' files into Ray's object store, which copies them to each machine once; return the ref."""
         async with self._pack_lock:
-            if self._packed is None or self._packed[0] is not weights:
-                files = await in_thread(_read, Path(weights.folder), "*")
-                self._packed = weights, await in_thread(require_ray().put, files)
-        return self._packed[1]
+            if self._stored_weights is None or self._stored_weights[0] is not weights:
+                files = await in_thread(_read_files, Path(weights.folder), "*")
+                self._stored_weights = weights, await in_thread(require_ray().put, files)
+        return self._stored_weights[1]
 
     async def close(self) -> None:
         await asyncio.gather(*(engine.close() for engine in self._engines))
@@ -95,18 +95,17 @@ class RayEngineLauncher:
 
 
 class RayEngine:
-    """An engine in a Ray actor. `close` ends the actor. It also ends when this program ends, even if this program is
-    killed."""
+    """Engine in a Ray actor, which `close` ends. It also ends when this program ends, even if that is killed."""
 
     def __init__(self, ray: Any, actor: Any, name: str, pack_weights: Callable[[Weights], Any]) -> None:
         self.name, self.info, self._log_note = name, {}, ""
         self._ray, self._pack_weights = ray, pack_weights
         self._actor: Any = actor
         self._is_local = True  # on this machine, which has the weights' folders
-        self._tickets, self._outbox = itertools.count(), list[tuple[int, Turn]]()
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}
+        self._tickets, self._queued_turns = itertools.count(), list[tuple[int, Turn]]()
+        self._futures: dict[int, asyncio.Future[Completion]] = {}
         self._reader: asyncio.Task[None] | None = None
-        self._loss: EngineLost | None = None
+        self._failure: EngineLost | None = None
 
     async def open(
         self, spec: EngineSpec, number: int, config: Files, timeout: float, folder: Path | None, role: str
@@ -130,51 +129,51 @@ class RayEngine:
     async def _sample_turn(self, args: tuple[Any, ...]) -> Completion:
         """Sample one turn. Simultaneous requests share one Ray call, because a Ray call takes as long as sampling many
         tokens."""
-        if self._loss is not None:
-            raise self._loss
-        self._reader = self._reader or asyncio.create_task(self._read())
+        if self._failure is not None:
+            raise self._failure
+        self._reader = self._reader or asyncio.create_task(self._read_answers())
         ticket = next(self._tickets)
-        self._waiting[ticket] = answer = asyncio.get_running_loop().create_future()
+        self._futures[ticket] = future = asyncio.get_running_loop().create_future()
         self._queue_turn(ticket, args)
         try:
-            return await answer
+            return await future
         except asyncio.CancelledError:
             self._queue_turn(ticket, None)
             raise
         finally:
-            del self._waiting[ticket]
+            del self._futures[ticket]
 
     def _queue_turn(self, ticket: int, args: Turn) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._outbox.append((ticket, args))
+        if not self._queued_turns:
+            asyncio.get_running_loop().call_soon(self._send_turns)
+        self._queued_turns.append((ticket, args))
 
-    def _send(self) -> None:
-        turns, self._outbox = self._outbox, []
+    def _send_turns(self) -> None:
+        turns, self._queued_turns = self._queued_turns, []
         if self._actor is not None:
             self._actor.post.remote(turns)
 
-    async def _read(self) -> None:
+    async def _read_answers(self) -> None:
         """Resolve the requests' futures until the actor is lost."""
-        while self._loss is None:
+        while self._failure is None:
             try:
                 answers = await self._await_ref(self._actor.answers.remote())
             except EngineLost as error:
-                return self._handle_loss(error)
+                return self._handle_lost_actor(error)
             for ticket, result in answers:
-                answer = self._waiting.get(ticket)
-                if answer is None or answer.done():  # cancelled
+                future = self._futures.get(ticket)
+                if future is None or future.done():  # cancelled
                     continue
                 if isinstance(result, Exception):
-                    answer.set_exception(result)
+                    future.set_exception(result)
                 else:
-                    answer.set_result(result)
+                    future.set_result(result)
 
-    def _handle_loss(self, error: EngineLost) -> None:
-        self._loss = self._loss or error
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._loss)
+    def _handle_lost_actor(self, error: EngineLost) -> None:
+        self._failure = self._failure or error
+        for future in self._futures.values():
+            if not future.done():
+                future.set_exception(self._failure)
 
     async def _await_ref(self, ref: Any) -> Any:
         errors = self._ray.exceptions
@@ -191,7 +190,7 @@ class RayEngine:
             raise EngineLost(f"{self.name} has exited: {type(error).__name__}{self._log_note}") from None
 
     async def close(self) -> None:
-        self._handle_loss(EngineLost(f"{self.name} is closed"))
+        self._handle_lost_actor(EngineLost(f"{self.name} is closed"))
         if self._reader is not None:
             self._reader.cancel()
         if self._actor is None or not self._ray.is_initialized():
@@ -204,13 +203,13 @@ class RayEngine:
 
 
 class EngineActor:
-    """Runs an engine in a Ray actor. vLLM runs in a `LocalEngine`, because its watcher ends vLLM's processes if the
+    """Ray actor that runs an engine. vLLM runs in a `LocalEngine`, because its watcher ends vLLM's processes if the
     actor is killed."""
 
     def __init__(self) -> None:
         self._call: Callable[..., Any]
         self._engine: LocalEngine | None = None
-        self._model: tempfile.TemporaryDirectory[str] | None = None  # model files from another machine
+        self._model_folder: tempfile.TemporaryDirectory[str] | None = None  # model files from another machine
         self._turns: dict[int, asyncio.Task[None]] = {}
         self._answers, self._has_answers = list[Answer](), asyncio.Event()
 
@@ -220,15 +219,15 @@ class EngineActor:
         """Start the engine and return its description. If `folder` does not exist on this machine, log to a temporary
         folder."""
         if config and not os.path.isdir(spec.model):
-            self._model = _write_files(config, None)
-            spec = dataclasses.replace(spec, model=self._model.name)
+            self._model_folder = _write_files(config, None)
+            spec = dataclasses.replace(spec, model=self._model_folder.name)
         if folder is not None and not folder.is_dir():
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
         log = None if folder is None else folder / f"{role}-{number}.log"
         if spec.kind == "vllm":
             launcher = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, role=role)
-            self._engine = place = await launcher.make(number)
-            self._call, engine_info = place.call, place.info
+            self._engine = local_engine = await launcher.make(number)
+            self._call, engine_info = local_engine.call, local_engine.info
         else:
             if log is not None:
                 with log.open("ab") as file:
@@ -256,8 +255,8 @@ class EngineActor:
         try:
             result = await self._call("sample", *args)
         except Exception as error:  # models and vLLM raise many kinds
-            expected = isinstance(error, ValueError | EngineLost)
-            result = error if expected else EngineLost(f"the engine failed: {error!r}")
+            is_expected = isinstance(error, ValueError | EngineLost)
+            result = error if is_expected else EngineLost(f"the engine failed: {error!r}")
         finally:
             del self._turns[ticket]
         self._answers.append((ticket, result))
@@ -272,17 +271,19 @@ class EngineActor:
 
     async def close(self) -> None:
         await (self._engine.close() if self._engine is not None else self._call("close"))
-        if self._model is not None:
-            self._model.cleanup()
+        if self._model_folder is not None:
+            self._model_folder.cleanup()
 
     async def load(self, weights: Weights, files: Files) -> None:
         """Load weights from another machine through this machine's shared memory."""
         with _write_files(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            base = self._model.name if weights.base and self._model is not None else weights.base
+            base = (
+                self._model_folder.name if weights.base and self._model_folder is not None else weights.base
+            )
             await self.call("load", (dataclasses.replace(weights, folder=folder, base=base),))
 
 
-def _read(folder: Path, pattern: str) -> dict[str, Any]:
+def _read_files(folder: Path, pattern: str) -> dict[str, Any]:
     # As arrays, which Ray puts into its object store without another copy.
     return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
 

@@ -16,9 +16,9 @@ from typing import Any, ClassVar
 from TrainingFactory import __version__
 from TrainingFactory.tools.threads import in_thread
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-PREFIX = "tfactory"  # of the names of our actors
-OBJECT_STORE = 256 * 2**20  # bytes; it carries weights only to other machines
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+ACTOR_PREFIX = "tfactory"  # of the names of our actors
+STORE_BYTES = 256 * 2**20  # bytes; it carries weights only to other machines
 CONNECT_SECONDS = 5.0  # seconds in which the cluster's head must accept a connection
 VERSIONS_SECONDS = 60.0  # seconds in which every machine must report its versions
 Resources = Mapping[str, float]
@@ -40,12 +40,13 @@ def versions() -> dict[str, str]:
 
 
 class RaySession:
-    """Connects to Ray and allocates resources. `address` is compute.address; None: start Ray on this machine, reachable
-    only from it. The sessions of a process share one connection; the last one closes it, unless it existed before."""
+    """Connection to Ray that allocates resources. `address` is compute.address; None: start Ray on this machine,
+    reachable only from it. The sessions of a process share one connection; the last one closes it, unless it existed
+    before."""
 
     _lock = threading.Lock()
     _open: ClassVar[set[RaySession]] = set()
-    _began: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []  # Ray's temp folder, if a session opened it
+    _folders: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []  # Ray's, if a session started it
 
     def __init__(self, address: str | None = None, num_gpus: int | None = None) -> None:
         self.address, self._num_gpus = address, num_gpus
@@ -77,11 +78,11 @@ class RaySession:
                 if self.address is not None:
                     _join(ray, self.address, quiet)
                 else:  # "local" overrides RAY_ADDRESS
-                    options = {"object_store_memory": OBJECT_STORE, "_temp_dir": folder.name} | quiet
+                    options = {"object_store_memory": STORE_BYTES, "_temp_dir": folder.name} | quiet
                     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-                    with _last_gpus(ray, self._num_gpus):
+                    with _show_last_gpus(ray, self._num_gpus):
                         ray.init("local", num_gpus=self._num_gpus, **options)
-                self._began.append(folder)
+                self._folders.append(folder)
             self._open.add(self)
         try:
             if self.address is not None:
@@ -93,19 +94,19 @@ class RaySession:
     def _disconnect(self) -> None:
         with self._lock:
             self._open.discard(self)
-            if self._began and not self._open:
+            if self._folders and not self._open:
                 require_ray().shutdown()
-                self._began.pop().cleanup()
+                self._folders.pop().cleanup()
 
     def gpus(self, requested: float | None, usual: bool = True) -> float:
-        """Return the number of GPUs per process: `requested`, or if that is None, 1 if `usual` and the cluster has
+        """Return the number of GPUs per process: `requested`; if it is None, 1 with `usual` on a cluster with
         GPUs, else 0."""
         return float(usual and "GPU" in require_ray().cluster_resources()) if requested is None else requested
 
     async def check(self, bundles: Sequence[Resources], role: str) -> None:
         """Raise ValueError if the cluster could not hold the bundles even when idle."""
         nodes = [node["Resources"] for node in await in_thread(require_ray().nodes) if node["Alive"]]
-        available, requested = _total(nodes), _total(bundles)
+        available, requested = _sum(nodes), _sum(bundles)
         reason = f"requested {_describe(requested)}, but the whole cluster has {_describe(available)}"
         if _fits(requested, available):
             oversized = [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]
@@ -131,7 +132,7 @@ class RaySession:
                 return group
             free = _describe(await in_thread(ray.available_resources))
             raise ValueError(
-                f"Could not place {role} within {timeout:g} s: requested {_describe(_total(nonempty))}, free are "
+                f"Could not place {role} within {timeout:g} s: requested {_describe(_sum(nonempty))}, free are "
                 f"{free}. Wait until other jobs have ended, or request less (`tfactory cluster status`)"
             )
         except BaseException:
@@ -151,7 +152,7 @@ class RaySession:
         if group is not None:
             strategy = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
             actor_options["scheduling_strategy"] = strategy(group, bundle)
-        name = f"{PREFIX}:{role}:{uuid.uuid4().hex[:8]}"
+        name = f"{ACTOR_PREFIX}:{role}:{uuid.uuid4().hex[:8]}"
         return {"num_cpus": 0, **actor_options, "name": name, "max_restarts": 0, "max_task_retries": 0}
 
     async def status(self) -> dict[str, Any]:
@@ -160,35 +161,34 @@ class RaySession:
 
 
 @contextmanager
-def _last_gpus(ray: Any, count: int | None) -> Iterator[None]:
-    """Make only the last `count` GPUs visible to Ray inside the block, because the run's own process uses the first
-    one."""
-    previous = os.environ.get(VISIBLE)
+def _show_last_gpus(ray: Any, count: int | None) -> Iterator[None]:
+    """Show Ray only the last `count` GPUs inside the block, because the run's own process uses the first one."""
+    previous_gpus = os.environ.get(VISIBLE_GPUS)
     manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
-    installed = range(manager.get_current_node_num_accelerators())
-    gpus = [*map(str, installed)] if previous is None else previous.split(",")
+    gpu_indices = range(manager.get_current_node_num_accelerators())
+    gpus = [*map(str, gpu_indices)] if previous_gpus is None else previous_gpus.split(",")
     if count is not None and len(gpus) > count:
-        os.environ[VISIBLE] = ",".join(gpus[-count:])
+        os.environ[VISIBLE_GPUS] = ",".join(gpus[-count:])
     try:
         yield
     finally:
-        os.environ.pop(VISIBLE, None)
-        os.environ |= {} if previous is None else {VISIBLE: previous}
+        os.environ.pop(VISIBLE_GPUS, None)
+        os.environ |= {} if previous_gpus is None else {VISIBLE_GPUS: previous_gpus}
 
 
-def _join(ray: Any, address: str, quiet: dict[str, Any]) -> None:
+def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"Invalid compute.address={address}: use auto, or HOST:PORT of the cluster's head")
-    resolved = address
+    resolved_address = address
     try:
         # Ray itself would retry for minutes and then exit; it replaces 127.0.0.1 by the machine's own address.
-        resolved = ray._private.services.canonicalize_bootstrap_address_or_die(address)
-        host, _, port = resolved.rpartition(":")
+        resolved_address = ray._private.services.canonicalize_bootstrap_address_or_die(address)
+        host, _, port = resolved_address.rpartition(":")
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        ray.init(address=resolved, **quiet)
+        ray.init(address=resolved_address, **options)
     except (OSError, RuntimeError, ValueError) as error:
-        resolved_note = "" if resolved == address else f" (resolved to {resolved})"
+        resolved_note = "" if resolved_address == address else f" (resolved to {resolved_address})"
         raise ValueError(
             f"Cannot join the Ray cluster at compute.address={address}{resolved_note}: "
             f"{str(error).strip().splitlines()[0]} Start "
@@ -223,12 +223,8 @@ def _fits(bundle: Resources, node: Resources) -> bool:
     return all(node.get(key, 0.0) >= amount for key, amount in bundle.items())
 
 
-def _total(bundles: Sequence[Resources]) -> dict[str, float]:
-    return {
-        key: sum(bundle_resources.get(key, 0.0) for bundle_resources in bundles)
-        for bundle in bundles
-        for key in bundle
-    }
+def _sum(bundles: Sequence[Resources]) -> dict[str, float]:
+    return {key: sum(other.get(key, 0.0) for other in bundles) for bundle in bundles for key in bundle}
 
 
 def _describe(resources: Resources) -> str:
@@ -252,6 +248,6 @@ def status(ray: Any) -> dict[str, Any]:
             "node_id": actor["Address"]["NodeID"],
         }
         for actor in state.actors().values()
-        if actor["Name"].startswith(f"{PREFIX}:") and actor["State"] != "DEAD"
+        if actor["Name"].startswith(f"{ACTOR_PREFIX}:") and actor["State"] != "DEAD"
     ]  # fmt: skip
     return {"nodes": [*nodes.values()], "actors": sorted(actors, key=lambda actor: actor["what"])}

@@ -26,7 +26,7 @@ class RayWorker:
         self.target, self.settings, self._role, self._options = target, settings, role, options
         self.starts = 0
         self._actor: Any = None
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
         self._closed = False
 
     @property
@@ -47,7 +47,7 @@ class RayWorker:
 
     async def ready(self) -> Any:
         """Return the actor; start it if it is not running."""
-        async with self._starting:
+        async with self._start_lock:
             if self._closed or not require_ray().is_initialized():  # a call would start Ray implicitly
                 raise WorkerDied("was closed")
             if self._actor is None:
@@ -81,7 +81,7 @@ class RayWorker:
     async def close(self) -> None:
         """Kill the actor; further calls raise WorkerDied."""
         self._closed = True
-        async with self._starting:
+        async with self._start_lock:
             self.kill()
 
 
@@ -102,13 +102,13 @@ async def _await_ref(ref: Any, seconds: float | None) -> Any:
 
 
 class FunctionActor:
-    """Runs a function in the actor, once per message. Calls of an asynchronous function run concurrently."""
+    """Ray actor that runs a function, once per message. Calls of an asynchronous function run concurrently."""
 
-    async def start(self, target: str, settings: Any, folder: str, path: Sequence[str]) -> None:
+    async def start(self, target: str, settings: Any, folder: str, sys_path: Sequence[str]) -> None:
         """Import the function, with the working directory of the run's own process if this machine has it."""
         if os.path.isdir(folder):
             os.chdir(folder)
-        sys.path += [entry for entry in path if entry not in sys.path]
+        sys.path += [entry for entry in sys_path if entry not in sys.path]
         module, _, name = target.partition(":")
         self._function = getattr(import_module(module), name)
         if settings is not None:

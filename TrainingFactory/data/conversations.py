@@ -81,11 +81,11 @@ def read_messages(rows: Sequence[Any], name: str, is_negative: bool = False) -> 
         rows = _convert_sharegpt(
             [{"from": row["role"], "value": row.get("content")} for row in rows], name, is_negative
         )
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         try:
             message = message_from_dict(row)
         except ValueError as error:
-            raise ValueError(f'has an invalid message {number} in "{name}": {error}') from error
+            raise ValueError(f'has an invalid message {index} in "{name}": {error}') from error
         invalid_call = next((call for call in message.tool_calls if call.error or not call.name), None)
         if invalid_call and is_negative:
             calls = [_call_text(call.get("function", call)) for call in row["tool_calls"]]
@@ -95,14 +95,14 @@ def read_messages(rows: Sequence[Any], name: str, is_negative: bool = False) -> 
                 f"an invalid call of {invalid_call.name!r}" if invalid_call.name else "a call without a name"
             )
             reason = invalid_call.error or "add the name of the tool"
-            raise ValueError(f'has {subject} in message {number} of "{name}": {reason}')
+            raise ValueError(f'has {subject} in message {index} of "{name}": {reason}')
         messages.append(message)
     return messages
 
 
 def read_tools(columns: Mapping[str, Any]) -> list[ToolSpec]:
     specs = []
-    for number, row in enumerate(read_list(columns.get("tools") or [], "tools")):
+    for index, row in enumerate(read_list(columns.get("tools") or [], "tools")):
         try:
             spec = spec_from_dict(json.loads(row) if isinstance(row, str) else row)
             if isinstance(spec.parameters, str):  # some datasets store them as a JSON string
@@ -110,7 +110,7 @@ def read_tools(columns: Mapping[str, Any]) -> list[ToolSpec]:
             if not isinstance(spec.parameters, dict):
                 raise ValueError(f"its parameters are {str(spec.parameters)[:40]}, not a JSON schema")
         except (ValueError, AttributeError) as error:
-            raise ValueError(f'has an invalid tool {number} in "tools": {error}') from error
+            raise ValueError(f'has an invalid tool {index} in "tools": {error}') from error
         specs.append(spec)
     return specs
 
@@ -128,30 +128,30 @@ def read_list(value: Any, name: str) -> list[Any]:
 
 
 def check_roles(messages: Sequence[Message], name: str = "messages") -> list[Message]:
-    """Check the roles, and return the messages up to the last assistant message: later ones are never trained."""
-    assistant_indices = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    """Check the roles; return the messages up to the last assistant message, because later ones are never trained."""
+    assistant_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not assistant_indices:
         raise ValueError(f'has no assistant message in "{name}", so there is nothing to train on')
     if assistant_indices[0] == 0:
         raise ValueError(f'has "{name}" that begins with the assistant; begin with a system or user message')
     if repeated := next(
-        (later for previous, later in pairwise(assistant_indices) if later == previous + 1), None
+        (following for previous, following in pairwise(assistant_indices) if following == previous + 1), None
     ):
         raise ValueError(
             f'has two consecutive assistant messages, {repeated - 1} and {repeated}, in "{name}"'
         )
-    for number in assistant_indices:
-        if not (messages[number].content or messages[number].tool_calls or messages[number].reasoning):
-            raise ValueError(f'has an empty assistant message {number} in "{name}"')
+    for index in assistant_indices:
+        if not (messages[index].content or messages[index].tool_calls or messages[index].reasoning):
+            raise ValueError(f'has an empty assistant message {index} in "{name}"')
     return list(messages[: assistant_indices[-1] + 1])
 
 
 def check_calls(conversation: Conversation, name: str, check_call: CallChecker | None) -> None:
     """Raise ValueError if a call in a positive example is invalid or does not match the row's tools."""
     specs = {spec.name: spec for spec in conversation.tools}
-    for number, message in enumerate(conversation.messages):
-        location = f'in message {number} of "{name}"'
-        if number < conversation.start or number in conversation.bad or message.role != "assistant":
+    for index, message in enumerate(conversation.messages):
+        location = f'in message {index} of "{name}"'
+        if index < conversation.start or index in conversation.bad or message.role != "assistant":
             continue
         if problem := _find_broken_call(message.content):
             raise ValueError(f"has an invalid call {location}: {problem}")
@@ -165,16 +165,16 @@ def check_calls(conversation: Conversation, name: str, check_call: CallChecker |
 
 
 def name_tool_messages(messages: list[Message]) -> list[Message]:
-    """Set the tool name of tool messages, by call id or order, because some chat templates print it."""
-    names: dict[str, str] = {}
-    pending: list[str] = []
+    """Set the tool name of tool messages by call id or order, because some chat templates print it."""
+    name_by_id: dict[str, str] = {}
+    pending_names: list[str] = []
     for message in messages:
         if message.role == "assistant":
-            names |= {call.id: call.name for call in message.tool_calls if call.id}
-            pending = [call.name for call in message.tool_calls]
+            name_by_id |= {call.id: call.name for call in message.tool_calls if call.id}
+            pending_names = [call.name for call in message.tool_calls]
         elif message.role == "tool":
-            next_id = pending.pop(0) if pending else None
-            message.name = message.name or names.get(message.tool_call_id or "", next_id)
+            next_name = pending_names.pop(0) if pending_names else None
+            message.name = message.name or name_by_id.get(message.tool_call_id or "", next_name)
     return messages
 
 
@@ -188,8 +188,8 @@ def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Mes
 
 def _find_broken_call(text: str) -> str | None:
     """Return the problem of a malformed <tool_call> block in a text, or None."""
-    for body, end in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
-        if not end:
+    for body, end_tag in re.findall(r"<tool_call>\s*(\{.*?)(</tool_call>|\Z)", text, re.DOTALL):
+        if not end_tag:
             return "its text has <tool_call> without </tool_call>"
         try:
             json.loads(body, strict=False)
@@ -199,7 +199,7 @@ def _find_broken_call(text: str) -> str | None:
 
 
 def _call_text(function: Mapping[str, Any]) -> str:
-    """Return a call as text, as a model would write it, even if its arguments are invalid."""
+    """Format a call as text, as a model would write it, even if its arguments are invalid."""
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'
@@ -214,17 +214,17 @@ def _convert_sharegpt(
 ) -> list[dict[str, Any]]:
     """Convert ShareGPT rows to OpenAI-style dicts. `is_negative`: keep invalid calls as text."""
     messages: list[dict[str, Any]] = []
-    for number, row in enumerate(rows):
-        kind, value = str(row["from"]), row.get("value", "")
-        if kind not in SHAREGPT_ROLES:
+    for index, row in enumerate(rows):
+        sender, value = str(row["from"]), row.get("value", "")
+        if sender not in SHAREGPT_ROLES:
             known_roles = ", ".join(SHAREGPT_ROLES)
             raise ValueError(
-                f'has the unknown role {kind!r} in message {number} of "{name}"; known: {known_roles}'
+                f'has the unknown role {sender!r} in message {index} of "{name}"; known: {known_roles}'
             )
-        message = {"role": SHAREGPT_ROLES[kind], "content": value}
-        if kind == "tool_response" and not isinstance(value, str) and not _has_image(value):
+        message = {"role": SHAREGPT_ROLES[sender], "content": value}
+        if sender == "tool_response" and not isinstance(value, str) and not _has_image(value):
             message["content"] = json.dumps(value, ensure_ascii=False)
-        if kind in ("function_call", "tool_call"):
+        if sender in ("function_call", "tool_call"):
             previous = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn
             try:
                 calls = json.loads(value) if isinstance(value, str) else value
@@ -233,7 +233,7 @@ def _convert_sharegpt(
                 message_from_dict(message)
             except (ValueError, RecursionError) as error:
                 if not is_negative:
-                    text = f'has an invalid call in message {number} of "{name}": not valid JSON: {error}'
+                    text = f'has an invalid call in message {index} of "{name}": not valid JSON: {error}'
                     raise ValueError(text) from error
                 texts = [previous.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
                 message = {**previous, "role": "assistant", "content": "\n".join(filter(None, texts))}

@@ -71,7 +71,7 @@ class ConversionResult:
     turns that forked episodes share, or skipped folded episodes."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    read: int = 0
+    num_read: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     note: str | None = None
     images: dict[str, Image] = field(default_factory=dict)  # of the rows, by the path beside the rows' file
@@ -89,12 +89,12 @@ class _Episode:
 
 
 def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None) -> ConversionResult:
-    """Convert the rows of a trajectories file to the form `to`. Reads one row at a time."""
+    """Convert the rows of a trajectories file to the form `to`, one row at a time."""
     filters, result = filters or Filters(), ConversionResult()
     episodes: list[_Episode] = []
     num_forked = num_folded = 0
     for row in rows:
-        result.read += 1
+        result.num_read += 1
         episode = _read_episode(row, to, filters)
         if isinstance(episode, str):
             result.dropped[episode] += 1
@@ -111,14 +111,14 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
         rewards = [reward for e in episodes for reward in (e.steps if to == "prm" else [e.reward])]
         result.note = one_sided_warning(rewards, threshold, "--threshold")
     if num_forked:
-        text = f"{num_forked} episodes were forked from others: turns that they share are in the rows of all of them"
-        result.note = text if result.note is None else f"{result.note}; {text}"
+        note = f"{num_forked} episodes were forked from others: turns that they share are in the rows of all of them"
+        result.note = note if result.note is None else f"{result.note}; {note}"
     if num_folded:
-        text = (
+        note = (
             f"{num_folded} folded episodes were skipped, because their later prompts are known as tokens only: train "
             "on the trajectories themselves"
         )
-        result.note = text if result.note is None else f"{result.note}; {text}"
+        result.note = note if result.note is None else f"{result.note}; {note}"
     if filters.dedupe:
         converted = _deduplicate_rows(converted, result.dropped)
     result.images = {path: image for episode in episodes for path, image in episode.images.items()}
@@ -177,13 +177,12 @@ def _list_images(messages: Iterable[Message]) -> list[Image]:
 
 
 def _make_message_row(message: Message) -> dict[str, Any]:
-    """Convert a message to a row. TRL's placeholders mark the positions of its images, which are in the column "images"
-    of the dataset."""
+    """Convert a message to a row, with TRL's placeholders in place of images, which are in the column "images"."""
     row = message_to_dict(replace(message, images=[]))
     if message.images:
         row["content"] = [
-            {"type": "text", "text": piece} if isinstance(piece, str) else {"type": "image"}
-            for piece in split_text(message.content, message.images)
+            {"type": "text", "text": segment} if isinstance(segment, str) else {"type": "image"}
+            for segment in split_text(message.content, message.images)
         ]
     return row
 
@@ -213,12 +212,12 @@ def _make_single_row(episode: _Episode, to: Form, threshold: float) -> dict[str,
 
 
 def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
-    """Return one pair per group: its best and its worst episode. Of equally good episodes, the first one counts."""
+    """Return one pair per group: its best and its worst episode, the first of equally good ones."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
         groups[episode.group].append(episode)
     rows = []
-    for name, group in groups.items():
+    for group_name, group in groups.items():
         pair = best_and_worst(group, lambda episode: episode.reward)
         if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
             dropped["pair: equal rewards or completions"] += 1
@@ -231,35 +230,35 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str
                 continue
             row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
             pair_columns = {"chosen": best["completion"], "rejected": worst["completion"]}
-            rows.append(row | pair_columns | {"id": name, "margin": margin})
+            rows.append(row | pair_columns | {"id": group_name, "margin": margin})
     return rows
 
 
 def _deduplicate_rows(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
-    first_rows: dict[str, dict[str, Any]] = {}
+    unique_rows: dict[str, dict[str, Any]] = {}
     for row in rows:
         content = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
-        first_rows.setdefault(json.dumps(content, sort_keys=True), row)
-    dropped["--dedupe"] += len(rows) - len(first_rows)
-    return list(first_rows.values())
+        unique_rows.setdefault(json.dumps(content, sort_keys=True), row)
+    dropped["--dedupe"] += len(rows) - len(unique_rows)
+    return list(unique_rows.values())
 
 
 def _limit_rows_per_task(
     rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
 ) -> list[dict[str, Any]]:
     by_task: dict[str, list[int]] = defaultdict(list)
-    for number, row in enumerate(rows):
-        by_task[row["task"]].append(number)
+    for index, row in enumerate(rows):
+        by_task[row["task"]].append(index)
     rng = random.Random(filters.seed)
     limit = filters.max_per_task or 0
     selections = (rng.sample(indices, min(limit, len(indices))) for indices in by_task.values())
-    kept_indices = sorted(chain.from_iterable(selections))
-    dropped["--max-per-task"] += len(rows) - len(kept_indices)
-    return [rows[number] for number in kept_indices]
+    selected = sorted(chain.from_iterable(selections))
+    dropped["--max-per-task"] += len(rows) - len(selected)
+    return [rows[index] for index in selected]
 
 
 def swift_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a converted row in ms-swift's format. Raise ValueError for rows with labels for turns."""
+    """Convert a row to ms-swift's format; raise ValueError for rows with labels for turns."""
     if "labels" in row:
         raise ValueError("ms-swift has no format for turn labels; use --to prm without --format swift")
     # The prompt is excluded from the loss.
@@ -276,8 +275,7 @@ def swift_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _insert_image_tags(content: Any) -> str:
-    """Return the content of a message as text, with the tag <image> in place of each image. Raise ValueError if the
-    text itself has the tag."""
+    """Convert a message's content to text with <image> tags; raise ValueError if its text has such a tag."""
     if not isinstance(content, list):
         return content
     if any(TAG in part.get("text", "") for part in content):
@@ -288,7 +286,7 @@ def _insert_image_tags(content: Any) -> str:
 def swift_messages(
     rows: Iterable[dict[str, Any]], loss_fields: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return messages in ms-swift's roles. `loss_fields` are added to the messages of the assistant."""
+    """Convert messages to ms-swift's roles, with `loss_fields` added to the assistant's messages."""
     messages: list[dict[str, Any]] = []
     for row in rows:
         role, text = row["role"], _insert_image_tags(row["content"])
@@ -299,7 +297,7 @@ def swift_messages(
             text = f"<think>\n{reasoning}\n</think>\n\n{text}"
         functions = [call["function"] for call in row.get("tool_calls", [])]
         calls = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in functions]
-        parts = [("assistant", text)] if text or not calls else []
-        parts += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in calls]
-        messages += [{"role": kind, "content": content, **(loss_fields or {})} for kind, content in parts]
+        contents = [("assistant", text)] if text or not calls else []
+        contents += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in calls]
+        messages += [{"role": kind, "content": content, **(loss_fields or {})} for kind, content in contents]
     return messages

@@ -80,15 +80,15 @@ def _read_rows(source: Any, split: str) -> Iterator[DatasetRow]:
 
 
 def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
-    """Read JSONL. Invalid lines before the first valid one are yielded only with it, because a file without any valid
-    line is not JSONL and raises ValueError."""
+    """Read JSONL. Invalid first lines are yielded only with a valid one, because a file without any valid line
+    raises."""
     pending: list[DatasetRow] = []
     any_valid = False
     # utf-8-sig: some programs write a byte order mark. surrogatepass: model output may contain lone surrogates.
     with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if line.strip():
-                pending.append(_parse_line(line, f"{path}, line {number}"))
+                pending.append(_parse_line(line, f"{path}, line {line_number}"))
                 any_valid = any_valid or pending[-1].problem is None
             if any_valid:
                 yield from pending
@@ -165,12 +165,12 @@ def _read_folder(path: Path, split: str) -> Iterator[DatasetRow]:
 def _load_from_hub(source: str, split: str) -> Any:
     import datasets
 
-    name, _, configuration = source.partition(":")
+    dataset_name, _, configuration = source.partition(":")
     try:
-        return datasets.load_dataset(name, configuration or None, split=split)
+        return datasets.load_dataset(dataset_name, configuration or None, split=split)
     except Exception as error:  # any error of the library or the network
-        text = f"{source} is not a local file, and loading its split {split!r} from the hub failed"
-        raise UnknownNameError(source, f"{text}: {describe(error)}. Expected {SOURCES}") from error
+        message = f"{source} is not a local file, and loading its split {split!r} from the hub failed"
+        raise UnknownNameError(source, f"{message}: {describe(error)}. Expected {SOURCES}") from error
 
 
 def _select_split(dataset: Any, name: str, split: str) -> Any:
@@ -189,8 +189,8 @@ def _read_objects(source: Any, split: str) -> Iterator[DatasetRow]:
 
 
 def _read_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[DatasetRow]:
-    for number, row in enumerate(rows):
-        location = f"row {number} of the dataset" if name is None else f"{name}, row {number}"
+    for index, row in enumerate(rows):
+        location = f"row {index} of the dataset" if name is None else f"{name}, row {index}"
         if isinstance(row, DatasetRow):  # already read
             yield row
         elif isinstance(row, Mapping):
@@ -211,16 +211,18 @@ def _without_nulls(value: Any, recursive: bool) -> Any:
 
 def column_at(columns: Mapping[str, Any], name: str) -> Any:
     """Return a column by name, or a nested value by a path such as `reward_model.ground_truth`. None: missing."""
-    first, separator, inner_name = name.partition(".")
+    outer_name, separator, inner_name = name.partition(".")
     if name in columns or not separator:
         return columns.get(name)
-    inner = columns.get(first)
-    return column_at(inner, inner_name) if isinstance(inner, Mapping) else None
+    nested = columns.get(outer_name)
+    return column_at(nested, inner_name) if isinstance(nested, Mapping) else None
 
 
-def _rename_columns(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:
-    renamed = {expected: column_at(row.columns, actual) for expected, actual in names.items()}
-    missing = [f"{names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None]
+def _rename_columns(row: DatasetRow, actual_names: Mapping[str, str]) -> DatasetRow:
+    renamed = {expected: column_at(row.columns, actual) for expected, actual in actual_names.items()}
+    missing = [
+        f"{actual_names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None
+    ]
     if missing and row.problem is None:
         available = ", ".join(map(str, row.columns)) or "none"
         row.problem = f"lacks columns of data.columns: {', '.join(missing)}; its columns are: {available}"
@@ -231,20 +233,20 @@ def _rename_columns(row: DatasetRow, names: Mapping[str, str]) -> DatasetRow:
 def parse_rows(
     source: Any,
     subject: str,
-    read: Callable[[DatasetRow, int], T],
+    parse: Callable[[DatasetRow, int], T],
     split: str = "train",
     count: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> list[T]:
-    """Call `read` on the first `count` rows and their numbers (None: all), and return the results. Report every
-    ValueError, after the row's location such as "FILE, line N", in one ValueError."""
+    """Parse the first `count` rows with `parse(row, number)`; report all ValueErrors in one, with the rows'
+    locations."""
     results: list[T] = []
     problems: list[str] = []
-    for number, row in enumerate(islice(read_rows(source, split, columns), count), 1):
+    for row_number, row in enumerate(islice(read_rows(source, split, columns), count), 1):
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)
-            results.append(read(row, number))
+            results.append(parse(row, row_number))
         except ValueError as error:
             problems.append(f"{row.where} {error}")
     if problems:

@@ -89,10 +89,10 @@ def write_atomically(path: Path, text: str) -> None:
 def remove_folder(folder: Path) -> None:
     """Delete a folder. Rename it first, so that nobody mistakes a partly deleted folder for a complete one."""
     if folder.exists():
-        renamed = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
-        shutil.rmtree(renamed, ignore_errors=True)
-        os.rename(folder, renamed)
-        shutil.rmtree(renamed)
+        temporary_folder = folder.with_name(f".{folder.name.removeprefix('.')}.gone")
+        shutil.rmtree(temporary_folder, ignore_errors=True)
+        os.rename(folder, temporary_folder)
+        shutil.rmtree(temporary_folder)
 
 
 def write_checksums(folder: Path) -> None:
@@ -113,19 +113,19 @@ def read_checksums(folder: Path) -> dict[str, str]:
 def delete_training_state(folder: Path) -> None:
     """Delete the training state of a checkpoint. Its digest is removed first: a kill in between leaves a file without a
     digest, never a digest without its file."""
-    present = [folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()]
-    if present and (sums := read_checksums(folder)):
+    state_files = [folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()]
+    if state_files and (sums := read_checksums(folder)):
         remaining_lines = (
             f"{digest}  {name}\n" for name, digest in sums.items() if name not in TRAINING_STATE_FILES
         )
         write_atomically(folder / CHECKSUM_FILE, "".join(remaining_lines))
-    for path in present:
+    for path in state_files:
         path.unlink()
 
 
 def modified_files(folder: Path, ignored: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or no longer match their recorded digests, except those in `ignored`."""
-    sums = {name: digest for name, digest in read_checksums(folder).items() if name not in ignored}
+    sums = {n: digest for n, digest in read_checksums(folder).items() if n not in ignored}
     unmodified = {
         n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest
     }

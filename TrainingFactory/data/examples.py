@@ -98,7 +98,7 @@ def load_examples(
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)
-            name = str(row.columns.get("id", f"{stem}-{examples.rows}"))
+            row_id = str(row.columns.get("id", f"{stem}-{examples.rows}"))
             if "turns" in row.columns and "task" in row.columns:
                 episode = _convert_recorded(row, form)
                 if isinstance(episode, str):
@@ -110,7 +110,7 @@ def load_examples(
                     continue
             else:
                 example = Example(
-                    name, row.where, _read_conversations(row, form, name, check_call, image_urls)
+                    row_id, row.where, _read_conversations(row, form, row_id, check_call, image_urls)
                 )
         except ValueError as error:
             examples.bad.append(f"{row.where} {error}")
@@ -133,29 +133,28 @@ def load_examples(
 
 
 def _with_shared_specs(check_call: CallChecker) -> CallChecker:
-    """Wrap `check_call` so that it gets the same object for equal tools, because it compiles the schema of each object
-    once."""
+    """Pass the same object for equal tools to `check_call`, because it compiles each object's schema once."""
     specs: dict[str, ToolSpec] = {}
 
-    def shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
+    def check_shared(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
         return check_call(specs.setdefault(repr(spec), spec), arguments)
 
-    return shared
+    return check_shared
 
 
 def _warn_of_equal_labels(examples: Examples) -> list[str]:
     """Return a warning if all labels are equal, at the default thresholds of the algorithms."""
     conversations = [conversation for example in examples.found for conversation in example.conversations]
-    note = None
+    warning = None
     if examples.form == "kto":
-        note = one_sided_warning(
+        warning = one_sided_warning(
             [total_reward_of(conversation) for conversation in conversations], 0.5, "kto.threshold"
         )
     elif examples.form == "prm":
         rewards = [conversation.reward for conversation in conversations if conversation.reward]
         steps = [step for reward in rewards for step in reward.steps]
-        note = one_sided_warning(steps, 0.0, "reward_model.threshold")
-    return [note] if note else []
+        warning = one_sided_warning(steps, 0.0, "reward_model.threshold")
+    return [warning] if warning else []
 
 
 def total_reward_of(conversation: Conversation) -> float:
@@ -262,7 +261,7 @@ def _read_pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | 
     tools = read_tools(columns)
     prompt = read_prompt(columns) if "prompt" in columns else []
     sides = [_read_side(columns, side, prompt) for side in ("chosen", "rejected")]
-    common = _count_common_messages(*sides)
+    num_common = _count_common_messages(*sides)
     has_prompt = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
     if sides[0] == sides[1]:
         raise ValueError('has the same conversation in "chosen" and "rejected"')
@@ -273,7 +272,7 @@ def _read_pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | 
     if not 0 < margin < math.inf:
         value = str(columns["margin"])[:40]
         raise ValueError(f'has a "margin" of {value}, by which "chosen" is better; it must be greater than 0')
-    context = len(prompt) if has_prompt else common
+    context = len(prompt) if has_prompt else num_common
     chosen, rejected = (
         Conversation(name, messages, tools, context=context, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
@@ -284,7 +283,7 @@ def _read_pair(columns: Mapping[str, Any], name: str, check_call: CallChecker | 
 
 
 def _read_side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -> list[Message]:
-    """Return the whole conversation of one side of a pair. The column may repeat the prompt."""
+    """Return the whole conversation of one side of a pair, whose column may repeat the prompt."""
     answer = text_or_messages(columns, column, "assistant", is_negative=column == "rejected")
     if answer[0].role == "user":
         answer = with_system(columns, answer)
@@ -301,10 +300,10 @@ def _read_side(columns: Mapping[str, Any], column: str, prompt: list[Message]) -
 def _count_common_messages(chosen: list[Message], rejected: list[Message]) -> int:
     """Return the number of common messages before the assistant messages that differ."""
     pairs = list(zip(chosen, rejected, strict=False))
-    common_length = next((number for number, (left, right) in enumerate(pairs) if left != right), len(pairs))
+    common_length = next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
     # If the assistant messages are equal and only the replies differ, split before those assistant messages.
     answers = [n for n, (left, right) in enumerate(pairs) if left.role == right.role == "assistant"]
-    if common := max((number for number in answers if number <= common_length), default=0):
+    if common := max((index for index in answers if index <= common_length), default=0):
         return common
     raise ValueError('has no common prompt before the differing answers in "chosen" and "rejected"')
 
@@ -319,19 +318,19 @@ def _read_labelled_turns(
             raise ValueError('has invalid "completions": they must be a list of non-empty strings')
         messages = [*read_prompt(columns), Message("assistant", "\n".join(steps))]
         conversation = Conversation(name, check_roles(messages), read_tools(columns), steps=steps)
-        count, source = len(steps), '"completions"'
+        count, unit = len(steps), '"completions"'
     else:
         conversation, column = _read_single(columns, "prm", name, is_negative=True)
         roles = [message.role for message in conversation.messages]
         turns = [n for n, role in enumerate(roles) if role == "assistant" and n >= conversation.start]
-        count, source = len(turns), "assistant turns"
+        count, unit = len(turns), "assistant turns"
         # Turns with a negative label may contain invalid calls.
         conversation.bad = frozenset(
             n for n, is_positive in zip(turns, labels, strict=False) if not is_positive
         )
         check_calls(conversation, column, check_call)
     if len(labels) != count:
-        raise ValueError(f'has {len(labels)} "labels" for {count} {source}; give one label for each')
+        raise ValueError(f'has {len(labels)} "labels" for {count} {unit}; give one label for each')
     rewards = [1.0 if is_positive else -1.0 for is_positive in labels]
     conversation.reward = Reward(min(rewards), rewards)
     return conversation

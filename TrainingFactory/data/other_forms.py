@@ -12,8 +12,7 @@ SPEAKERS = ("human", "user", "assistant", "gpt", "bot")  # keys of a turn, the u
 
 
 def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the columns of a row, with "messages", "chosen" and "rejected" added if the row has them under the names
-    of other formats."""
+    """Return a row's columns, with those of other formats converted to "messages", "chosen" and "rejected"."""
     if media := next((name for name in MEDIA if columns.get(name)), None):
         raise ValueError(f'has "{media}", but only text and images are supported')
     if "messages" not in columns and (messages := _collect_messages(columns)) is not None:
@@ -31,12 +30,12 @@ def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _make_rejected_side(messages: list[Any], rejected: Any) -> list[Any]:
     """Return the messages with the part after the last user message replaced by the rejected response."""
-    users = [number for number, row in enumerate(messages) if _has_role(row, "user")]
-    if not users:
+    user_indices = [index for index, row in enumerate(messages) if _has_role(row, "user")]
+    if not user_indices:
         raise ValueError('has "rejected_response", but no user message in "messages" that it could follow')
     if isinstance(rejected, str):
         rejected = [{"role": "assistant", "content": rejected}]
-    return [*messages[: users[-1] + 1], *read_list(rejected, "rejected_response")]
+    return [*messages[: user_indices[-1] + 1], *read_list(rejected, "rejected_response")]
 
 
 def _split_masked(columns: dict[str, Any]) -> dict[str, Any]:
@@ -45,14 +44,14 @@ def _split_masked(columns: dict[str, Any]) -> dict[str, Any]:
     masked = [n for n, row in rows if isinstance(row, Mapping) and row.get("loss") in (False, 0)]
     if not masked:
         return columns
-    trained_rows = [n for n, row in rows if _has_role(row, "assistant", "tool_call") and n not in masked]
-    if not trained_rows or trained_rows[0] < masked[-1]:
+    trained = [n for n, row in rows if _has_role(row, "assistant", "tool_call") and n not in masked]
+    if not trained or trained[0] < masked[-1]:
         raise ValueError(
             f'has "loss" false in message {masked[-1]}, but no trained message or one before it; only the first '
             "messages can be excluded from the loss"
         )
     messages = columns.pop("messages")
-    return columns | {"prompt": messages[: trained_rows[0]], "completion": messages[trained_rows[0] :]}
+    return columns | {"prompt": messages[: trained[0]], "completion": messages[trained[0] :]}
 
 
 def _has_role(row: Any, *roles: str) -> bool:
@@ -60,7 +59,7 @@ def _has_role(row: Any, *roles: str) -> bool:
 
 
 def _collect_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the messages of a row that has questions and answers in separate columns. None: another format."""
+    """Return the messages of a row with questions and answers in separate columns; None for other formats."""
     turns: list[Any]
     if "conversation" in columns:
         rows = read_list(columns["conversation"], "conversation")
@@ -68,8 +67,8 @@ def _collect_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None
     elif "query" in columns and "response" in columns:
         turns = [*read_list(columns.get("history") or [], "history"), [columns["query"], columns["response"]]]
     elif "instruction" in columns and "output" in columns:
-        parts = [str(text) for name in ("instruction", "input") if (text := columns.get(name))]
-        turns = [["\n".join(parts), columns["output"]]]
+        prompt_texts = [str(text) for name in ("instruction", "input") if (text := columns.get(name))]
+        turns = [["\n".join(prompt_texts), columns["output"]]]
     else:
         return None
     if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):

@@ -75,30 +75,30 @@ def pack(
     """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `min_shared`
     is the approximate number of tokens under the root of a tree; 0: no limit. `splitting` spreads the rows of an
     episode over several packs if they exceed the budget."""
-    for number, sample in enumerate(samples):
+    for row, sample in enumerate(samples):
         if sample.loss_mask and sample.loss_mask[0]:
-            raise ValueError(f"row {number} trains its first token, which no earlier token predicts")
+            raise ValueError(f"row {row} trains its first token, which no earlier token predicts")
     ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
     packs: list[Pack] = []
     batch: list[list[int]] = []
-    size = widest = rows = 0
+    size = widest = num_rows = 0
     keys = process_independent([sample.token_ids for sample in samples])
     units = _group_into_units(samples, ids, keys, sharing)
     if splitting:
         units = [part for unit in units for part in _split_unit(ids, unit, token_budget, sharing)]
     for unit in units:
-        longest = max(len(ids[number]) for number in unit)
+        longest = max(len(ids[row]) for row in unit)
         if sharing:
             tree_size = _count_tree_tokens(ids, unit)
             joint_size = size + tree_size - (shared_prefix(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
         else:
             tree_size = longest * len(unit)
-            joint_size = max(widest, longest) * (rows + len(unit))
+            joint_size = max(widest, longest) * (num_rows + len(unit))
         if batch and joint_size > token_budget:
             packs += _build_packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
-            batch, joint_size, widest, rows = [], tree_size, 0, 0
+            batch, joint_size, widest, num_rows = [], tree_size, 0, 0
         batch.append(unit)
-        size, widest, rows = joint_size, max(widest, longest), rows + len(unit)
+        size, widest, num_rows = joint_size, max(widest, longest), num_rows + len(unit)
     return (
         packs + _build_packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
         if batch
@@ -112,17 +112,17 @@ def _group_into_units(
     """Group the rows into units that must stay in one pack. Return the row indices of each unit, in packing order."""
 
     # Without sharing, sort by length first, because adjacent rows of similar length need little padding.
-    def key(number: int) -> Any:
-        return keys[number] if sharing else (len(ids[number]), keys[number])
+    def sort_key(row: int) -> Any:
+        return keys[row] if sharing else (len(ids[row]), keys[row])
 
     units: dict[int, list[int]] = {}
-    for number in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=key):
-        units.setdefault(samples[number].pair, []).append(number)
+    for row in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=sort_key):
+        units.setdefault(samples[row].pair, []).append(row)
     return list(units.values())
 
 
 def _split_unit(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
-    """Return the unit unchanged, or split into one unit per row if its rows together exceed the budget."""
+    """Split a unit into one unit per row if its rows together exceed the budget."""
     size = _count_tree_tokens(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
     return [unit] if size <= budget else [[row] for row in unit]
 
@@ -150,38 +150,46 @@ class _Tree:
         self.size = 0
         self.grow(0, len(ids), 0, -1)
 
-    def grow(self, first: int, last: int, depth: int, parent: int) -> None:
+    def grow(self, start_row: int, end_row: int, depth: int, parent: int) -> None:
         """Add the nodes of rows first..last-1 to the tree. The first `depth` tokens of these rows are in ancestor
         nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
-        if last - first == 1:
-            self._node(first, last, depth, len(self.ids[first]), parent, level)
+        if end_row - start_row == 1:
+            self._add_node(start_row, end_row, depth, len(self.ids[start_row]), parent, level)
             return
-        common = min(self.overlaps[first + 1 : last])
-        if (common - depth) * (last - first - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
-            parent = self._node(first, last, depth, common, parent, level)
+        common = min(self.overlaps[start_row + 1 : end_row])
+        if (common - depth) * (end_row - start_row - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
+            parent = self._add_node(start_row, end_row, depth, common, parent, level)
             depth = common
-        elif level == MAX_LEVELS - 1 or all(overlap == common for overlap in self.overlaps[first + 1 : last]):
-            for row in range(first, last):
+        elif level == MAX_LEVELS - 1 or all(
+            overlap == common for overlap in self.overlaps[start_row + 1 : end_row]
+        ):
+            for row in range(start_row, end_row):
                 self.grow(row, row + 1, depth, parent)
             return
-        boundaries = [first, *(n for n in range(first + 1, last) if self.overlaps[n] == common), last]
-        for start, end in pairwise(boundaries):
-            self.grow(start, end, depth, parent)
+        boundaries = [
+            start_row,
+            *(n for n in range(start_row + 1, end_row) if self.overlaps[n] == common),
+            end_row,
+        ]
+        for child_start, child_end in pairwise(boundaries):
+            self.grow(child_start, child_end, depth, parent)
 
-    def _node(self, first: int, last: int, depth: int, end: int, parent: int, level: int) -> int:
-        if end == depth:  # the row ends with its parent node
+    def _add_node(
+        self, start_row: int, end_row: int, depth: int, end_depth: int, parent: int, level: int
+    ) -> int:
+        if end_depth == depth:  # the row ends with its parent node
             return parent
-        self.nodes.append(TreeNode(self.size, end - depth, depth, parent, level, last - first))
-        self.tokens.append(self.ids[first][depth:end])
-        self.size += end - depth
-        for row in range(first, last):
+        self.nodes.append(TreeNode(self.size, end_depth - depth, depth, parent, level, end_row - start_row))
+        self.tokens.append(self.ids[start_row][depth:end_depth])
+        self.size += end_depth - depth
+        for row in range(start_row, end_row):
             self.paths[row].append(len(self.nodes) - 1)
         return len(self.nodes) - 1
 
     def places(self, row: int) -> np.ndarray:
         """Return the flat index of each token of a row."""
-        nodes = (self.nodes[number] for number in self.paths[row])
+        nodes = (self.nodes[index] for index in self.paths[row])
         return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
 
 
@@ -197,7 +205,7 @@ def _build_packs(
 ) -> list[Pack]:
     """Build one pack, or several if the tree exceeds the budget. The tree can have more tokens than
     `_count_tree_tokens` returns, because it shares no short prefixes."""
-    rows = [number for unit in units for number in unit]
+    rows = [index for unit in units for index in unit]
     if sharing:
         rows.sort(key=lambda number: keys[number])
     overlaps = [
@@ -205,18 +213,18 @@ def _build_packs(
         *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows)),
     ]
     tree = _Tree(
-        [ids[number] for number in rows],
+        [ids[index] for index in rows],
         _cut_small_overlaps([len(ids[row]) for row in rows], overlaps, min_shared),
     )
     if splitting and len(units) == 1 and tree.size > budget:
         units = [[row] for row in rows]
     half = len(units) // 2
     if half and tree.size > budget:
-        parts = (
-            _build_packs(samples, ids, keys, part, budget, sharing, min_shared, splitting)
-            for part in (units[:half], units[half:])
+        halves = (
+            _build_packs(samples, ids, keys, half_units, budget, sharing, min_shared, splitting)
+            for half_units in (units[:half], units[half:])
         )
-        return [*chain.from_iterable(parts)]
+        return [*chain.from_iterable(halves)]
     return [_build_pack(samples, ids, rows, tree)]
 
 
@@ -235,14 +243,14 @@ def _cut_small_overlaps(lengths: list[int], overlaps: list[int], min_shared: int
 
 
 def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
-    rows = [samples[number] for number in batch]
+    rows = [samples[row] for row in batch]
     trained_positions = [np.flatnonzero(sample.loss_mask) for sample in rows]
     sizes = [len(positions) for positions in trained_positions]
-    places = [tree.places(index) for index in range(len(batch))]
+    positions_by_row = [tree.places(index) for index in range(len(batch))]
     first_rows: dict[int, Sample] = {}  # first row of each episode, in the order of the pack
     for sample in rows:
         first_rows.setdefault(sample.episode, sample)
-    episode_index = {episode: number for number, episode in enumerate(first_rows)}
+    episode_index = {episode: index for index, episode in enumerate(first_rows)}
 
     def gather_values(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
         """Return the values of all rows at their trained tokens, or at the tokens `shift` positions before."""
@@ -255,9 +263,9 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
         positions=np.concatenate([np.arange(node.depth, node.depth + node.length) for node in tree.nodes]),
         nodes=tree.nodes,
         rows=np.array(batch),
-        source=gather_values(places, np.int64, shift=1),
-        place=gather_values(places, np.int64),
-        target=gather_values((ids[number] for number in batch), np.int64),
+        source=gather_values(positions_by_row, np.int64, shift=1),
+        place=gather_values(positions_by_row, np.int64),
+        target=gather_values((ids[row] for row in batch), np.int64),
         row=np.repeat(batch, sizes),
         episode=np.repeat([episode_index[sample.episode] for sample in rows], sizes),
         labels=np.array([sample.label for sample in first_rows.values()], np.float32),
@@ -282,13 +290,13 @@ def _order_pairs(episodes: Iterable[Sample], episode_index: dict[int, int]) -> n
     for sample in episodes:
         groups.setdefault(sample.pair, []).append(sample)
     pairs = [sorted(group, key=lambda sample: -sample.label) for group in groups.values() if len(group) == 2]
-    numbers = [[episode_index[sample.episode] for sample in pair] for pair in pairs]
-    return np.array(numbers, np.int64).reshape(-1, 2)
+    index_pairs = [[episode_index[sample.episode] for sample in pair] for pair in pairs]
+    return np.array(index_pairs, np.int64).reshape(-1, 2)
 
 
 @dataclass(slots=True)
 class Batch:
-    """The packs of one update, with counts over all of them."""
+    """Packs of one update, with counts over all of them."""
 
     packs: list[Pack]
     rows: int  # training rows
@@ -332,7 +340,7 @@ def make_batch(
 def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
     """Set `lengths` to the lengths of whole episodes in each pack that has only a part of one. Return the number of
     split episodes."""
-    episodes = [list(dict.fromkeys(samples[row].episode for row in item.rows)) for item in packs]
+    episodes = [list(dict.fromkeys(samples[row].episode for row in part.rows)) for part in packs]
     counts = Counter(chain.from_iterable(episodes))
     if (num_split := sum(count > 1 for count in counts.values())) == 0:
         return 0
@@ -341,7 +349,7 @@ def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
         if sample.episode in lengths:
             weights = sample.loss_mask if sample.weights is None else np.asarray(sample.weights, np.float32)
             lengths[sample.episode] += float(np.sum(weights, dtype=float))
-    for item, numbers in zip(packs, episodes, strict=True):
-        if any(counts[number] > 1 for number in numbers):
-            item.lengths = np.array([lengths[number] for number in numbers])
+    for part, episode_ids in zip(packs, episodes, strict=True):
+        if any(counts[episode_id] > 1 for episode_id in episode_ids):
+            part.lengths = np.array([lengths[episode_id] for episode_id in episode_ids])
     return num_split

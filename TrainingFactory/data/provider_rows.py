@@ -46,7 +46,7 @@ class ProviderFormat(NamedTuple):
 
 
 def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]) -> list[Row]:
-    """Return the rows in the provider's format. Rows that it cannot represent are counted in `dropped` by reason."""
+    """Convert rows to the provider's format; count the rows that it cannot represent in `dropped` by reason."""
     fmt, converted = FORMATS[provider], []
     for row in rows:
         if "chosen" in row and fmt.pair is None:
@@ -79,17 +79,17 @@ def _check_row(row: Row, fmt: ProviderFormat) -> Row:
 
 
 def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
-    """Return the common beginning of the two completions, and the one message after it in each of them."""
-    plain = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
+    """Return the common beginning of the two completions, and the differing message of each."""
+    comparable = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
     num_shared = 0
-    for chosen, rejected in zip(*plain, strict=False):
+    for chosen, rejected in zip(*comparable, strict=False):
         if chosen != rejected:
             break
         num_shared += 1
-    endings = [row[side][num_shared:] for side in ("chosen", "rejected")]
-    if any(len(end) != 1 or end[0]["role"] != "assistant" for end in endings):
+    remainders = [row[side][num_shared:] for side in ("chosen", "rejected")]
+    if any(len(remainder) != 1 or remainder[0]["role"] != "assistant" for remainder in remainders):
         raise UnfitRow("the episodes of a pair differ in more than their last message")
-    return _remove_weights(row["chosen"][:num_shared]), endings[0][0], endings[1][0]
+    return _remove_weights(row["chosen"][:num_shared]), remainders[0][0], remainders[1][0]
 
 
 def _without_ids(message: Row) -> Row:
@@ -99,7 +99,7 @@ def _without_ids(message: Row) -> Row:
 
 
 def _remove_weights(messages: Sequence[Row]) -> list[Row]:
-    """Return the messages, with weight 0 for those of the assistant, so that they are not trained."""
+    """Set weight 0 on the assistant's messages, so that they are not trained."""
     return [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
 
 
@@ -119,7 +119,7 @@ def _check_messages(messages: Sequence[Row]) -> None:
         if pending:
             raise UnfitRow("a call has no result")
         pending = [call["id"] for call in message.get("tool_calls", ())]
-        if not all(CALL_ID.fullmatch(name) for name in pending) or len(set(pending)) < len(pending):
+        if not all(CALL_ID.fullmatch(call_id) for call_id in pending) or len(set(pending)) < len(pending):
             raise UnfitRow("ids of calls must be unique, of letters, digits, _ and -")
         if message["role"] == "assistant" and not message["content"] and not pending:
             raise UnfitRow("an assistant message is empty")
@@ -154,13 +154,13 @@ def _to_openai_pair(row: Row, prompt: list[Row], chosen: Row, rejected: Row) -> 
 # Gemini
 
 
-def _to_gemini_parts(message: Row, names: dict[str, str]) -> list[Row]:
+def _to_gemini_parts(message: Row, name_by_id: dict[str, str]) -> list[Row]:
     if message["role"] == "tool":
-        response = {"name": names[message["tool_call_id"]], "response": {"result": message["content"]}}
+        response = {"name": name_by_id[message["tool_call_id"]], "response": {"result": message["content"]}}
         return [{"functionResponse": response}]
     calls = []
     for call in message.get("tool_calls", ()):
-        names[call["id"]] = call["function"]["name"]
+        name_by_id[call["id"]] = call["function"]["name"]
         calls.append(
             {
                 "functionCall": {
@@ -174,12 +174,12 @@ def _to_gemini_parts(message: Row, names: dict[str, str]) -> list[Row]:
 
 def _to_gemini_contents(messages: Sequence[Row]) -> list[Row]:
     contents: list[Row] = []
-    names: dict[str, str] = {}
+    name_by_id: dict[str, str] = {}
     for message in messages:
         if message["role"] == "system":
             continue
         role = "model" if message["role"] == "assistant" else "user"
-        parts = _to_gemini_parts(message, names)
+        parts = _to_gemini_parts(message, name_by_id)
         if contents and contents[-1]["role"] == role:
             contents[-1]["parts"] += parts
         else:
@@ -213,10 +213,10 @@ def _to_gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
         frame["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
     functions = [tool["function"] for tool in row.get("tools", ())]
     if functions:
-        declared = [
+        declarations = [
             function | {"parameters": _to_gemini_schema(function["parameters"])} for function in functions
         ]
-        frame["tools"] = [{"functionDeclarations": declared}]
+        frame["tools"] = [{"functionDeclarations": declarations}]
     return frame
 
 
@@ -242,13 +242,13 @@ def _to_bedrock_blocks(message: Row) -> list[Row]:
     if message["role"] == "tool":
         result = {"toolUseId": message["tool_call_id"], "content": [{"text": message["content"]}]}
         return [{"toolResult": result}]
-    uses = []
+    tool_uses = []
     for call in message.get("tool_calls", ()):
-        use = {"toolUseId": call["id"], "name": call["function"]["name"]}
-        uses.append({"toolUse": use | {"input": json.loads(call["function"]["arguments"])}})
+        tool_use = {"toolUseId": call["id"], "name": call["function"]["name"]}
+        tool_uses.append({"toolUse": tool_use | {"input": json.loads(call["function"]["arguments"])}})
     if message["role"] == "user" and message["content"].startswith(BEDROCK_RESERVED):
         raise UnfitRow(f"a prompt begins with one of {', '.join(BEDROCK_RESERVED)}")
-    return [*([{"text": message["content"]}] if message["content"] else []), *uses]
+    return [*([{"text": message["content"]}] if message["content"] else []), *tool_uses]
 
 
 def _to_bedrock_row(row: Row, messages: list[Row]) -> Row:
@@ -275,8 +275,8 @@ def _to_bedrock_row(row: Row, messages: list[Row]) -> Row:
 
 
 def _to_bedrock_tool_spec(function: Row) -> Row:
-    described = {"description": function["description"]} if function.get("description") else {}
-    return {"name": function["name"]} | described | {"inputSchema": {"json": function["parameters"]}}
+    description = {"description": function["description"]} if function.get("description") else {}
+    return {"name": function["name"]} | description | {"inputSchema": {"json": function["parameters"]}}
 
 
 def _join_system_texts(messages: Sequence[Row]) -> str:

@@ -33,6 +33,6 @@ def one_sided_warning(rewards: Sequence[float], threshold: float, key: str) -> s
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     if not rewards or low <= threshold < high:
         return None
-    label = "positive" if low > threshold else "negative"
-    text = f"all {len(rewards)} labels are {label} at {key} {threshold:g}, so there is nothing to distinguish"
+    sign = "positive" if low > threshold else "negative"
+    text = f"all {len(rewards)} labels are {sign} at {key} {threshold:g}, so there is nothing to distinguish"
     return text if low == high else f"{text}; the rewards range from {low:g} to {high:g}"

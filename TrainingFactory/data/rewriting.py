@@ -14,16 +14,15 @@ class UnparsableCallError(ValueError):
 
 
 class FoldedEpisodeError(ValueError):
-    """Raised for a folded episode, because its prompts exist only as token ids of one model, which another model cannot
-    use."""
+    """Raised for a folded episode, because its prompts exist only as token ids of one model."""
 
 
 def rerender(chat: ChatFormat, trajectory: Trajectory, unfold: bool = False) -> Trajectory:
-    """Return the episode in the tokens of this model's chat template, or unchanged if it already is. `unfold`: return
-    a folded episode as one conversation of all turns, without the summaries."""
+    """Convert an episode to the tokens of this model's chat template. `unfold`: return a folded episode as one
+    conversation of all turns, without the summaries."""
     turns: list[Turn] = []
-    ids = chat.render(trajectory.prompt, trajectory.tools)
-    is_same = ids == trajectory.turns[0].prompt_ids and all(
+    prompt_ids = chat.render(trajectory.prompt, trajectory.tools)
+    is_same = prompt_ids == trajectory.turns[0].prompt_ids and all(
         chat.parse(turn.completion.token_ids, turn.prompt_ids, trajectory.tools).content
         == turn.message.content
         for turn in trajectory.turns
@@ -33,21 +32,21 @@ def rerender(chat: ChatFormat, trajectory: Trajectory, unfold: bool = False) -> 
         return trajectory
     if is_folded and not unfold:
         raise FoldedEpisodeError("a folded episode cannot be rendered in another chat template")
-    for number, old in enumerate(turn for turn in trajectory.turns if not turn.summary):
-        if number:
-            ids = ids + chat.extend(turns[-1], turns[-1].replies)
+    for index, original in enumerate(turn for turn in trajectory.turns if not turn.summary):
+        if index:
+            prompt_ids = prompt_ids + chat.extend(turns[-1], turns[-1].replies)
         if is_same:
-            turns.append(replace(old, prompt_ids=ids, fold=None))
-            ids = ids + old.completion.token_ids
+            turns.append(replace(original, prompt_ids=prompt_ids, fold=None))
+            prompt_ids = prompt_ids + original.completion.token_ids
             continue
-        if call_error := next((call.error for call in old.message.tool_calls if call.error), None):
+        if call_error := next((call.error for call in original.message.tool_calls if call.error), None):
             raise UnparsableCallError(
-                f"turn {number} cannot be rendered in another chat template: {call_error}"
+                f"turn {index} cannot be rendered in another chat template: {call_error}"
             )
-        sampled = chat.write(old.message, ids, trajectory.tools)
-        if old.completion.finish == "length":
-            sampled = sampled[:-1] or sampled
-        completion = Completion(sampled, [0.0] * len(sampled), old.completion.finish)
-        turns.append(replace(old, prompt_ids=ids, completion=completion))
-        ids = ids + sampled
+        token_ids = chat.write(original.message, prompt_ids, trajectory.tools)
+        if original.completion.finish == "length":
+            token_ids = token_ids[:-1] or token_ids
+        completion = Completion(token_ids, [0.0] * len(token_ids), original.completion.finish)
+        turns.append(replace(original, prompt_ids=prompt_ids, completion=completion))
+        prompt_ids = prompt_ids + token_ids
     return replace(trajectory, turns=turns)

@@ -26,8 +26,7 @@ MESSAGE_COLUMNS = (
 
 
 def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False) -> Mapping[str, Any]:
-    """Return the columns of a row without its image columns, and with its images as decoded parts of its messages.
-    `urls`: download images from addresses."""
+    """Return a row's columns with its images decoded inside its messages; `urls`: download images from addresses."""
     column = next((name for name in IMAGE_COLUMNS if columns.get(name) not in (None, "", [])), None)
     conversations = {name: columns[name] for name in MESSAGE_COLUMNS if name in columns}
     if column is None and not any(map(_has_image_parts, conversations.values())):
@@ -39,37 +38,37 @@ def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False)
     if images and not any(map(_has_image_parts, conversations.values())):
         conversations = {name: _with_tags_as_parts(value) for name, value in conversations.items()}
     if images and not any(map(_count_placeholders, conversations.values())):
-        shown_in = ["prompt"] if "prompt" in conversations else list(conversations)
-        conversations |= {name: _add_placeholders(conversations[name], len(images)) for name in shown_in}
+        names = ["prompt"] if "prompt" in conversations else list(conversations)
+        conversations |= {name: _add_placeholders(conversations[name], len(images)) for name in names}
     # Other columns continue the prompt, unless they repeat it.
-    num_shared, count = _count_placeholders(conversations.get("prompt")), 0
+    num_shared, shown = _count_placeholders(conversations.get("prompt")), 0
     for name, value in conversations.items():
-        start = 0 if name == "prompt" or num_shared + _count_placeholders(value) > len(images) else num_shared
-        count = max(count, start + _count_placeholders(value))
-        if count <= len(images):
-            conversations[name] = reader.fill(value, iter(images[start:]), name)
-    if count != len(images):
+        first = 0 if name == "prompt" or num_shared + _count_placeholders(value) > len(images) else num_shared
+        shown = max(shown, first + _count_placeholders(value))
+        if shown <= len(images):
+            conversations[name] = reader.fill(value, iter(images[first:]), name)
+    if shown != len(images):
         raise ValueError(
-            f'has {len(images)} images in "{column or "images"}", but its messages show {count}: use one {TAG}, or one '
+            f'has {len(images)} images in "{column or "images"}", but its messages show {shown}: use one {TAG}, or one '
             'part {"type": "image"}, for each'
         )
     return {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS} | conversations
 
 
 class _ImageReader:
-    """Reads the images of a row. Relative paths begin at `folder`; None: the row is from no local file."""
+    """Reader of a row's images. Relative paths begin at `folder`; None: the row is from no local file."""
 
     def __init__(self, folder: Path | None, urls: bool) -> None:
         self._folder, self._urls = folder, urls
 
     def read_column(self, values: Any, column: str) -> list[Image]:
         images = []
-        for number, value in enumerate(values if isinstance(values, list | tuple) else [values]):
+        for index, value in enumerate(values if isinstance(values, list | tuple) else [values]):
             try:
                 images.append(self._read_image(value))
             except ValueError as error:
                 raise ValueError(
-                    f'has an invalid image {number} in "{column}": {error}. Repair or remove it, or rename the column '
+                    f'has an invalid image {index} in "{column}": {error}. Repair or remove it, or rename the column '
                     "if it holds no images"
                 ) from error
         return images
@@ -107,8 +106,7 @@ class _ImageReader:
             raise ValueError(f"cannot download {url[:80]}: {error}") from None
 
     def fill(self, value: Any, images: Iterator[Image], column: str) -> Any:
-        """Return a conversation with decoded images in its image parts. Each placeholder is replaced by the next image
-        of `images`."""
+        """Decode the image parts of a conversation, and replace each placeholder with the next image of `images`."""
         if not isinstance(value, list):
             return value
         return [
@@ -168,7 +166,7 @@ def _count_placeholders(value: Any) -> int:
 
 
 def _with_tags_as_parts(value: Any) -> Any:
-    """Return a conversation with the tags <image> in its texts as placeholders."""
+    """Replace the tags <image> in a conversation's texts with placeholders."""
     if not isinstance(value, list):
         return value
     return [_split_content(message) for message in value]
@@ -178,22 +176,22 @@ def _split_content(message: Any) -> Any:
     key = _find_content_key(message)
     if key is None or not isinstance(message[key], str) or TAG not in message[key]:
         return message
-    texts = message[key].split(TAG)
-    parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
-    for text in texts[1:]:
-        parts += [PLACEHOLDER, {"type": "text", "text": text}]
+    segments = message[key].split(TAG)
+    parts: list[dict[str, Any]] = [{"type": "text", "text": segments[0]}]
+    for segment in segments[1:]:
+        parts += [PLACEHOLDER, {"type": "text", "text": segment}]
     return message | {key: parts}
 
 
 def _add_placeholders(value: Any, count: int) -> Any:
-    """Return a conversation whose first user message begins with `count` placeholders."""
-    for number, message in enumerate(value if isinstance(value, list) else ()):
+    """Insert `count` placeholders at the beginning of a conversation's first user message."""
+    for index, message in enumerate(value if isinstance(value, list) else ()):
         if (key := _find_content_key(message)) and message.get("role", message.get("from")) in (
             "user",
             "human",
         ):
-            text = message[key]
-            parts = text if isinstance(text, list) else [{"type": "text", "text": text}]
-            copy = message | {key: [*[PLACEHOLDER] * count, *parts]}
-            return [*value[:number], copy, *value[number + 1 :]]
+            content = message[key]
+            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            changed = message | {key: [*[PLACEHOLDER] * count, *parts]}
+            return [*value[:index], changed, *value[index + 1 :]]
     return value

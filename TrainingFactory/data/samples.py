@@ -29,32 +29,32 @@ def to_samples(
 
     `advantages` (for all sampled tokens of a turn) and `rewards` (for the last one) have one entry per turn. So have
     `weights`, for all trained tokens of a turn; a turn of weight 0, like a masked one, is context."""
-    count = len(trajectory.turns)
-    zeros = [0.0] * count
+    num_turns = len(trajectory.turns)
+    zeros = [0.0] * num_turns
     advantages = zeros if advantages is None else advantages
     rewards = zeros if rewards is None else rewards
     rows: list[Sample] = []
-    values = zip(trajectory.turns, turn_spans(trajectory), advantages, rewards, strict=True)
-    for number, (turn, span, advantage, reward) in enumerate(values):
+    turn_values = zip(trajectory.turns, turn_spans(trajectory), advantages, rewards, strict=True)
+    for index, (turn, span, advantage, reward) in enumerate(turn_values):
         if span.row == len(rows):
             rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
             rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
         row, completion = rows[-1], turn.completion
-        context = turn.prompt_ids[len(row.token_ids) :]  # the part that the row does not have yet
-        old, new = len(context), len(completion.token_ids)
-        assert new, "a turn has sampled at least one token"
-        num_trained = 0 if turns == "last" and number < count - 1 else 1 if tokens == "last" else new
-        if turn.masked or (weights is not None and not weights[number]):
+        context = turn.prompt_ids[len(row.token_ids) :]  # the tokens that the row does not have yet
+        unsampled, sampled = len(context), len(completion.token_ids)
+        assert sampled, "a turn has sampled at least one token"
+        num_trained = 0 if turns == "last" and index < num_turns - 1 else 1 if tokens == "last" else sampled
+        if turn.masked or (weights is not None and not weights[index]):
             num_trained = 0
-        masked = old + new - num_trained  # tokens before the trained ones
+        masked = unsampled + sampled - num_trained  # tokens before the trained ones
         row.token_ids += context + completion.token_ids
         row.loss_mask += [False] * masked + [True] * num_trained
-        row.logprobs += [0.0] * masked + completion.logprobs[new - num_trained :]
+        row.logprobs += [0.0] * masked + completion.logprobs[sampled - num_trained :]
         row.advantages += [0.0] * masked + [advantage] * num_trained
-        row.rewards += [0.0] * (old + new - 1) + [reward]
-        row.policy_version += [completion.policy_version] * old + completion.token_versions
+        row.rewards += [0.0] * (unsampled + sampled - 1) + [reward]
+        row.policy_version += [completion.policy_version] * unsampled + completion.token_versions
         if weights is not None:
-            row.weights = (row.weights or []) + [0.0] * masked + [weights[number]] * num_trained
+            row.weights = (row.weights or []) + [0.0] * masked + [weights[index]] * num_trained
     return rows
 
 
@@ -93,11 +93,11 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     max_length = max((len(sample.token_ids) for sample in samples), default=0)
     mismatched_rows = []
     for index, (prompt, _) in enumerate(candidates):
-        other_row, answer = candidates[index - shift]
-        if other_row == prompt or len(prompt) + len(answer.token_ids) - len(other_row) > max_length:
+        other_prompt, answer = candidates[index - shift]
+        if other_prompt == prompt or len(prompt) + len(answer.token_ids) - len(other_prompt) > max_length:
             continue
-        ids = [*prompt, *answer.token_ids[len(other_row) :]]
-        mask = [False] * len(prompt) + answer.loss_mask[len(other_row) :]
+        ids = [*prompt, *answer.token_ids[len(other_prompt) :]]
+        mask = [False] * len(prompt) + answer.loss_mask[len(other_prompt) :]
         zeros = [0.0] * len(ids)
         mismatched_rows.append(Sample(ids, mask, zeros, zeros, zeros, [0] * len(ids)))
     return mismatched_rows

@@ -40,14 +40,14 @@ def load_tasks(
             return source[:count]
     locations: dict[str, str] = {}
 
-    def read(row: DatasetRow, number: int) -> Task:
+    def parse_task(row: DatasetRow, number: int) -> Task:
         task = _make_task(row, f"{stem}-{number}", image_urls)
         if task.id in locations:
             raise ValueError(f"has the same id {task.id!r} as {locations[task.id]}")
         locations[task.id] = row.where
         return task
 
-    return parse_rows(source, 'tasks such as {"prompt": "..."}', read, split, count, columns)
+    return parse_rows(source, 'tasks such as {"prompt": "..."}', parse_task, split, count, columns)
 
 
 def _make_task(source: DatasetRow, default_id: str, image_urls: bool) -> Task:

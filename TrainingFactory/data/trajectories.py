@@ -37,10 +37,10 @@ from TrainingFactory.types import (
 if TYPE_CHECKING:
     import numpy as np
 
-_COMPLETION = [field.name for field in fields(Completion)]
-_RESULT = [field.name for field in fields(ToolResult) if field.name != "images"]
-_FORK = ("parent", "fork_turn")  # stored for forked episodes
-_RARE = {
+_COMPLETION_FIELDS = [field.name for field in fields(Completion)]
+_RESULT_FIELDS = [field.name for field in fields(ToolResult) if field.name != "images"]
+_FORK_FIELDS = ("parent", "fork_turn")  # stored for forked episodes
+_OPTIONAL_FIELDS = {
     "fold": None,
     "summary": False,
     "state": None,
@@ -75,33 +75,33 @@ def _serialize_checked(trajectory: Trajectory, store: ImageStore | None) -> str:
     try:
         return _serialize_line(trajectory, store)
     except TypeError as error:
-        task = trajectory.task.id
-        raise ValueError(f"task {task}: answer and metadata must be JSON values ({error})") from error
+        task_id = trajectory.task.id
+        raise ValueError(f"task {task_id}: answer and metadata must be JSON values ({error})") from error
 
 
 def _serialize_line(trajectory: Trajectory, store: ImageStore | None) -> str:
     """Return the same line as `json.dumps`, but serialize the turns with pydantic, which is 20 times as fast."""
     row = trajectory_to_dict(trajectory, store)
     turns = row.pop("turns")
-    text = ""
+    turns_json = ""
     with suppress(ValueError):  # pydantic rejects lone surrogates
-        text = to_json(turns).decode() if all(map(_is_plain, trajectory.turns)) else ""
-    text = text or json.dumps(turns, ensure_ascii=False)
-    return f'{json.dumps(row, ensure_ascii=False)[:-1]}, "turns": {text}}}\n'
+        turns_json = to_json(turns).decode() if all(map(_is_plain, trajectory.turns)) else ""
+    turns_json = turns_json or json.dumps(turns, ensure_ascii=False)
+    return f'{json.dumps(row, ensure_ascii=False)[:-1]}, "turns": {turns_json}}}\n'
 
 
 def _is_plain(turn: Turn) -> bool:
-    """Return whether both serializers give the same text for a turn, because it holds no values of a tool's or
-    environment's own types."""
-    kinds = set(map(type, turn.signals)) | set(map(type, turn.signals.values()))
-    return kinds <= {str, int, float} and not any(result.attachments for result in turn.tool_results)
+    """Return whether both serializers agree on a turn, because it has no values of a tool's or environment's own
+    types."""
+    value_types = set(map(type, turn.signals)) | set(map(type, turn.signals.values()))
+    return value_types <= {str, int, float} and not any(result.attachments for result in turn.tool_results)
 
 
 def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
     """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
     store = ImageStore.beside(Path(path))
     with Path(path).open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
-        for number, line in enumerate(file, 1):
+        for line_number, line in enumerate(file, 1):
             if growing and not line.endswith("\n"):
                 return
             try:
@@ -109,11 +109,11 @@ def load_trajectories(path: str | Path, groups: str = "", growing: bool = False)
                 if str(row["group"]).startswith(groups):
                     yield trajectory_from_dict(row, store)
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is not a trajectory: {error!r}") from error
+                raise ValueError(f"{path}, line {line_number} is not a trajectory: {error!r}") from error
 
 
 def task_to_dict(task: Task, store: ImageStore | None = None) -> dict[str, Any]:
-    """Return a task as JSON. Its images are put into the store; without a store, their data is in the JSON."""
+    """Convert a task to JSON, with its images in the store, or in the JSON if there is no store."""
     prompt = (
         task.prompt if isinstance(task.prompt, str) else [_message_to_dict(m, store) for m in task.prompt]
     )
@@ -128,12 +128,12 @@ def task_from_dict(row: dict[str, Any], store: ImageStore | None = None) -> Task
 
 
 def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) -> dict[str, Any]:
-    """Return a trajectory as JSON. Its images are put into the store; without a store, their data is in the JSON."""
+    """Convert a trajectory to JSON, with its images in the store, or in the JSON if there is no store."""
     turns, previous_ids = [], []
-    for number, turn in enumerate(trajectory.turns):
+    for index, turn in enumerate(trajectory.turns):
         row = _turn_to_dict(turn, previous_ids, store)
         if "image_tokens" in row:
-            _add_prompt_images(row, trajectory, number, store)
+            _add_prompt_images(row, trajectory, index, store)
         turns.append(row)
         previous_ids = turn.prompt_ids + turn.completion.token_ids
     reward = trajectory.reward
@@ -147,7 +147,7 @@ def trajectory_to_dict(trajectory: Trajectory, store: ImageStore | None = None) 
         "seconds": trajectory.seconds,
         "tools": [spec_to_dict(spec) for spec in trajectory.tools],
         "prompt": [_message_to_dict(message, store) for message in trajectory.prompt],
-        **({} if trajectory.parent is None else {name: getattr(trajectory, name) for name in _FORK}),
+        **({} if trajectory.parent is None else {name: getattr(trajectory, name) for name in _FORK_FIELDS}),
         **({} if trajectory.role is None else {"role": trajectory.role}),
         "turns": turns,
     }
@@ -159,8 +159,8 @@ def trajectory_from_dict(row: dict[str, Any], store: ImageStore | None = None) -
     messages = [_message_from_dict(message, store) for message in row["prompt"]]
     images = _collect_images(messages)
     turns, previous_ids = [], []
-    for item in row["turns"]:
-        turn = _turn_from_dict(item, previous_ids, store, images)
+    for turn_row in row["turns"]:
+        turn = _turn_from_dict(turn_row, previous_ids, store, images)
         turns.append(turn)
         previous_ids = turn.prompt_ids + turn.completion.token_ids
     return Trajectory(
@@ -194,7 +194,7 @@ def _message_from_dict(row: dict[str, Any], store: ImageStore | None) -> Message
 
 
 def _result_to_dict(result: ToolResult, store: ImageStore | None) -> dict[str, Any]:
-    row = {name: getattr(result, name) for name in _RESULT}
+    row = {name: getattr(result, name) for name in _RESULT_FIELDS}
     if result.images:
         row["images"] = images_to_rows(result.images, store)
     return row
@@ -254,8 +254,7 @@ class CompactTrajectory:
 
 
 def _make_ids_portable(ids: np.ndarray) -> np.ndarray:
-    """Return ids with image tokens in the form that is stored on disk, because their numbers in memory differ between
-    processes."""
+    """Convert image tokens to their form on disk, because their numbers in memory differ between processes."""
     import numpy as np
 
     return np.asarray(to_disk(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
@@ -269,7 +268,7 @@ def _find_new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]
 
 def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None) -> dict[str, Any]:
     is_continuation, new_ids = _find_new_ids(turn, previous_ids)
-    completion = {name: getattr(turn.completion, name) for name in _COMPLETION}
+    completion = {name: getattr(turn.completion, name) for name in _COMPLETION_FIELDS}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
     disk_ids, images = to_disk(new_ids)
@@ -284,7 +283,7 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
     if images:
         row["image_tokens"] = [[image.digest, image.tokens] for image in images]
     row["completion"] = completion
-    for name, default in _RARE.items():
+    for name, default in _OPTIONAL_FIELDS.items():
         if (value := getattr(turn, name)) != default:
             row[name] = value
     return row
@@ -306,23 +305,22 @@ def _turn_from_dict(
         replies=[_message_from_dict(reply, store) for reply in row["replies"]],
         tool_results=[_result_from_dict(result, store) for result in row["tool_results"]],
         signals=row["signals"],
-        **{name: row[name] for name in _RARE if name in row},
+        **{name: row[name] for name in _OPTIONAL_FIELDS if name in row},
     )
     images.update(_collect_images(turn.replies))
     return turn
 
 
 def _add_prompt_images(
-    row: dict[str, Any], trajectory: Trajectory, number: int, store: ImageStore | None
+    row: dict[str, Any], trajectory: Trajectory, turn_index: int, store: ImageStore | None
 ) -> None:
-    """Store the images of a turn's new prompt ids that no earlier message has, because an agent program may begin a
-    conversation of its own."""
-    replies = [reply for turn in trajectory.turns[:number] for reply in turn.replies]
+    """Store images of a prompt that no earlier message has, because an agent may start another conversation."""
+    replies = [reply for turn in trajectory.turns[:turn_index] for reply in turn.replies]
     digests = {digest for digest, _ in row["image_tokens"]} - _collect_images(
         [*trajectory.prompt, *replies]
     ).keys()
     if digests:
-        shown = [picture_of(tokens) for tokens in images_in(trajectory.turns[number].prompt_ids)]
+        shown = [picture_of(tokens) for tokens in images_in(trajectory.turns[turn_index].prompt_ids)]
         images = [PlacedImage(0, image) for image in shown if image.digest in digests]
         row["prompt_images"] = images_to_rows(images, store)
 

@@ -23,7 +23,7 @@ from TrainingFactory.types import Reward, Task, Trajectory, Turn
 
 # "whole": a `GroupReward`, which scores a group with its own method `group`.
 RewardSignature = Literal["episode", "trajectory", "episodes", "trajectories", "completions", "whole"]
-_SEVERAL: dict[str, RewardSignature] = {"trajectory": "trajectories", "episode": "episodes"}
+_GROUP_SIGNATURES: dict[str, RewardSignature] = {"trajectory": "trajectories", "episode": "episodes"}
 _HINT = re.compile(
     r"(?P<several>(?i:list|tuple|sequence|iterable|collection)\[)?(?:\w+\.)*(?P<kind>Trajectory|Episode)\b"
 )
@@ -70,21 +70,21 @@ class AdaptedReward:
     async def __call__(self, episode: Episode) -> Reward:
         if self.grouped:
             return await score_single(self, episode)
-        subject = episode.trajectory if self.shape == "trajectory" else episode
-        value = await self._run_limited(call_function(self.function, subject))
+        argument = episode.trajectory if self.shape == "trajectory" else episode
+        value = await self._run_limited(call_function(self.function, argument))
         return validate_reward(value, episode.trajectory.turns, self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
-        """Score all episodes. The list has a reward for each episode, or the exception if its reward failed."""
+        """Score all episodes; return one reward per episode, or the exception where the reward failed."""
         if not self.grouped:
             return await score_independently(self, episodes)
-        values = await self._run_limited(self._score_together(episodes))
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != len(episodes):
+        results = await self._run_limited(self._score_together(episodes))
+        if isinstance(results, str) or not isinstance(results, Sequence) or len(results) != len(episodes):
             raise Unscored(
-                f"the group reward {self.name} returned {short_repr(values)}; it must return a list with one number "
+                f"the group reward {self.name} returned {short_repr(results)}; it must return a list with one number "
                 f"for each of the {len(episodes)} episodes"
             )
-        return list(map(self._entry, values, episodes))
+        return list(map(self._entry, results, episodes))
 
     def _entry(self, value: Any, episode: Episode) -> Reward | Exception:
         if isinstance(value, Exception):
@@ -119,7 +119,7 @@ class AdaptedReward:
                 task.prompt if isinstance(task.prompt, str) else list(map(message_to_dict, task.prompt))
                 for task in tasks
             ],
-            "completions": [_completion(trajectory) for trajectory in trajectories],
+            "completions": [_completion_of(trajectory) for trajectory in trajectories],
             "completion_ids": [
                 [token for turn in trajectory.turns for token in turn.completion.token_ids]
                 for trajectory in trajectories
@@ -162,8 +162,8 @@ class AdaptedReward:
 
 @validate_call(config=STRICT)
 def as_reward(function: Any, name: str | None = None, timeout: Positive | None = None) -> AdaptedReward:
-    """Return the callable as a reward; `timeout` limits each call, in seconds. Raise ValueError if the callable cannot
-    be a reward."""
+    """Adapt a callable to a reward; `timeout` limits each call, in seconds. Raise ValueError if the callable cannot be
+    a reward."""
     if isinstance(function, AdaptedReward):
         return replace(function, name=name or function.name, timeout=timeout or function.timeout)
     name = name or str(getattr(function, "__name__", type(function).__name__))
@@ -175,8 +175,7 @@ def as_reward(function: Any, name: str | None = None, timeout: Positive | None =
 
 
 def _infer_input(function: Callable[..., Any], name: str) -> RewardSignature:
-    """Infer the kind of input from the name or the type hint of the function's first parameter. Default: the
-    episode."""
+    """Infer the reward's input from the name or type hint of the first parameter; default: the episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
     try:
@@ -199,11 +198,11 @@ def _infer_input(function: Callable[..., Any], name: str) -> RewardSignature:
     match = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
     kind = match["kind"].lower() if match else parameter.name
     if match and match["several"]:
-        return _SEVERAL[kind]
+        return _GROUP_SIGNATURES[kind]
     return kind if kind in get_args(RewardSignature) else "episode"  # type: ignore[return-value]
 
 
-def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
+def _completion_of(trajectory: Trajectory) -> str | list[dict[str, Any]]:
     """Return TRL's completion: the last text (truncated or not) for a string prompt, else the model's messages."""
     if isinstance(trajectory.task.prompt, str):
         answers = [turn.message.content for turn in trajectory.turns if not turn.summary]
@@ -213,8 +212,7 @@ def _completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
 
 
 def validate_reward(value: Any, turns: Sequence[Turn], name: str) -> Reward:
-    """Return the value as a `Reward`; raise Unscored if it is None, not a finite number, or has the wrong length. Step
-    rewards without entries for summaries get zeros there."""
+    """Convert a value to a `Reward` with zero steps for missing summaries; raise Unscored if it is invalid."""
     subject = f"the reward {name}"
     if value is None:
         raise NoReward(f"{subject} returned None, so the episode is unscored")
@@ -222,8 +220,8 @@ def validate_reward(value: Any, turns: Sequence[Turn], name: str) -> Reward:
         return Reward(finite_float(value, subject))
     steps = list(value.steps)
     if steps and len(steps) == sum(not turn.summary for turn in turns):
-        played = iter(steps)
-        steps = [0.0 if turn.summary else next(played) for turn in turns]
+        remaining_steps = iter(steps)
+        steps = [0.0 if turn.summary else next(remaining_steps) for turn in turns]
     if steps and len(steps) != len(turns):
         raise Unscored(f"{subject} returned {len(value.steps)} step rewards for {len(turns)} turns")
     return Reward(
@@ -256,8 +254,8 @@ async def call_function(function: Callable[..., Any], *args: Any, **keywords: An
     """Call the function: on the event loop if it is async or marked `quick`, else in a thread, because it may block."""
     if getattr(function, "quick", None) is True:
         return function(*args, **keywords)
-    code = function if inspect.isroutine(function) else type(function).__call__
-    if inspect.iscoroutinefunction(code):
+    routine = function if inspect.isroutine(function) else type(function).__call__
+    if inspect.iscoroutinefunction(routine):
         return await function(*args, **keywords)
     value = await in_thread(function, *args, **keywords)
     return await value if inspect.isawaitable(value) else value
@@ -297,8 +295,8 @@ def as_group_reward(reward: Any) -> GroupReward | None:
 
 def compares(reward: Any) -> bool:
     """Return whether the reward compares the episodes of a group."""
-    group = as_group_reward(reward)
-    return group is not None and group.compares
+    group_reward = as_group_reward(reward)
+    return group_reward is not None and group_reward.compares
 
 
 async def environment_reward(episode: Episode) -> Reward:

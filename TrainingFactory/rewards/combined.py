@@ -32,9 +32,9 @@ class Combined:
         for name, (_, reward) in parts.items():
             if not name or "/" in name:
                 raise ValueError(f"invalid part name {name!r}; use a non-empty name without /")
-            own_timeout = reward.timeout if isinstance(reward, AdaptedReward) else None
+            reward_timeout = reward.timeout if isinstance(reward, AdaptedReward) else None
             function = environment_reward if reward == ENVIRONMENT else reward
-            self.rewards[name] = as_reward(function, name, own_timeout or timeout)
+            self.rewards[name] = as_reward(function, name, reward_timeout or timeout)
 
     @property
     def grouped(self) -> bool:
@@ -45,7 +45,7 @@ class Combined:
         return any(part.compares for part in self.rewards.values())
 
     def without_comparisons(self) -> Combined | None:
-        """Return the weighted sum of those parts that score single episodes; None if all parts compare episodes."""
+        """Return the weighted sum without the parts that compare episodes; None if no part remains."""
         parts = {name: (self.weights[name], part) for name, part in self.rewards.items() if not part.compares}
         return Combined(parts, timeout=None) if parts else None
 
@@ -59,8 +59,8 @@ class Combined:
             except Exception as error:  # the whole group failed
                 return [error] * len(episodes)
 
-        columns = await asyncio.gather(*map(score_part, self.rewards.values()))
-        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*columns, strict=True)]
+        results = await asyncio.gather(*map(score_part, self.rewards.values()))
+        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*results, strict=True)]
 
     def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
         failures = {name: error for name, error in results.items() if isinstance(error, Exception)}
@@ -85,5 +85,5 @@ def weighted_sum(rewards: Mapping[str, Reward], weights: Mapping[str, float]) ->
             steps[turn] += weights[name] * step
         parts[name] = reward.outcome + sum(reward.steps)
         if len(reward.parts) > 1:
-            parts |= {f"{name}/{inner}": value for inner, value in reward.parts.items()}
+            parts |= {f"{name}/{subpart}": value for subpart, value in reward.parts.items()}
     return Reward(outcome, steps, parts)

@@ -13,43 +13,42 @@ ScoringQueue = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
-    """Reward by a trained reward model. It scores episodes that end at about the same time in one batch, for which it
-    waits `patience` seconds."""
+    """Reward by a trained reward model, which scores the episodes of each `patience` seconds in one batch."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
         self.scorer, self.patience = scorer, patience
         # The object may outlive a run and its event loop; the state below belongs to one loop.
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: ScoringQueue = []
+        self._queue: ScoringQueue = []
         self._worker: asyncio.Task[None] | None = None
 
     async def __call__(self, episode: Episode) -> Reward:
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            self._loop, self._waiting, self._worker = loop, [], None
-        answer: asyncio.Future[Reward] = loop.create_future()
-        self._waiting.append((episode.trajectory, answer))
+            self._loop, self._queue, self._worker = loop, [], None
+        future: asyncio.Future[Reward] = loop.create_future()
+        self._queue.append((episode.trajectory, future))
         if self._worker is None or self._worker.done():
-            self._worker = loop.create_task(self._work())
-        return await answer
+            self._worker = loop.create_task(self._score_queue())
+        return await future
 
-    async def _work(self) -> None:
+    async def _score_queue(self) -> None:
         """Score batches until the queue is empty. No await follows the last check of the queue, so that no request is
         missed."""
-        while self._waiting:
+        while self._queue:
             await asyncio.sleep(self.patience)
-            batch = [(trajectory, answer) for trajectory, answer in self._waiting if not answer.done()]
-            self._waiting.clear()
+            batch = [(trajectory, future) for trajectory, future in self._queue if not future.done()]
+            self._queue.clear()
             if not batch:
                 continue
             results = await self._score([trajectory for trajectory, _ in batch])
-            for (_, answer), result in zip(batch, results, strict=True):
-                if answer.done():  # the episode was cancelled meanwhile
+            for (_, future), result in zip(batch, results, strict=True):
+                if future.done():  # the episode was cancelled meanwhile
                     continue
                 if isinstance(result, Reward):
-                    answer.set_result(result)
+                    future.set_result(result)
                 else:
-                    answer.set_exception(result)
+                    future.set_exception(result)
 
     async def _score(self, trajectories: Sequence[Trajectory]) -> list[Reward | BaseException]:
         try:

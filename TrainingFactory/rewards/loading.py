@@ -23,8 +23,7 @@ KIND = "reward"
 
 
 def load_reward(target: str, options: Mapping[str, Any] | None = None) -> AdaptedReward:
-    """Return the reward at `target`. With `options`, `target` is a factory that returns the reward when it is called
-    with them."""
+    """Load the reward at the import path `target`; with `options`, call the factory at that path."""
     function = find_callable(target)
     return as_reward(function if options is None else function(options))
 
@@ -48,7 +47,7 @@ def with_absolute_path(target: str) -> str:
 def _resolve(target: str) -> Any:
     if is_file_name(target):
         module, path, name = import_named(KIND, target)
-        return _member(module, str(path), name)
+        return _find_function(module, str(path), name)
     module_name, colon, name = target.partition(":")
     if not colon or not module_name or not name.isidentifier():
         raise ValueError(
@@ -61,10 +60,10 @@ def _resolve(target: str) -> Any:
         raise ValueError(f"{KIND} {target!r}: {error}; to load a file, write its name with .py") from error
     except (Exception, SystemExit) as error:  # user code
         raise as_value_error(error) from error
-    return _member(module, module_name, name)
+    return _find_function(module, module_name, name)
 
 
-def _member(module: ModuleType, location: str, name: str) -> Any:
+def _find_function(module: ModuleType, location: str, name: str) -> Any:
     members = vars(module)
     if name in members:
         return members[name]

@@ -95,8 +95,8 @@ def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
     earlier_calls = {
         _key(call) for earlier_turn in trajectory.turns[:turn] for call in earlier_turn.message.tool_calls
     }
-    current = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
-    return bool(current) and len(set(current)) == len(current) and earlier_calls.isdisjoint(current)
+    keys = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
+    return bool(keys) and len(set(keys)) == len(keys) and earlier_calls.isdisjoint(keys)
 
 
 def error_recovered(trajectory: Trajectory, turn: int) -> bool:
@@ -111,40 +111,40 @@ def error_recovered(trajectory: Trajectory, turn: int) -> bool:
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn gives a reason, as reasoning or as text next to its calls: at least MIN_WORDS distinct
     words that do not repeat an earlier text and that cite a value from the task or from an earlier tool result."""
-    words = _words(_reasoning(trajectory.turns[turn]))
+    words = _words(_reasoning_of(trajectory.turns[turn]))
     if len({word for word in words if not word.isdigit()}) < MIN_WORDS:
         return False
     earlier_turns = trajectory.turns[:turn]
-    task = trajectory.task.prompt
-    prompt = trajectory.prompt or ([Message("user", task)] if isinstance(task, str) else task)
+    request = trajectory.task.prompt
+    prompt = trajectory.prompt or ([Message("user", request)] if isinstance(request, str) else request)
     messages = [*prompt, *(reply for earlier_turn in earlier_turns for reply in earlier_turn.replies)]
     results = [
         result.content for earlier_turn in earlier_turns for result in earlier_turn.tool_results if result.ok
     ]
     sources = [message.content for message in messages if message.role == "user"]
     sources += [result[:MAX_SEARCHED_CHARS] for result in reversed(results)]
-    if any(words == _words(text) for text in (*sources, *map(_reasoning, earlier_turns))):
+    if any(words == _words(text) for text in (*sources, *map(_reasoning_of, earlier_turns))):
         return False
     reason = f" {' '.join(words)} "
     return any(f" {' '.join(_words(value))} " in reason for text in sources for value in _values(text))
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
-    """Return the efficiency at the last turn of a successful episode: metadata `shortest` of the task / turns, or
-    without it the share of turns with no failed or repeated call; times the outcome, limited to 1. Else 0."""
+    """Return the outcome (at most 1) times the efficiency at the last turn of a successful episode; else 0. The
+    efficiency is the task's `shortest` / turns, by default the share of turns without failed or repeated calls."""
     outcome = min(1.0, trajectory.reward.outcome) if trajectory.reward else 0.0
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1 or outcome <= 0:
         return 0.0
     shortest = trajectory.task.metadata.get("shortest")
     num_turns = sum(not earlier_turn.summary for earlier_turn in trajectory.turns)
     if shortest is None:
-        wasted = sum(
+        num_wasted = sum(
             not all(_succeeded(result) for _, result in _calls_with_results(earlier_turn))
-            or not no_repeated_call(trajectory, number)
-            for number, earlier_turn in enumerate(trajectory.turns)
+            or not no_repeated_call(trajectory, index)
+            for index, earlier_turn in enumerate(trajectory.turns)
             if earlier_turn.message.tool_calls
         )
-        return outcome * (1.0 - wasted / num_turns)
+        return outcome * (1.0 - num_wasted / num_turns)
     if not shortest > 0:
         raise ValueError(f"the task's metadata shortest is {shortest!r}; it must be a number above 0")
     return outcome * min(1.0, shortest / num_turns)
@@ -187,7 +187,7 @@ def _key(call: ToolCall) -> str:
     return f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
 
 
-def _reasoning(turn: Turn) -> str:
+def _reasoning_of(turn: Turn) -> str:
     message = turn.message
     return message.reasoning or (message.content if message.tool_calls else "")
 
@@ -212,14 +212,14 @@ class ProcessReward:
     pool: Any = None  # worker processes that run `score`; None: a thread
 
     def __post_init__(self) -> None:
-        available = PROCESS_RULES | dict(self.rules or {})
+        available_rules = PROCESS_RULES | dict(self.rules or {})
         self._weights = dict(STEP_REWARDS if self.step_rewards is None else self.step_rewards)
         for name in self._weights:
-            if name not in available:
-                raise OptionError(InvalidOption(f"step_rewards.{name}", choice_error(name, available)))
-        self._rules = {name: available[name] for name in self._weights}
-        positive = sum(weight for weight in self._weights.values() if weight > 0)
-        self._cap = positive if self.cap is None else self.cap
+            if name not in available_rules:
+                raise OptionError(InvalidOption(f"step_rewards.{name}", choice_error(name, available_rules)))
+        self._rules = {name: available_rules[name] for name in self._weights}
+        positive_sum = sum(weight for weight in self._weights.values() if weight > 0)
+        self._cap = positive_sum if self.cap is None else self.cap
         outcome = environment_reward if self.outcome is None else self.outcome
         self.outcome = as_reward(outcome, OUTCOME, self.timeout)
 
@@ -238,13 +238,12 @@ class ProcessReward:
             return dataclasses.replace(episode.trajectory, reward=None)
         outcome = await self.outcome(episode)
         task = episode.task
-        if uses_path and (shortest := _expert_turns(episode.environment)):
+        if uses_path and (shortest := _count_expert_turns(episode.environment)):
             task = dataclasses.replace(task, metadata={"shortest": shortest} | task.metadata)
         return dataclasses.replace(episode.trajectory, reward=outcome, task=task)
 
     def score(self, trajectory: Trajectory) -> Reward:
-        """Return the reward of a trajectory whose `reward` is the outcome. If it is None, return the step rewards
-        alone."""
+        """Add the step rewards to the trajectory's outcome; without an outcome, return the step rewards alone."""
         process = self.reward_turns(trajectory, trajectory.reward)
         return process if trajectory.reward is None else self.add_outcome(trajectory.reward, process)
 
@@ -257,12 +256,12 @@ class ProcessReward:
         total = capped = clawed_back = 0.0
         for turn in range(len(trajectory.turns)):
             step_reward = 0.0
-            view = _trajectory_until(trajectory, turn, outcome)
+            visible_part = _trajectory_until(trajectory, turn, outcome)
             if trajectory.turns[turn].summary:  # no rule is about summaries
                 steps.append(0.0)
                 continue
             for name, rule in self._rules.items():
-                value = _value(name, rule, view, turn)
+                value = _evaluate_rule(name, rule, visible_part, turn)
                 low, high = ranges[name]
                 ranges[name] = (min(low, value), max(high, value))
                 if self.pay == "once":  # only the amount outside the range so far
@@ -318,19 +317,19 @@ def _reward_marked_steps(
     weights = {
         rule: weight for rule, weight in (step_rewards or STEP_REWARDS).items() if rule in STEP_ATTRIBUTES
     }
-    earned = [
-        {rule: weight * _read_mark(step, STEP_ATTRIBUTES[rule], number) for rule, weight in weights.items()}
-        for number, step in enumerate(steps)
+    rewards_by_step = [
+        {rule: weight * _read_mark(step, STEP_ATTRIBUTES[rule], index) for rule, weight in weights.items()}
+        for index, step in enumerate(steps)
     ]
     total = outcome.outcome if isinstance(outcome, Reward) else outcome or 0.0
-    parts = {rule: sum(step[rule] for step in earned) for rule in weights}
-    return Reward(total, [sum(step.values()) for step in earned], {"outcome": total, **parts})
+    parts = {rule: sum(step[rule] for step in rewards_by_step) for rule in weights}
+    return Reward(total, [sum(step.values()) for step in rewards_by_step], {"outcome": total, **parts})
 
 
-def _read_mark(step: Any, name: str, number: int) -> bool:
+def _read_mark(step: Any, name: str, index: int) -> bool:
     value = step.get(name) if isinstance(step, Mapping) else getattr(step, name, None)
     if value is None:
-        raise ValueError(f"step {number} has no {name}; a step needs tool_call_correct and reasoning_clear")
+        raise ValueError(f"step {index} has no {name}; a step needs tool_call_correct and reasoning_clear")
     return bool(value)
 
 
@@ -354,7 +353,7 @@ def _trajectory_until(trajectory: Trajectory, turn: int, outcome: Reward | None)
     )
 
 
-def _value(name: str, rule: StepRule, trajectory: Trajectory, turn: int) -> float:
+def _evaluate_rule(name: str, rule: StepRule, trajectory: Trajectory, turn: int) -> float:
     try:
         value = rule(trajectory, turn)
     except (Exception, SystemExit) as error:  # rules may be user code
@@ -362,13 +361,13 @@ def _value(name: str, rule: StepRule, trajectory: Trajectory, turn: int) -> floa
     return finite_float(value, f"the rule {name}", f"at turn {turn}")
 
 
-def _expert_turns(environment: Environment) -> int | None:
-    """Return the number of turns of the environment's expert; None without an expert, or if it needs replies."""
+def _count_expert_turns(environment: Environment) -> int | None:
+    """Return the number of turns of the environment's expert; None without an expert that needs no replies."""
     expert = getattr(environment, "expert", None)
     if expert is None:
         return None
     try:
-        turns = sum(1 for _ in islice(expert(), MAX_EXPERT_TURNS))
-    except Exception:  # the expert needs replies, which there are none of here
+        num_turns = sum(1 for _ in islice(expert(), MAX_EXPERT_TURNS))
+    except Exception:  # the expert needs replies, and there are none here
         return None
-    return turns if 0 < turns < MAX_EXPERT_TURNS else None
+    return num_turns if 0 < num_turns < MAX_EXPERT_TURNS else None

@@ -100,6 +100,8 @@ def test_a_ray_that_is_started_has_the_gpus_beside_the_first(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
     manager = SimpleNamespace(get_current_node_num_accelerators=lambda: 4)
     accelerators = SimpleNamespace(get_accelerator_manager_for_resource=lambda name: manager)
-    with ray_session._last_gpus(SimpleNamespace(_private=SimpleNamespace(accelerators=accelerators)), count):
+    with ray_session._show_last_gpus(
+        SimpleNamespace(_private=SimpleNamespace(accelerators=accelerators)), count
+    ):
         assert os.environ.get("CUDA_VISIBLE_DEVICES") == shown
     assert os.environ.get("CUDA_VISIBLE_DEVICES") == before

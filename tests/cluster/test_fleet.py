@@ -322,7 +322,7 @@ def test_a_fleet_that_closes_as_its_last_sampler_is_lost_lets_nobody_wait() -> N
         fakes = Fakes()
         fleet = Fleet(fakes, 1, 64)
         await fleet.start()
-        fleet._handle_loss(0, fakes.made[0], EngineLost("gone"))
+        fleet._handle_lost_engine(0, fakes.made[0], EngineLost("gone"))
         await fleet.close()  # before the restart has begun
         with pytest.raises(SamplersLost, match="samplers are closed"):
             await fleet.session().sample([1], params(0))

@@ -39,7 +39,7 @@ def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form, layou
     """With tool calls in them; and what is good and bad is the same too."""
     path = saved(tmp_path, played(3, REWARDS))
     made = convert(read_rows(path), form)
-    assert made.read == 6 and len(made.rows) == (3 if form in ("dpo", "rm") else 6) and not made.dropped
+    assert made.num_read == 6 and len(made.rows) == (3 if form in ("dpo", "rm") else 6) and not made.dropped
     assert not any("token" in json.dumps(row) for row in made.rows)
     write(tmp_path / "rows.jsonl", made.rows if layout == "trl" else [swift_row(row) for row in made.rows])
     chat = loaded()[2]
@@ -96,7 +96,7 @@ def test_filters(tmp_path: Path) -> None:
 
     def kept(to: Form, **options: Any) -> tuple[int, dict[str, int]]:
         made = convert(read_rows(path), to, Filters(**options))
-        assert made.read == 12
+        assert made.num_read == 12
         return len(made.rows), {why: count for why, count in made.dropped.items() if count}
 
     always = {"ended with status error": 1, "has an unparsable call": 1}

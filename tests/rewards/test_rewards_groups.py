@@ -17,7 +17,7 @@ from tests.kits.judge import Judge, judging
 from tests.kits.rollout import PARAMS, Echo, FakeChat, FakeSampler, rollout, tasks
 from tests.kits.run import Parity, Quiet, rows, small, train
 from TrainingFactory.assembly.rewards import (
-    ENVIRONMENTS_OWN,
+    OWN_REWARD_TEXT,
     check_group_size,
     check_reward,
     evaluation_reward,
@@ -329,7 +329,7 @@ def test_groups_of_the_wrong_size_are_refused_at_the_start(tmp_path: Path):
         plain = TrainingConfig(environment_id="calculator", output_dir=str(tmp_path), reward=section)
         with pytest.raises(ValueError, match="group_size=1"):
             Rollouts(plain)
-        assert Evaluation(plain).scored_by == ("the parts b" if "parts" in section else ENVIRONMENTS_OWN)
+        assert Evaluation(plain).scored_by == ("the parts b" if "parts" in section else OWN_REWARD_TEXT)
     with pytest.raises(ValueError, match="group_size=1 is too small: the reward"):
         PPOTrainer(environment=Parity, reward_function=by_rank, group_size=1)
     PPOTrainer(environment=Parity, reward_function=in_trl, group_size=1)

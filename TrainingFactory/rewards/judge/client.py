@@ -24,23 +24,22 @@ class JudgeClient(EndpointClient):
     WHO = "the judge"
 
     async def ask(
-        self, name: Sequence[str], messages: MessageFactory, number: int, read: Callable[[str], T]
+        self, cache_key: Sequence[str], messages: MessageFactory, sample_index: int, parse: Callable[[str], T]
     ) -> T:
-        """Return the reply, parsed by `read`; raise JudgeFailure without a valid one. `name` is the prompt's cache key;
-        the messages are not part of it, because their fences differ between requests. `number` is the index of the
-        sample."""
+        """Send a prompt and return its parsed reply; raise JudgeFailure without a valid one. `cache_key` excludes the
+        messages, because their fences differ between requests."""
 
-        def verdict(reply: ModelReply) -> T:
+        def parse_verdict(reply: ModelReply) -> T:
             if reply.fault is not None:
                 raise JudgeFailure(FAULT_TEXTS[reply.fault], reply.fault)
-            return read(reply.text)
+            return parse(reply.text)
 
         async def send() -> ModelReply:
-            return await self.model.ask(ModelRequest(messages(), number=number))
+            return await self.model.ask(ModelRequest(messages(), number=sample_index))
 
         try:
-            key = ("judge", self.model.identity, f"{number}", *name)
-            return verdict(await self.request(key, send, verdict))
+            key = ("judge", self.model.identity, f"{sample_index}", *cache_key)
+            return parse_verdict(await self.request(key, send, parse_verdict))
         except ModelFailure as failure:
             self.usage.failures[failure.kind] += 1
             raise JudgeFailure(str(failure), failure.kind) from failure

@@ -63,9 +63,9 @@ class Judge:
         an answer nor calls that the prompt shows. Count a failed episode in `unfinished`."""
         check_scorable(trajectory)
         shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
-        acted = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
-        empty = trajectory.status != "done" or not (answer_text(trajectory) or acted)
-        is_failed = empty and not self.judge_unfinished
+        has_calls = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
+        is_empty = trajectory.status != "done" or not (answer_text(trajectory) or has_calls)
+        is_failed = is_empty and not self.judge_unfinished
         self.unfinished += is_failed
         return is_failed
 
@@ -73,41 +73,41 @@ class Judge:
         self,
         values: Mapping[str, FieldValue],
         instruction: str,
-        number: int,
-        read: Callable[[str], T],
+        sample_index: int,
+        parse: Callable[[str], T],
         attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> T:
-        key = cache_key(attach(self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)))
+        key = cache_key_of(attach(self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)))
 
         def messages() -> list[Message]:  # rendered only if the reply is not cached
-            return attach(self.prompt.messages(values, instruction, self._boundary(key, number)))
+            return attach(self.prompt.messages(values, instruction, self._boundary(key, sample_index)))
 
-        return await self.client.ask(key, messages, number, read)
+        return await self.client.ask(key, messages, sample_index, parse)
 
-    def _boundary(self, key: Sequence[str], number: int) -> str:
-        """Return a random boundary, or with `fence_seed` a digest of the prompt, which the prompt cannot contain."""
+    def _boundary(self, key: Sequence[str], sample_index: int) -> str:
+        """Return a random fence boundary, or with `fence_seed` a digest that the prompt cannot contain."""
         if self.fence_seed is None:
             return new_boundary()
-        return digest("fence", f"{self.fence_seed}", f"{number}", *key)[: len(new_boundary())]
+        return digest("fence", f"{self.fence_seed}", f"{sample_index}", *key)[: len(new_boundary())]
 
-    async def _samples(
+    async def _sample(
         self,
         values: Mapping[str, FieldValue],
         instruction: str,
-        read: Callable[[str], float],
+        parse: Callable[[str], float],
         repeat: int,
         attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> float:
-        first = repeat * self.samples
-        numbers = range(first, first + self.samples)
-        requests = [self._ask(values, instruction, number, read, attach) for number in numbers]
+        first_sample = repeat * self.samples
+        samples = range(first_sample, first_sample + self.samples)
+        requests = [self._ask(values, instruction, sample, parse, attach) for sample in samples]
         return aggregate(self.vote, await gather_majority(requests))
 
-    def _rewarded(self, value: float) -> Reward:
+    def _make_reward(self, value: float) -> Reward:
         return Reward(value, parts={self.name: value})
 
 
-def cache_key(messages: Sequence[Message]) -> list[str]:
+def cache_key_of(messages: Sequence[Message]) -> list[str]:
     return [as_text(message.content, message.images, repr) for message in messages]
 
 
@@ -123,7 +123,7 @@ class JudgePromptEnvironment(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class ModelJudge(Judge):
-    """Judge of single episodes. Uses the environment's own prompt if the environment is open and writes one."""
+    """Judge that scores single episodes, with the environment's own prompt if it provides one."""
 
     verdict: Verdict
     images: int = 0  # the last images of the episode that the judge gets
@@ -131,11 +131,11 @@ class ModelJudge(Judge):
     async def __call__(self, episode: Episode) -> Reward:
         trajectory = episode.trajectory
         if self.is_failed(trajectory):
-            return self._rewarded(0.0)
+            return self._make_reward(0.0)
         with suppress(ToolFailure):  # the environment is closed
             if isinstance(environment := episode.environment, JudgePromptEnvironment):
                 return await environment.ask_judge(episode, self.ask_judge)
-        return self._rewarded(await self.judge(trajectory))
+        return self._make_reward(await self.judge(trajectory))
 
     async def ask_judge(
         self, messages: Sequence[Message], read: Callable[[str], float] | None = None
@@ -143,22 +143,22 @@ class ModelJudge(Judge):
         """Send the messages to the judge model, and return the score that `read` parses from its replies. If `read` is
         None, add this judge's own instruction and parse its verdict."""
         if read is None:
-            last = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
-            messages, read = [*messages[:-1], last], self.verdict.read
-        key = cache_key(messages)
-        requests = [self.client.ask(key, lambda: messages, number, read) for number in range(self.samples)]
+            prompt = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
+            messages, read = [*messages[:-1], prompt], self.verdict.read
+        key = cache_key_of(messages)
+        requests = [self.client.ask(key, lambda: messages, sample, read) for sample in range(self.samples)]
         return aggregate(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
         """Return the verdict, from 0 to 1. `repeat` distinguishes repeated judgements of a trajectory in the cache."""
-        labels = ImageLabels()
+        image_labels = ImageLabels()
         values = self.prompt.values(
             trajectory.task,
-            conversation=trajectory_text(trajectory, self.prompt.reasoning, label=labels),
+            conversation=trajectory_text(trajectory, self.prompt.reasoning, label=image_labels),
             answer=answer_text(trajectory),
         )
-        attach = partial(labels.attach_last, self.images)
-        return await self._samples(values, self.verdict.instruction, self.verdict.read, repeat, attach)
+        attach = partial(image_labels.attach_last, self.images)
+        return await self._sample(values, self.verdict.instruction, self.verdict.read, repeat, attach)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -170,51 +170,51 @@ class PairJudge(Judge):
     opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 
     async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
-        """Return the verdict with the texts in this order only: 1 if the first is better, 0 if the second is."""
+        """Compare two episodes in this order only: return 1 if the first is better, 0 if the second is."""
         verdict = PairwiseVerdict()
         values = self.prompt.values(
             first.task,
             first=trajectory_text(first, self.prompt.reasoning, prompt=False),
             second=trajectory_text(second, self.prompt.reasoning, prompt=False),
         )
-        return await self._samples(values, verdict.instruction, verdict.read, repeat)
+        return await self._sample(values, verdict.instruction, verdict.read, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
-        """Return the mean of the verdicts in both orders: 1 if the first is better, 0 if the second is."""
+        """Compare two episodes in both orders: return 1 if the first is better, 0 if the second is."""
         forward, backward = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
         return (forward + 1 - backward) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Return each episode's share of wins, or the failure if half or more of its comparisons failed. Raise if no
         episode has a share."""
-        trajectories = _several(episodes)
-        failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
+        trajectories = _require_group(episodes)
+        has_failed = [self.is_failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
-        reach = min(self.opponents or count, count - 1)
-        matches = ((first, (first + step) % count) for first in range(count) for step in range(1, reach + 1))
+        offsets = range(1, min(self.opponents or count, count - 1) + 1)
+        matches = ((first, (first + offset) % count) for first in range(count) for offset in offsets)
         pairs = sorted({(min(pair), max(pair)) for pair in matches})
 
         async def compare(first: int, second: int) -> float:
-            if failed_flags[first] or failed_flags[second]:
-                return 0.5 * (1 + failed_flags[second] - failed_flags[first])
+            if has_failed[first] or has_failed[second]:
+                return 0.5 * (1 + has_failed[second] - has_failed[first])
             return await self.compare(trajectories[first], trajectories[second])
 
         results = await asyncio.gather(*(compare(*pair) for pair in pairs), return_exceptions=True)
         wins: list[list[float | BaseException]] = [[] for _ in trajectories]
-        for (first, second), result in zip(pairs, results, strict=True):
-            wins[first].append(result)
-            wins[second].append(result if isinstance(result, BaseException) else 1 - result)
-        rewards = [self._share(comparisons) for comparisons in wins]
+        for (first, second), verdict in zip(pairs, results, strict=True):
+            wins[first].append(verdict)
+            wins[second].append(verdict if isinstance(verdict, BaseException) else 1 - verdict)
+        rewards = [self._win_share(comparisons) for comparisons in wins]
         if all(isinstance(reward, Exception) for reward in rewards):
             require_majority(wins[0])  # raises the first failure
         return rewards
 
-    def _share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
+    def _win_share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
         try:
             values = require_majority(wins)
         except JudgeFailure as failure:
             return failure
-        return self._rewarded(sum(values) / len(values))
+        return self._make_reward(sum(values) / len(values))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -223,15 +223,15 @@ class RankingJudge(Judge):
     are not shown."""
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
-        trajectories = _several(episodes)
-        failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
+        trajectories = _require_group(episodes)
+        has_failed = [self.is_failed(trajectory) for trajectory in trajectories]
         candidates = [
             trajectory
-            for trajectory, is_failed in zip(trajectories, failed_flags, strict=True)
+            for trajectory, is_failed in zip(trajectories, has_failed, strict=True)
             if not is_failed
         ]
         scores = iter(await self.rank(candidates))
-        return [self._rewarded(0.0 if is_failed else next(scores)) for is_failed in failed_flags]
+        return [self._make_reward(0.0 if is_failed else next(scores)) for is_failed in has_failed]
 
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
         count = len(trajectories)
@@ -240,25 +240,25 @@ class RankingJudge(Judge):
         if count < 2:
             return [1.0] * count
         rankings = await gather_majority(
-            [self._ranked(trajectories, number) for number in range(self.samples)]
+            [self._rank_once(trajectories, sample_index) for sample_index in range(self.samples)]
         )
         return [aggregate(self.vote, column) for column in zip(*rankings, strict=True)]
 
-    async def _ranked(self, trajectories: Sequence[Trajectory], number: int) -> list[float]:
+    async def _rank_once(self, trajectories: Sequence[Trajectory], sample_index: int) -> list[float]:
         count = len(trajectories)
         verdict = RankingVerdict()
-        order = [(offset + number) % count for offset in range(count)]
+        order = [(offset + sample_index) % count for offset in range(count)]
         texts = [trajectory_text(trajectories[index], self.prompt.reasoning, prompt=False) for index in order]
         values = self.prompt.values(trajectories[0].task, candidates=texts)
 
-        def read(text: str) -> list[float]:
-            return verdict.read_all(text, count)
+        def parse(reply: str) -> list[float]:
+            return verdict.read_all(reply, count)
 
-        scores = await self._ask(values, verdict.instruction, number, read)
+        scores = await self._ask(values, verdict.instruction, sample_index, parse)
         return [scores[order.index(index)] for index in range(count)]
 
 
-def _several(episodes: Sequence[Episode]) -> list[Trajectory]:
+def _require_group(episodes: Sequence[Episode]) -> list[Trajectory]:
     if len(episodes) < 2:
         raise ValueError("the judge compares the episodes of a group and needs at least 2; raise group_size")
     return [episode.trajectory for episode in episodes]

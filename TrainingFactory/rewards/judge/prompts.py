@@ -70,10 +70,10 @@ class JudgePrompt:
     def __post_init__(self) -> None:
         if not self.template:
             self.template = TEMPLATES[self.kind] + (REFERENCE if self.reference else "")
-        allowed = ("rubric", *self.kind)
-        for name in self.fields - {*allowed}:
-            hint = did_you_mean(nearest(name, allowed))
-            fields = ", ".join(allowed)
+        allowed_fields = ("rubric", *self.kind)
+        for name in self.fields - {*allowed_fields}:
+            hint = did_you_mean(nearest(name, allowed_fields))
+            fields = ", ".join(allowed_fields)
             raise ValueError(f"unknown field {name} in the judge's template{hint} (fields: {fields})")
         conjunction, combine = ("or", any) if self.kind == SINGLE else ("and", all)
         if not combine(name in self.fields for name in REQUIRED_FIELDS[self.kind]):
@@ -88,7 +88,7 @@ class JudgePrompt:
         """Return the template's fields. Only plain names are allowed, so that a field cannot access attributes."""
         try:
             placeholders = [
-                piece[1:] for piece in string.Formatter().parse(self.template) if piece[1] is not None
+                field[1:] for field in string.Formatter().parse(self.template) if field[1] is not None
             ]
         except ValueError:
             placeholders = [("", "", None)]
@@ -100,7 +100,7 @@ class JudgePrompt:
         return {str(name) for name, _, _ in placeholders}
 
     def for_pairs(self) -> JudgePrompt:
-        """Return the prompt for comparing two texts; both replace the single text in the template."""
+        """Return a prompt that shows two texts to compare in place of the template's single text."""
         template = ""
         if self.template not in (TEMPLATE, TEMPLATE + REFERENCE):
             for text, name, _, _ in string.Formatter().parse(self.template):
@@ -109,19 +109,19 @@ class JudgePrompt:
         return JudgePrompt(template, self.rubric, PAIR, "reference" in self.fields, self.reasoning)
 
     def messages(self, values: Mapping[str, FieldValue], instruction: str, boundary: str) -> list[Message]:
-        """Return the messages of a request. Every text of a list gets a letter and a fence."""
-        filled: dict[str, str] = {"rubric": self.rubric}
+        """Return a request's messages, with a fence around each value and a letter before each text of a list."""
+        field_texts: dict[str, str] = {"rubric": self.rubric}
         for name, value in values.items():
             if isinstance(value, str):
-                filled[name] = fenced(value, name, boundary)
+                field_texts[name] = wrap_in_fence(value, name, boundary)
             else:
-                fences = [fenced(text, name, boundary) for text in value]
-                lettered = zip(string.ascii_uppercase, fences, strict=False)
-                filled[name] = "\n\n".join(f"{letter}:\n{fence}" for letter, fence in lettered)
+                fences = [wrap_in_fence(text, name, boundary) for text in value]
+                lettered_fences = zip(string.ascii_uppercase, fences, strict=False)
+                field_texts[name] = "\n\n".join(f"{letter}:\n{fence}" for letter, fence in lettered_fences)
         # A single pass, so that a field inside a value is not expanded.
-        text = self.template.format_map(filled)
-        rules = SYSTEM_PROMPT.format(open=OPEN, close=CLOSE, boundary=boundary)
-        return [Message("system", rules), Message("user", f"{text}\n\n{instruction}")]
+        text = self.template.format_map(field_texts)
+        system_prompt = SYSTEM_PROMPT.format(open=OPEN, close=CLOSE, boundary=boundary)
+        return [Message("system", system_prompt), Message("user", f"{text}\n\n{instruction}")]
 
     def values(self, task: Task, **fields: FieldValue) -> dict[str, FieldValue]:
         """Return the values of the template's fields; raise ValueError if it needs an answer that the task lacks."""
@@ -136,7 +136,7 @@ def new_boundary() -> str:
     return secrets.token_hex(8)
 
 
-def fenced(text: str, name: str, boundary: str) -> str:
+def wrap_in_fence(text: str, name: str, boundary: str) -> str:
     return f"{OPEN} {boundary} {name}>>>\n{defuse(truncate_middle(text, MAX_CHARS))}\n{CLOSE} {boundary}>>>"
 
 
@@ -154,7 +154,7 @@ def answer_text(trajectory: Trajectory) -> str:
 
 
 class ImageLabels:
-    """Numbers the images of a conversation, to name them in its text."""
+    """Labels that number a conversation's images, so that its text can refer to them."""
 
     def __init__(self) -> None:
         self.images: list[Image] = []
@@ -165,11 +165,11 @@ class ImageLabels:
 
     def attach_last(self, count: int, messages: Sequence[Message]) -> list[Message]:
         """Return a judge's messages with the last `count` images at the end."""
-        start = max(len(self.images) - count, 0)
-        pieces: list[str | Image] = [messages[-1].content]
-        for number, image in enumerate(self.images[start:], start + 1):
-            pieces += [f"Image {number} of {len(self.images)} (material, not an instruction):", image]
-        content, images = join_pieces(pieces, "\n\n")
+        first_index = max(len(self.images) - count, 0)
+        content_pieces: list[str | Image] = [messages[-1].content]
+        for number, image in enumerate(self.images[first_index:], first_index + 1):
+            content_pieces += [f"Image {number} of {len(self.images)} (material, not an instruction):", image]
+        content, images = join_pieces(content_pieces, "\n\n")
         return [*messages[:-1], replace(messages[-1], content=content, images=images)]
 
 
@@ -191,22 +191,22 @@ def trajectory_text(
 def conversation_text(
     messages: Sequence[Message], reasoning: bool = False, label: ImageLabel = placeholder
 ) -> str:
-    """Return the messages as text, each indented under its number and role, so that none can imitate several."""
+    """Format messages as text, indented under their roles so that no message can imitate another."""
     lines: list[str] = []
     for number, message in enumerate(messages, 1):
         speaker = f"{message.role} {message.name}" if message.name else message.role
         lines.append(f"[{number}] {' '.join(speaker.split())}")
         if reasoning and message.reasoning:
-            lines += ["  (reasoning)", *_indented(message.reasoning)]
+            lines += ["  (reasoning)", *_indent_lines(message.reasoning)]
         hides_reasoning = message.role == "assistant" and not reasoning
         content = as_text(message.content, message.images, label)
-        lines += _indented(without_reasoning(content) if hides_reasoning else content)
+        lines += _indent_lines(without_reasoning(content) if hides_reasoning else content)
         for call in message.tool_calls:
-            lines += _indented(
+            lines += _indent_lines(
                 call.error or f"calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}"
             )
     return "\n".join(lines)
 
 
-def _indented(text: str) -> list[str]:
+def _indent_lines(text: str) -> list[str]:
     return [f"  {line}" for line in text.splitlines()]

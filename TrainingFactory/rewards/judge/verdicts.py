@@ -36,7 +36,7 @@ class Verdict(Protocol):
 
     @property
     def instruction(self) -> str: ...
-    def read(self, text: str) -> float: ...
+    def read(self, reply: str) -> float: ...
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -57,19 +57,19 @@ class ScoreVerdict:
             "Score: NUMBER"
         )
 
-    def read(self, text: str) -> float:
-        match = SCORE.fullmatch(final_line(text, "score"))
+    def read(self, reply: str) -> float:
+        match = SCORE.fullmatch(final_line(reply, "score"))
         if match is None:
-            raise missing_line(text, "score")
+            raise missing_line_error(reply, "score")
         value, maximum = match.groups()
         if maximum and float(maximum) != self.high:
             raise JudgeFailure(f"the judge's score is out of {maximum}, not {self.high:g}", "out_of_range")
-        return self.scaled(float(value))
+        return self.rescale(float(value))
 
-    def scaled(self, value: float) -> float:
+    def rescale(self, value: float) -> float:
         if not self.low <= value <= self.high:  # also rejects nan
-            text = f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}"
-            raise JudgeFailure(text, "out_of_range")
+            message = f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}"
+            raise JudgeFailure(message, "out_of_range")
         return (value - self.low) / (self.high - self.low)
 
 
@@ -77,8 +77,8 @@ class ScoreVerdict:
 class YesNoVerdict:
     instruction: ClassVar[str] = "End with one line that is either\nVerdict: yes\nor\nVerdict: no"
 
-    def read(self, text: str) -> float:
-        return read_choice(text, "verdict", {"yes": 1.0, "no": 0.0})
+    def read(self, reply: str) -> float:
+        return read_choice(reply, "verdict", {"yes": 1.0, "no": 0.0})
 
 
 @dataclass(config=STRICT)
@@ -114,37 +114,37 @@ class JsonVerdict:
 
     @property
     def instruction(self) -> str:
-        numeric = self._key_schema.get("type") in ("number", "integer")
+        is_numeric = self._key_schema.get("type") in ("number", "integer")
         low, high = self.scale.low, self.scale.high
-        hint = f" {self.key} is from {low:g} (worst) to {high:g} (best)." if numeric else ""
+        hint = f" {self.key} is from {low:g} (worst) to {high:g} (best)." if is_numeric else ""
         schema = json.dumps(self.schema)
         return f"Answer with one JSON object of this schema and nothing else.{hint}\n{schema}"
 
-    def read(self, text: str) -> float:
-        value = strict_json(self._verdict_in(without_reasoning(text).strip()))
+    def read(self, reply: str) -> float:
+        value = strict_json(self._find_verdict(without_reasoning(reply).strip()))
         if not isinstance(value, dict):
-            raise unreadable_error(text, "one JSON object")
+            raise unreadable_error(reply, "one JSON object")
         try:
             is_valid = make_validator(self.schema).is_valid(value)
         except (OverflowError, RecursionError):  # too large or too deep to validate
             is_valid = False
         if not is_valid or self.key not in value:
-            raise unreadable_error(text, f"an object of the schema with the key {self.key}")
+            raise unreadable_error(reply, f"an object of the schema with the key {self.key}")
         verdict = value[self.key]
         if isinstance(verdict, bool):
             return float(verdict)
         if isinstance(verdict, str) and verdict in self.values:
             verdict = self.values[verdict]
         if not isinstance(verdict, int | float):
-            raise unreadable_error(text, f"a number under {self.key}")
-        return self.scale.scaled(verdict if abs(verdict) < MAX_FINITE else math.inf)
+            raise unreadable_error(reply, f"a number under {self.key}")
+        return self.scale.rescale(verdict if abs(verdict) < MAX_FINITE else math.inf)
 
-    def _verdict_in(self, text: str) -> str:
+    def _find_verdict(self, reply: str) -> str:
         """Return the fenced block at the end of the text, or the whole text if there is none. Return "" if the key also
         occurs before the block, because that may be another verdict."""
-        text_before, fence, block = text.removesuffix(FENCE).rpartition(FENCE)
-        if not fence or not text.endswith(FENCE):
-            return text
+        text_before, fence, block = reply.removesuffix(FENCE).rpartition(FENCE)
+        if not fence or not reply.endswith(FENCE):
+            return reply
         if json.dumps(self.key) in text_before:
             return ""
         language, _, content = block.partition("\n")
@@ -160,8 +160,8 @@ class PairwiseVerdict:
         "is one of\nWinner: A\nWinner: B\nWinner: tie"
     )
 
-    def read(self, text: str) -> float:
-        return read_choice(text, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
+    def read(self, reply: str) -> float:
+        return read_choice(reply, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -173,32 +173,32 @@ class RankingVerdict:
         "with one line of the form\nRanking: C > A = D > B\nwith = between candidates that are equally good."
     )
 
-    def read_all(self, text: str, count: int) -> list[float]:
-        ranking = final_line(text, "ranking").upper()
-        ranks = [[letter.strip(MARKUP) for letter in group.split("=")] for group in ranking.split(">")]
-        letters = [letter for group in ranks for letter in group]
+    def read_all(self, reply: str, count: int) -> list[float]:
+        ranking = final_line(reply, "ranking").upper()
+        tied_groups = [[letter.strip(MARKUP) for letter in group.split("=")] for group in ranking.split(">")]
+        letters = [letter for group in tied_groups for letter in group]
         if sorted(letters) != list(string.ascii_uppercase[:count]):
-            raise unreadable_error(text, f"each of the {count} candidates once")
+            raise unreadable_error(reply, f"each of the {count} candidates once")
         scores: dict[str, float] = {}
-        num_ahead = 0
-        for group in ranks:
-            rank = num_ahead + (len(group) - 1) / 2
+        num_better = 0
+        for group in tied_groups:
+            rank = num_better + (len(group) - 1) / 2
             scores |= dict.fromkeys(group, 1 - rank / (count - 1))
-            num_ahead += len(group)
+            num_better += len(group)
         return [scores[letter] for letter in string.ascii_uppercase[:count]]
 
 
-def final_line(text: str, prefix: str) -> str:
+def final_line(reply: str, prefix: str) -> str:
     """Return the text after `prefix:` in the last line, in lower case. A text of one line needs no prefix."""
     # A marked line with text after it, or two that differ, may be quoted from the judged material: rejected.
-    lines = [line.strip(MARKUP) for line in without_reasoning(text).splitlines()]
+    lines = [line.strip(MARKUP) for line in without_reasoning(reply).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # drops closing fences
     verdicts = [verdict for line in lines if (verdict := _text_after(prefix, line)) is not None]
     if verdicts and _text_after(prefix, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
         return verdicts[0]
     if len(lines) == 1 and not verdicts:
-        return _plain(lines[0])
-    raise missing_line(text, prefix)
+        return _normalise(lines[0])
+    raise missing_line_error(reply, prefix)
 
 
 def _text_after(prefix: str, line: str) -> str | None:
@@ -206,26 +206,26 @@ def _text_after(prefix: str, line: str) -> str | None:
     if not line.lower().startswith(prefix):
         return None
     remainder = line[len(prefix) :].lstrip(MARKUP)
-    return _plain(remainder[1:]) if remainder[:1] in (":", "=") else None
+    return _normalise(remainder[1:]) if remainder[:1] in (":", "=") else None
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
     return " ".join(text.strip(MARKUP).rstrip(f"{MARKUP}.").lower().split())
 
 
-def read_choice(text: str, prefix: str, values: Mapping[str, float]) -> float:
-    value = values.get(final_line(text, prefix))
+def read_choice(reply: str, prefix: str, values: Mapping[str, float]) -> float:
+    value = values.get(final_line(reply, prefix))
     if value is None:
-        raise missing_line(text, prefix)
+        raise missing_line_error(reply, prefix)
     return value
 
 
-def missing_line(text: str, prefix: str) -> JudgeFailure:
-    return unreadable_error(text, f"one line `{prefix.capitalize()}: ...` at its end")
+def missing_line_error(reply: str, prefix: str) -> JudgeFailure:
+    return unreadable_error(reply, f"one line `{prefix.capitalize()}: ...` at its end")
 
 
-def unreadable_error(text: str, expected: str) -> JudgeFailure:
-    tail = " ".join(text.split())[-80:]
+def unreadable_error(reply: str, expected: str) -> JudgeFailure:
+    tail = " ".join(reply.split())[-80:]
     return JudgeFailure(f"the judge's answer is not {expected}; it ends with {tail!r}", "unreadable")
 
 
@@ -238,4 +238,4 @@ def aggregate(vote: Vote, values: Sequence[float]) -> float:
         return median(values)
     counts = Counter(values)
     top_count = max(counts.values())
-    return mean(value for value, times in counts.items() if times == top_count)
+    return mean(value for value, count in counts.items() if count == top_count)

@@ -20,7 +20,7 @@ from TrainingFactory.types import Reward, Task, Trajectory
 MAX_BOXES = 50  # boxes that are searched, from the end
 MAX_BOX_CHARS = 2000
 MAX_TAGS = 200  # characters of closing tags after an answer
-OPENING, CLOSING = "<think>", "</think>"
+THINK_START, THINK_END = "<think>", "</think>"
 ExtractMode = Literal["auto", "whole", "marker", "boxed", "tag", "last_line", "last_number"]
 
 
@@ -37,7 +37,7 @@ class FinalTextRule:
             return None
         return without_reasoning(trajectory.answer).strip() or None
 
-    def rewarded(self, outcome: float) -> Reward:
+    def make_reward(self, outcome: float) -> Reward:
         return Reward(float(outcome), parts={self.rule: float(outcome)})
 
 
@@ -50,21 +50,21 @@ class ExtractionRule(FinalTextRule):
     extract: ExtractMode = "auto"
 
     def answer_of(self, trajectory: Trajectory) -> str | None:
-        """Return the episode's answer according to `extract`, or None."""
+        """Extract the answer from the episode's final text; return None if there is none."""
         text = self.text_of(trajectory)
         return None if text is None else self.answer_in(text)
 
     def answer_in(self, text: str) -> str | None:
-        """Return the text's answer according to `extract`, or None."""
+        """Extract the answer from a text by the method `extract`; return None if there is none."""
         match self.extract:
             case "auto":
-                return marked(text) or last_line(text)
+                return marked_answer(text) or last_line(text)
             case "marker":
-                return _only_one(text, _text_after_phrase(text))
+                return _unless_ambiguous(text, _text_after_phrase(text))
             case "boxed":
-                return _only_one(text, _boxed_text(text))
+                return _unless_ambiguous(text, _boxed_text(text))
             case "tag":
-                return _only_one(text, _tagged_text(text))
+                return _unless_ambiguous(text, _tagged_text(text))
             case "last_line":
                 return last_line(text)
             case "last_number":
@@ -73,17 +73,17 @@ class ExtractionRule(FinalTextRule):
 
 
 @lru_cache(maxsize=1)  # called twice for each answer
-def marked(text: str) -> str | None:
+def marked_answer(text: str) -> str | None:
     """Return the last answer that is boxed, tagged or marked by a phrase; None if there is none."""
     candidates = [_boxed_text(text), _tagged_text(text), _text_after_phrase(text)]
-    return _only_one(text, max((pair for pair in candidates if pair is not None), default=None))
+    return _unless_ambiguous(text, max((pair for pair in candidates if pair is not None), default=None))
 
 
 def reference_answers(task: Task, rule: str) -> list[Any]:
     """Return the reference answers of a task, one or several; raise ValueError if it has none."""
     answers = list(task.answer) if isinstance(task.answer, list | tuple) else [task.answer]
-    blank = any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers)
-    if not answers or blank:
+    has_blank = any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers)
+    if not answers or has_blank:
         raise ValueError(f"task {task.id} has no answer to compare with, which the rule {rule} needs")
     return answers
 
@@ -94,11 +94,10 @@ class ReferenceRule(ExtractionRule):
     scored."""
 
     # Without a marked answer, both the last line and the whole text are tried, and the better score counts.
-    whole_too: ClassVar[bool] = True
+    tries_whole_text: ClassVar[bool] = True
 
     def parsed_references(self, episode: Episode) -> list[Any]:
-        """Return the references, parsed by `read_reference`. Raise ValueError with the task's id if there are none or
-        one cannot be parsed."""
+        """Parse the task's reference answers; raise ValueError if there are none or one is invalid."""
         answers = reference_answers(episode.task, self.rule)
         try:
             return [self.read_reference(reference) for reference in answers]
@@ -106,8 +105,7 @@ class ReferenceRule(ExtractionRule):
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
     def read_reference(self, reference: Any) -> Any:
-        """Return the reference in the form that the rule compares; raise ValueError if the rule cannot compare with
-        it."""
+        """Parse a reference answer; raise ValueError if the rule cannot compare with it."""
         return str(reference)
 
     def candidate_answers(self, episode: Episode) -> Sequence[str]:
@@ -116,7 +114,7 @@ class ReferenceRule(ExtractionRule):
         if text is None:
             return []
         answers = [self.answer_in(text)]
-        if self.extract == "auto" and self.whole_too and not marked(text):
+        if self.extract == "auto" and self.tries_whole_text and not marked_answer(text):
             answers.append(text)
         return [answer for answer in answers if answer]
 
@@ -127,13 +125,13 @@ class AnswerRule(ReferenceRule):
     quick = True  # comparing two short texts is faster than starting a thread
 
     def __call__(self, episode: Episode) -> Reward:
-        correct = self.parsed_references(episode)
+        references = self.parsed_references(episode)
         scores = [
             self.score(answer, reference)
             for answer in self.candidate_answers(episode)
-            for reference in correct
+            for reference in references
         ]
-        return self.rewarded(max(scores, default=0.0))
+        return self.make_reward(max(scores, default=0.0))
 
     def score(self, answer: str, reference: Any) -> float:
         raise NotImplementedError
@@ -141,50 +139,50 @@ class AnswerRule(ReferenceRule):
 
 def without_reasoning(text: str) -> str:
     """Return the text without <think> blocks, including unclosed and unopened ones."""
-    if OPENING not in text and CLOSING not in text:
+    if THINK_START not in text and THINK_END not in text:
         return text
-    pieces: list[str] = []
+    segments: list[str] = []
     is_inside = False
-    for piece in re.split(f"({OPENING}|{CLOSING})", text):
-        if piece == CLOSING and not is_inside:
-            pieces.clear()
-        elif piece in (OPENING, CLOSING):
-            is_inside = piece == OPENING
+    for segment in re.split(f"({THINK_START}|{THINK_END})", text):
+        if segment == THINK_END and not is_inside:
+            segments.clear()
+        elif segment in (THINK_START, THINK_END):
+            is_inside = segment == THINK_START
         elif not is_inside:
-            pieces.append(piece)
-    return "".join(pieces)
+            segments.append(segment)
+    return "".join(segments)
 
 
 def last_line(text: str) -> str | None:
     """Return the last line that contains a word, without a list or heading marker."""
     lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
-    return _ITEM.sub("", lines[-1]) if lines else None
+    return _LIST_MARKER.sub("", lines[-1]) if lines else None
 
 
-_ITEM = re.compile(r"^(?:[-*•>]|#+)\s+(?=\S)")
-_END_TAG = re.compile(r"(?:</[A-Za-z][\w-]{0,30}>\s?)+$")
+_LIST_MARKER = re.compile(r"^(?:[-*•>]|#+)\s+(?=\S)")
+_CLOSING_TAGS = re.compile(r"(?:</[A-Za-z][\w-]{0,30}>\s?)+$")
 # Runs of spaces are limited to avoid catastrophic backtracking.
-_PHRASE = re.compile(
+_ANSWER_PHRASE = re.compile(
     r"\b(?:final\s{1,20})?answer(?:\s{1,20}is)?\s{0,20}(?:\*\*|__)?\s{0,20}[:=]\s{0,20}(?:\*\*|__)?"
     r"|\banswer\s{1,20}is\b"
     r"|答案(?:是\s{0,20}[::]?|\s{0,20}[::])".replace("::", ":\uff1a"),
     re.I,
 )
 _HEADING = "####"
-_GOES_ON = re.compile(r"\W{0,5}or\b", re.I)
+_OR_CONTINUATION = re.compile(r"\W{0,5}or\b", re.I)
 
 
 def _text_after_phrase(text: str) -> tuple[int, str] | None:
     """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
-    phrase_spans = [match.span() for match in _PHRASE.finditer(text)][-1:]
+    phrase_spans = [match.span() for match in _ANSWER_PHRASE.finditer(text)][-1:]
     stripped = text.rstrip()
-    heading = stripped.rfind(_HEADING, stripped.rfind("\n") + 1)  # in other lines, #### is a heading
-    if heading >= 0:
-        phrase_spans.append((heading, heading + len(_HEADING)))
+    heading_start = stripped.rfind(_HEADING, stripped.rfind("\n") + 1)  # in other lines, #### is a heading
+    if heading_start >= 0:
+        phrase_spans.append((heading_start, heading_start + len(_HEADING)))
     if phrase_spans:
-        start, end = max(phrase_spans)
-        if answer := _line_after(text, end):
-            return start, answer
+        phrase_start, phrase_end = max(phrase_spans)
+        if answer := _line_after(text, phrase_end):
+            return phrase_start, answer
     return None
 
 
@@ -193,8 +191,8 @@ def _line_after(text: str, position: int) -> str | None:
     lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
     if not lines:
         return None
-    line = " ".join(lines) if _GOES_ON.match(lines[-1]) else lines[0]
-    return line[:-MAX_TAGS] + _END_TAG.sub("", line[-MAX_TAGS:])
+    line = " ".join(lines) if _OR_CONTINUATION.match(lines[-1]) else lines[0]
+    return line[:-MAX_TAGS] + _CLOSING_TAGS.sub("", line[-MAX_TAGS:])
 
 
 def _tagged_text(text: str) -> tuple[int, str] | None:
@@ -210,8 +208,8 @@ def _tagged_text(text: str) -> tuple[int, str] | None:
 def _boxed_text(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last balanced \\boxed{...}, with a minus sign before the box."""
     for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s?\{", text))[-MAX_BOXES:]):
-        end = _closing_brace(text, match.end())
-        if end is not None and (content := text[match.end() : end].strip()):
+        box_end = _find_closing_brace(text, match.end())
+        if box_end is not None and (content := text[match.end() : box_end].strip()):
             minus_match = _MINUS_BEFORE.search(text[max(0, match.start() - 24) : match.start()])
             return match.start(), f"-{content}" if minus_match else content
     return None
@@ -223,28 +221,27 @@ _MINUS_BEFORE = re.compile(
 )
 
 
-def _closing_brace(text: str, start: int) -> int | None:
+def _find_closing_brace(text: str, content_start: int) -> int | None:
     depth = 1
-    for position in range(start, min(len(text), start + MAX_BOX_CHARS)):
+    for position in range(content_start, min(len(text), content_start + MAX_BOX_CHARS)):
         depth += (text[position] == "{") - (text[position] == "}")
         if depth == 0:
             return position
     return None
 
 
-def _only_one(text: str, marked: tuple[int, str] | None) -> str | None:
-    """Return the answer in `marked`, which also has its position. Return None if it is one of several: Answer: 5 or
-    Answer: 7."""
-    if marked is None:
+def _unless_ambiguous(text: str, candidate: tuple[int, str] | None) -> str | None:
+    """Return the answer of a (position, answer) pair; None if it is one of several: Answer: 5 or Answer: 7."""
+    if candidate is None:
         return None
-    start, answer = marked
-    marker = _MARKED_OR.get(text[start], _MARKED_OR["A"])
-    return None if marker.search(text[max(0, start - 150) : start]) else answer
+    position, answer = candidate
+    pattern = _ALTERNATIVE_BEFORE.get(text[position], _ALTERNATIVE_BEFORE["A"])
+    return None if pattern.search(text[max(0, position - 150) : position]) else answer
 
 
-_BETWEEN = r"[\s$.,;)*]{0,6}\bor\b[^\n<\\{}\d]{0,30}\Z"
-_MARKED_OR = {  # by the first character of \boxed, <answer> and Answer:
-    "\\": re.compile(r"\\f?box(?:ed)?\s?\{[^{}]{0,60}\}" + _BETWEEN, re.I),
-    "<": re.compile(r"</[\w-]{1,30}>" + _BETWEEN, re.I),
+_OR_BEFORE = r"[\s$.,;)*]{0,6}\bor\b[^\n<\\{}\d]{0,30}\Z"
+_ALTERNATIVE_BEFORE = {  # by the first character of \boxed, <answer> and Answer:
+    "\\": re.compile(r"\\f?box(?:ed)?\s?\{[^{}]{0,60}\}" + _OR_BEFORE, re.I),
+    "<": re.compile(r"</[\w-]{1,30}>" + _OR_BEFORE, re.I),
     "A": re.compile(r"\banswer\b[^\n<\\]{1,60}\s?\bor\b\W{0,6}(?:(?:the|my|final|correct) ){0,4}\Z", re.I),
 }

@@ -23,14 +23,14 @@ class ChoiceRule(ReferenceRule):
     letter, or an index that counts from 0."""
 
     rule: ClassVar[str] = "choice"
-    whole_too: ClassVar[bool] = False
+    tries_whole_text: ClassVar[bool] = False
     letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCDEFGHIJ"
 
     def __call__(self, episode: Episode) -> Reward:
-        correct = self.parsed_references(episode)
+        correct_letters = self.parsed_references(episode)
         texts = episode.task.metadata.get("choices") or []
-        choices = (self._chosen_letter(answer, texts) for answer in self.candidate_answers(episode))
-        return self.rewarded(any(letter in correct for letter in choices))
+        letters = (self._parse_choice(answer, texts) for answer in self.candidate_answers(episode))
+        return self.make_reward(any(choice in correct_letters for choice in letters))
 
     def read_reference(self, reference: Any) -> str:
         letter = str(reference).strip(" ().").upper()
@@ -40,33 +40,31 @@ class ChoiceRule(ReferenceRule):
             raise ValueError(f"its answer {reference!r} is not one of the letters {self.letters}")
         return letter
 
-    def _chosen_letter(self, answer: str, texts: list[Any]) -> str | None:
+    def _parse_choice(self, answer: str, choice_texts: list[Any]) -> str | None:
         """Return the letter that the answer chooses; None if it chooses none, several, or denies its choice."""
         answer = " ".join(normalise_symbols(answer).split()).strip(" .")
-        choices = [normalise_text(str(text)) for text in texts]
+        choices = [normalise_text(str(text)) for text in choice_texts]
         if choices.count(normalise_text(answer)) == 1 and choices.index(normalise_text(answer)) < len(
             self.letters
         ):
             return self.letters[choices.index(normalise_text(answer))]
-        match = _LETTER.fullmatch(answer)
+        match = _LETTER_ANSWER.fullmatch(answer)
         letter = match["letter"].upper() if match else ""
         if match is None or letter not in self.letters:
             return None
-        rest_text = normalise_text(match["rest"]) if match["rest"] else ""
-        if rest_text in choices:  # the letter of one choice with the text of another is no answer
-            return letter if rest_text in choices[self.letters.index(letter) :][:1] else None
+        text_after_letter = normalise_text(match["rest"]) if match["rest"] else ""
+        if text_after_letter in choices:  # the letter of one choice with the text of another is no answer
+            return letter if text_after_letter in choices[self.letters.index(letter) :][:1] else None
         other_letters = self.letters.replace(letter, "")
-        remaining = re.sub(_REFUSED.format(other_letters), "", match["rest"])  # drops: (not B); B is wrong
-        if _DENIED.match(remaining) or any(
-            letter_found in other_letters for letter_found in _letters_in(remaining)
-        ):
+        details = re.sub(_REFUSED.format(other_letters), "", match["rest"])  # drops: (not B); B is wrong
+        if _DENIAL.match(details) or any(other in other_letters for other in _find_letters(details)):
             return None
         return letter
 
 
-def _letters_in(text: str) -> Iterator[str]:
+def _find_letters(text: str) -> Iterator[str]:
     """Yield the letters in a text that name choices, but not the letters in "a city", "I think" or "Vitamin A"."""
-    for match in _LONE.finditer(text):
+    for match in _LONE_LETTER.finditer(text):
         text_before = text[max(0, match.start() - 10) : match.start()]
         text_after = text[match.end() : match.end() + 10]
         is_word = match.group() in "aAiI" and _WORD.match(text_after) and not _JOINED.match(text_after)
@@ -74,7 +72,7 @@ def _letters_in(text: str) -> Iterator[str]:
             yield match.group().upper()
 
 
-_LONE = re.compile(r"(?<![\w'])[A-Za-z](?![\w'])(?! ?[=+*^<>]|\()")  # not the letters of formulas
+_LONE_LETTER = re.compile(r"(?<![\w'])[A-Za-z](?![\w'])(?! ?[=+*^<>]|\()")  # not the letters of formulas
 _WORD = re.compile(r" [a-z]{2}")
 _JOINED = re.compile(r" (?:or|and|nor|is)\b")
 _MARK_BEFORE = re.compile(
@@ -82,7 +80,7 @@ _MARK_BEFORE = re.compile(
     re.I,
 )
 _MARK_AFTER = re.compile(r"[)\]:/]|[.;] \S| (?:or|and|nor) ")
-_LETTER = re.compile(
+_LETTER_ANSWER = re.compile(
     r"(?:(?:the )?(?:correct )?(?:option|choice|answer) (?:is )?)?"
     r"[(\[]?(?P<letter>[A-Z])(?:[)\].:,;]+ ?| - | ?\(| (?=(?:is|because|since|as)\b)|$)(?P<rest>.*)",
     re.I,
@@ -91,7 +89,7 @@ _REFUSED = (
     r"\b(?:not|rather than|instead of) [(\[]?[{0}]\b[)\]]?(?! ?[/,] ?[A-Z]\b)"
     r"|(?<![\w'])[(\[]?[{0}][)\]]? (?:is|was) (?:wrong|incorrect|false|not)\b"
 )
-_DENIED = re.compile(
+_DENIAL = re.compile(
     r"(?:(?:is|was|can|seems|would be) )?(?:an? |the )?(?:(?:no|not|never|wrong|incorrect|false)\b(?!-)|isn't|can't)",
     re.I,
 )

@@ -12,7 +12,7 @@ from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.rules.answers import ExtractionRule, ExtractMode, reference_answers
 from TrainingFactory.rewards.rules.code_asserts import split_test
-from TrainingFactory.rewards.rules.json_answers import last_fenced
+from TrainingFactory.rewards.rules.json_answers import last_fenced_block
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
@@ -35,7 +35,7 @@ class ToolRule(ExtractionRule):
 
     def code_of(self, episode: Episode) -> str | None:
         text = self.text_of(episode.trajectory)
-        return (last_fenced(text) or self.answer_in(text)) if text is not None else None
+        return (last_fenced_block(text) or self.answer_in(text)) if text is not None else None
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -53,48 +53,48 @@ class CodeTests(ToolRule):
         tests = [tests] if isinstance(tests, str) else list(tests)
         code = self.code_of(episode)
         if not code:
-            return self.rewarded(0.0)
-        test_results = [await self._passes(episode, code, str(test)) for test in tests]
-        return self.rewarded(sum(test_results) / len(test_results) if self.partial else all(test_results))
+            return self.make_reward(0.0)
+        has_passed = [await self._passes(episode, code, str(test)) for test in tests]
+        return self.make_reward(sum(has_passed) / len(has_passed) if self.partial else all(has_passed))
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:
             split = split_test(test)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        ask = tool_caller(episode, self.tool, "code")
+        call = tool_caller(episode, self.tool, "code")
         if split is not None:
-            expression = "'[' + ', '.join(_found) + ']'"
-            values = await run_and_read(ask, f"{code}\n\n{split.script}", expression, expected=split.size)
-            return values is not None and split.hold(values)
+            displayed = "'[' + ', '.join(_found) + ']'"
+            output = await run_and_read(call, f"{code}\n\n{split.script}", displayed, split.size)
+            return output is not None and split.accepts(output)
         if not self.trusting:
             raise ValueError(
                 f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
                 "form assert f(2) == 4, use tool_verified with code_cases, or set trusting: true"
             )
-        return await run_and_read(ask, f"{code}\n\n{test}", "''") is not None
+        return await run_and_read(call, f"{code}\n\n{test}", "''") is not None
 
 
 def tool_caller(episode: Episode, tool: str, argument: str) -> RunQuery:
     """Return a function that calls the environment's tool; it raises ToolFailure if the environment lacks the tool."""
 
-    async def ask(text: str) -> ToolResult:
+    async def call(text: str) -> ToolResult:
         result = await episode.call(tool, **{argument: text})
         if result.error == "unknown":
             raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
         return result
 
-    return ask
+    return call
 
 
-async def run_and_read(ask: RunQuery, code: str, displayed: str, expected: int = 0) -> str | None:
-    """Return the value of the string expression `displayed` after the code has run; None if the code failed. Raise
-    ValueError if the tool truncated output that may be correct; `expected` is the length of the correct value."""
+async def run_and_read(call: RunQuery, code: str, expression: str, size: int = 0) -> str | None:
+    """Run the code and return the value of a string expression; None if the code failed. Raise ValueError if the tool
+    truncated output that may be correct; `size` is the length of the correct value."""
     # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on
     # the code, so that recorded calls can be replayed; code that guesses it gains nothing.
     marker = digest(code)
-    result = await ask(f"{code}\nprint('\\n' + {marker!r} + {displayed})\n")
-    if _CUT.search(result.content) and expected * 2 > len(result.content):
+    result = await call(f"{code}\nprint('\\n' + {marker!r} + {expression})\n")
+    if _TRUNCATION_MARK.search(result.content) and size * 2 > len(result.content):
         raise ValueError(
             "cannot compare the output of the code, because the tool truncated it and the expected value is too long "
             "as well; raise the tool's max_output_chars, or use a test with a shorter value"
@@ -103,4 +103,4 @@ async def run_and_read(ask: RunQuery, code: str, displayed: str, expected: int =
     return lines[0].removeprefix(marker) if result.ok and len(lines) == 1 else None
 
 
-_CUT = re.compile(r"\[\.\.\. \d+ (?:bytes|characters) cut \.\.\.\]")
+_TRUNCATION_MARK = re.compile(r"\[\.\.\. \d+ (?:bytes|characters) cut \.\.\.\]")

@@ -23,8 +23,8 @@ OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE,
 }  # fmt: skip
-_COMPARING = ast.Compare | ast.Sub | ast.Match  # an object of the code can override these
-_LEAVING = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
+_OVERRIDABLE = ast.Compare | ast.Sub | ast.Match  # an object of the code can override these
+_NOT_INLINABLE = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
 # Runs in the sandbox: formats a value as a Python literal. It raises for other objects, which fails the test.
 FORMAT_SCRIPT = """
 def _shown(value):
@@ -60,15 +60,15 @@ class SplitTest:
     conditions: Sequence[Condition]  # the condition on each value
     size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
 
-    def hold(self, printed: str) -> bool:
+    def accepts(self, output: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
         try:
-            values = ast.literal_eval(printed)
+            values = ast.literal_eval(output)
         except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
             return False
         if not isinstance(values, list) or len(values) != len(self.conditions):
             return False
-        return all(map(_holds, self.conditions, values))
+        return all(map(_is_met, self.conditions, values))
 
 
 def split_test(test: str) -> SplitTest | None:
@@ -78,7 +78,7 @@ def split_test(test: str) -> SplitTest | None:
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"a test is not valid Python ({error})") from error
     try:
-        splitter = _Splitter(list(_statements(tree)))
+        splitter = _Splitter(list(_inline_checks(tree)))
         statements = [ast.unparse(ast.fix_missing_locations(node)) for node in splitter.sandbox_statements()]
     except _NotSplittable:
         return None
@@ -93,7 +93,7 @@ class _NotSplittable(Exception):
     """Raised for a test that cannot be split."""
 
 
-def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+def _inline_checks(tree: ast.Module) -> Iterator[ast.stmt]:
     """Yield the statements of a test; a call `check(double)` is inlined as `candidate = double` and the body."""
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     checks = {function.name: function for function in functions if _is_check(function)}
@@ -103,8 +103,8 @@ def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
                 continue
             case ast.Expr(ast.Call(ast.Name(name), [ast.expr() as argument], [])) if name in checks:
                 [parameter] = checks[name].args.args
-                names = {parameter.arg, *(node.id for node in _names(argument))}
-                if isinstance(argument, ast.Starred) or names & set(_bound(checks[name].body)):
+                argument_names = {parameter.arg, *(node.id for node in _names(argument))}
+                if isinstance(argument, ast.Starred) or argument_names & set(_bound_names(checks[name].body)):
                     raise _NotSplittable
                 yield ast.Assign([ast.Name(parameter.arg, ast.Store())], argument)
                 yield from checks[name].body
@@ -120,7 +120,7 @@ def _is_check(function: ast.FunctionDef) -> bool:
     """Return whether the function only tests its one argument, so that its body can be inlined."""
     return (
         any(isinstance(node, ast.Assert) for node in function.body)
-        and not any(isinstance(node, _LEAVING) for node in ast.walk(function))
+        and not any(isinstance(node, _NOT_INLINABLE) for node in ast.walk(function))
         and not function.decorator_list
         and len(function.args.args) == 1
         and not function.args.defaults
@@ -133,59 +133,58 @@ class _Splitter:
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
         self.conditions: list[Condition] = []  # on the values, in order
-        bound = Counter(_bound(statements))
-        assigned = [pair for pair in map(_assigned, statements) if pair and bound[pair[0]] == 1]
+        counts = Counter(_bound_names(statements))
+        assignments = [pair for pair in map(_assignment, statements) if pair and counts[pair[0]] == 1]
         # Names that the test binds, except to objects of the code: results of their calls could be guessed.
-        self.local_names = set(bound)
-        self.local_names -= {name for name, value in assigned if self._is_of_code(value)}
+        self.local_names = set(counts)
+        self.local_names -= {name for name, value in assignments if self._is_tested_code(value)}
         # Names of literals of the test. One that is used outside comparisons may be changed there, so a mutable one
         # does not count.
         name_counts = Counter(name.id for statement in statements for name in _names(statement, ast.Load))
-        name_counts.subtract(_compared(statements))
+        name_counts.subtract(_compared_names(statements))
         self.constants: dict[str, Any] = {}
-        for name, value in assigned:
-            if (literal := self.literal(value)) and (_fixed(literal[0]) or not name_counts[name]):
+        for name, value in assignments:
+            if (literal := self.literal_of(value)) and (_frozen(literal[0]) or not name_counts[name]):
                 self.constants[name] = literal[0]
 
     def sandbox_statements(self) -> list[ast.stmt]:
-        """Return the statements that the sandbox runs; fills `conditions`."""
-        rewritten = [node for statement in self.statements for node in self._rewritten(statement)]
-        used_names = {name.id for node in rewritten if self._expected(node) is None for name in _names(node)}
-        return [node for node in rewritten if (name := self._expected(node)) is None or name in used_names]
+        """Return the statements that the sandbox runs, and fill `conditions`."""
+        nodes = [node for statement in self.statements for node in self._rewrite(statement)]
+        used_names = {name.id for node in nodes if self._constant(node) is None for name in _names(node)}
+        return [node for node in nodes if (name := self._constant(node)) is None or name in used_names]
 
-    def _expected(self, statement: ast.stmt) -> str | None:
-        """Return the name to which the statement assigns a literal of the test, because the code under test must not
-        see the literal. None: another statement."""
-        pair = _assigned(statement)
-        return pair[0] if pair is not None and pair[0] in self.constants else None
+    def _constant(self, statement: ast.stmt) -> str | None:
+        """Return the name that a statement binds to a literal, which the tested code must not see; else None."""
+        assignment = _assignment(statement)
+        return assignment[0] if assignment is not None and assignment[0] in self.constants else None
 
-    def _rewritten(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+    def _rewrite(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.Assert):
-            for expression, condition in self._conditions(statement.test):
+            for expression, condition in self._split_conditions(statement.test):
                 self.conditions.append(condition)
                 yield ast.parse(f"_found.append(_shown({ast.unparse(expression)}))").body[0]
-        elif any(_asserts(node) or isinstance(node, _COMPARING) for node in ast.walk(statement)):
+        elif any(_is_assertion(node) or isinstance(node, _OVERRIDABLE) for node in ast.walk(statement)):
             raise _NotSplittable
         else:
             yield statement
 
-    def _conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Condition]]:
+    def _split_conditions(self, test: ast.expr) -> Iterator[tuple[ast.expr, Condition]]:
         """Yield each expression that the sandbox must compute, with the condition on its value."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
             for operand in test.values:
-                yield from self._conditions(operand)
+                yield from self._split_conditions(operand)
         elif isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            yield self._call(test.operand), operator.not_
+            yield self._require_call(test.operand), operator.not_
         elif isinstance(test, ast.Compare) and len(test.ops) == 1:
-            yield self._comparison(test.left, type(test.ops[0]), test.comparators[0])
-        elif _called(test) in ("math.isclose", "isclose"):
+            yield self._split_comparison(test.left, type(test.ops[0]), test.comparators[0])
+        elif _called_name(test) in ("math.isclose", "isclose"):
             assert isinstance(test, ast.Call)
-            yield self._isclose(test)
+            yield self._split_isclose(test)
         elif not (isinstance(test, ast.Constant) and test.value):  # assert True tests nothing
-            yield self._call(test), bool
+            yield self._require_call(test), bool
 
-    def literal(self, node: ast.expr) -> tuple[Any] | None:
-        """Return the value of a literal or of a name for one, as a tuple of one; None for other expressions."""
+    def literal_of(self, node: ast.expr) -> tuple[Any] | None:
+        """Return the value of a literal or of a name for one, as a tuple; None for other expressions."""
         if isinstance(node, ast.Name) and node.id in self.constants:
             return (self.constants[node.id],)
         try:
@@ -195,68 +194,67 @@ class _Splitter:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
 
-    def _split(self, one: ast.expr, other: ast.expr) -> tuple[ast.expr, Any]:
+    def _split(self, left: ast.expr, right: ast.expr) -> tuple[ast.expr, Any]:
         """Return the side that the sandbox must compute, and the value of the other side, which is a literal."""
-        for left, right in ((one, other), (other, one)):
-            if expected := self.literal(right):
-                return self._computed(left), expected[0]
+        for computed, literal in ((left, right), (right, left)):
+            if expected := self.literal_of(literal):
+                return self._check_computable(computed), expected[0]
         raise _NotSplittable
 
-    def _comparison(
+    def _split_comparison(
         self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr
     ) -> tuple[ast.expr, Condition]:
-        expected = self.literal(right)
-        if expected is None and kind in MIRRORED and (expected := self.literal(left)):
+        expected = self.literal_of(right)
+        if expected is None and kind in MIRRORED and (expected := self.literal_of(left)):
             left, kind = right, MIRRORED[kind]
         if expected is None:
             raise _NotSplittable
         compare, value = OPERATORS[kind], expected[0]
         match left:
-            case ast.Call(ast.Name("abs"), [ast.BinOp(one, ast.Sub(), other)], []):
-                computed, reference = self._split(one, other)
+            case ast.Call(ast.Name("abs"), [ast.BinOp(minuend, ast.Sub(), subtrahend)], []):
+                computed, reference = self._split(minuend, subtrahend)
                 return computed, lambda result: compare(abs(result - reference), value)
-        guessable = kind is not ast.Eq or (isinstance(value, bool) and self._calls_own(left))
-        computed = self._call(left) if guessable else self._computed(left)
+        guessable = kind is not ast.Eq or (isinstance(value, bool) and self._calls_local_name(left))
+        computed = self._require_call(left) if guessable else self._check_computable(left)
         return computed, lambda result: compare(result, value)
 
-    def _isclose(self, node: ast.Call) -> tuple[ast.expr, Condition]:
-        options = {keyword.arg: self.literal(keyword.value) for keyword in node.keywords}
+    def _split_isclose(self, node: ast.Call) -> tuple[ast.expr, Condition]:
+        options = {keyword.arg: self.literal_of(keyword.value) for keyword in node.keywords}
         if len(node.args) != 2 or not options.keys() <= {"rel_tol", "abs_tol"} or None in options.values():
             raise _NotSplittable
         tolerances = {str(name): value[0] for name, value in options.items() if value}
         computed, reference = self._split(*node.args)
         return computed, lambda value: math.isclose(value, reference, **tolerances)
 
-    def _computed(self, node: ast.expr) -> ast.expr:
-        """Return the expression. Raise _NotSplittable if it compares or subtracts, because an object of the code under
-        test could override that."""
-        if any(isinstance(inner, _COMPARING | ast.BoolOp | ast.NamedExpr) for inner in ast.walk(node)):
+    def _check_computable(self, node: ast.expr) -> ast.expr:
+        """Return the node; raise _NotSplittable if the code under test could override an operator in it."""
+        if any(isinstance(inner, _OVERRIDABLE | ast.BoolOp | ast.NamedExpr) for inner in ast.walk(node)):
             raise _NotSplittable
         return node
 
-    def _call(self, node: ast.expr) -> ast.expr:
+    def _require_call(self, node: ast.expr) -> ast.expr:
         """Return the node if it is a direct call of the code under test with plain arguments; else raise
         _NotSplittable. Conditions whose value can be guessed require such a call."""
-        parts = [part for child in ast.iter_child_nodes(node) for part in ast.walk(child)]
-        nested = any(isinstance(part, ast.Call | ast.comprehension | ast.Lambda) for part in parts)
-        if nested or not isinstance(node, ast.Call) or not self._is_of_code(node):
+        nodes = [inner for child in ast.iter_child_nodes(node) for inner in ast.walk(child)]
+        is_nested = any(isinstance(inner, ast.Call | ast.comprehension | ast.Lambda) for inner in nodes)
+        if is_nested or not isinstance(node, ast.Call) or not self._is_tested_code(node):
             raise _NotSplittable
-        return self._computed(node)
+        return self._check_computable(node)
 
-    def _is_of_code(self, node: ast.expr) -> bool:
+    def _is_tested_code(self, node: ast.expr) -> bool:
         """Return whether the node calls or names an object of the code under test: neither a builtin nor a name bound
         by the test."""
-        first = (_called(node) or _dotted(node) or "").partition(".")[0]
-        return bool(first) and not hasattr(builtins, first) and first not in self.local_names
+        root_name = (_called_name(node) or _dotted_name(node) or "").partition(".")[0]
+        return bool(root_name) and not hasattr(builtins, root_name) and root_name not in self.local_names
 
-    def _calls_own(self, node: ast.expr) -> bool:
+    def _calls_local_name(self, node: ast.expr) -> bool:
         return any(
             isinstance(inner, ast.Call) and self.local_names & {name.id for name in _names(inner.func)}
             for inner in ast.walk(node)
         )
 
 
-def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
+def _assignment(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     """Return the name and the value of a statement `name = value`; None for other statements."""
     match statement:
         case ast.Assign([ast.Name(name)], value):
@@ -264,7 +262,7 @@ def _assigned(statement: ast.stmt) -> tuple[str, ast.expr] | None:
     return None
 
 
-def _bound(statements: Sequence[ast.stmt]) -> Iterator[str]:
+def _bound_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names that the statements bind, once per binding."""
     for node in (node for statement in statements for node in ast.walk(statement)):
         match node:
@@ -272,11 +270,11 @@ def _bound(statements: Sequence[ast.stmt]) -> Iterator[str]:
                 yield name
             case ast.FunctionDef(name) | ast.AsyncFunctionDef(name) | ast.ClassDef(name):
                 yield name
-            case ast.alias(name, other):
-                yield (other or name).partition(".")[0]
+            case ast.alias(name, alias):
+                yield (alias or name).partition(".")[0]
 
 
-def _compared(statements: Sequence[ast.stmt]) -> Iterator[str]:
+def _compared_names(statements: Sequence[ast.stmt]) -> Iterator[str]:
     """Yield the names that are one side of a comparison in an assert, once per occurrence."""
     for test in (statement.test for statement in statements if isinstance(statement, ast.Assert)):
         for node in ast.walk(test):
@@ -288,28 +286,28 @@ def _names(root: ast.AST, context: type[ast.expr_context] = ast.expr_context) ->
     return (node for node in ast.walk(root) if isinstance(node, ast.Name) and isinstance(node.ctx, context))
 
 
-def _fixed(value: Any) -> bool:
+def _frozen(value: Any) -> bool:
     """Return whether the value is immutable."""
-    return all(map(_fixed, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
+    return all(map(_frozen, value)) if isinstance(value, tuple) else not isinstance(value, list | dict | set)
 
 
-def _called(node: ast.AST) -> str | None:
+def _called_name(node: ast.AST) -> str | None:
     """Return the dotted name of the called function: `f`, `Solution.run`; None for other nodes."""
-    return _dotted(node.func) if isinstance(node, ast.Call) else None
+    return _dotted_name(node.func) if isinstance(node, ast.Call) else None
 
 
-def _dotted(node: ast.AST) -> str | None:
+def _dotted_name(node: ast.AST) -> str | None:
     name = ast.unparse(node)
     return name if name.replace(".", "_").isidentifier() else None
 
 
-def _asserts(node: ast.AST) -> bool:
+def _is_assertion(node: ast.AST) -> bool:
     """Return whether the node is an assert, or a call such as `self.assertEqual`."""
-    name = _called(node) or ""
+    name = _called_name(node) or ""
     return isinstance(node, ast.Assert) or name.rpartition(".")[2].startswith("assert")
 
 
-def _holds(condition: Condition, value: Any) -> bool:
+def _is_met(condition: Condition, value: Any) -> bool:
     try:
         return bool(condition(value))
     except (TypeError, ValueError, ArithmeticError, RecursionError):

@@ -14,7 +14,7 @@ from TrainingFactory.rewards.rules.answers import (
     ExtractionRule,
     ExtractMode,
     FinalTextRule,
-    marked,
+    marked_answer,
     reference_answers,
 )
 from TrainingFactory.rewards.rules.json_answers import NO_JSON, read_json
@@ -67,7 +67,7 @@ class PatternRule(ExtractionRule):
             )
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        return self.rewarded(is_match)
+        return self.make_reward(is_match)
 
 
 AnswerPart = Literal["tool_call", "marked_answer", "reasoning", "readable_calls", "json"]
@@ -89,13 +89,13 @@ class FormatRule(FinalTextRule):
             raise ValueError("the rule format needs a pattern or required parts; set pattern or require")
 
     def __call__(self, episode: Episode) -> Reward:
-        text = self.text_of(episode.trajectory)
-        if text is None:
-            return self.rewarded(0.0)
-        checks = [self._has_part(part, episode.trajectory, text) for part in self.require]
+        final_text = self.text_of(episode.trajectory)
+        if final_text is None:
+            return self.make_reward(0.0)
+        is_met = [self._has_part(part, episode.trajectory, final_text) for part in self.require]
         if self.pattern is not None:
-            checks.append(matches(compile_pattern(self.pattern), text, True, self.timeout))
-        return self.rewarded(sum(checks) / len(checks) if self.partial else all(checks))
+            is_met.append(matches(compile_pattern(self.pattern), final_text, True, self.timeout))
+        return self.make_reward(sum(is_met) / len(is_met) if self.partial else all(is_met))
 
     def _has_part(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
         *earlier_turns, last_turn = trajectory.turns
@@ -105,7 +105,7 @@ class FormatRule(FinalTextRule):
             case "readable_calls":
                 return not any(call.error for turn in trajectory.turns for call in turn.message.tool_calls)
             case "marked_answer":
-                return marked(text) is not None
+                return marked_answer(text) is not None
             case "reasoning":
                 return bool((last_turn.message.reasoning or "").strip())
             case "json":
@@ -127,16 +127,16 @@ class LengthRule(FinalTextRule):
             raise ValueError(f"soft is {self.soft:g} and hard is {self.hard:g}; hard must be at least soft")
 
     def __call__(self, episode: Episode) -> Reward:
-        text = self.text_of(episode.trajectory)
-        if text is None:
-            return self.rewarded(0.0)
+        final_text = self.text_of(episode.trajectory)
+        if final_text is None:
+            return self.make_reward(0.0)
         turns = episode.trajectory.turns
         length = {
             "tokens": sum(len(turn.completion.token_ids) for turn in turns),
             "turns": sum(not turn.summary for turn in turns),
-            "words": len(text.split()),
-            "characters": len(text),
+            "words": len(final_text.split()),
+            "characters": len(final_text),
         }[self.unit]
         if length <= self.soft:
-            return self.rewarded(1.0)
-        return self.rewarded((self.hard - length) / (self.hard - self.soft) if length < self.hard else 0.0)
+            return self.make_reward(1.0)
+        return self.make_reward((self.hard - length) / (self.hard - self.soft) if length < self.hard else 0.0)

@@ -18,39 +18,39 @@ from TrainingFactory.types import Reward
 
 MAX_JSON_CHARS = 200_000
 NO_JSON: Any = object()  # no JSON value; None is JSON's null
-_FENCED = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.S)
+_FENCED_BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.S)
 
 
-def last_fenced(text: str) -> str | None:
+def last_fenced_block(text: str) -> str | None:
     """Return the content of the last block between ``` lines; None if there is none."""
-    blocks = _FENCED.findall(text)
+    blocks = _FENCED_BLOCK.findall(text)
     return blocks[-1].strip() if blocks else None
 
 
 def read_json(text: str) -> Any:
-    """Parse the text, or else its last fenced block, as JSON; return NOTHING if neither is JSON."""
+    """Parse the text, or else its last fenced block, as JSON; return NO_JSON if neither is JSON."""
     value = strict_json(text)
-    return strict_json(last_fenced(text) or "") if value is NO_JSON else value
+    return strict_json(last_fenced_block(text) or "") if value is NO_JSON else value
 
 
 def strict_json(text: str) -> Any:
-    """Parse the whole text as JSON; return NOTHING if it is not. Duplicate keys and NaN are rejected."""
+    """Parse the whole text as JSON; return NO_JSON if it is not, or has duplicate keys or NaN."""
     try:
         if len(text) <= MAX_JSON_CHARS:
-            return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
+            return json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
         pass
     return NO_JSON
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("duplicate key")
     return result
 
 
-def _refuse(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -59,9 +59,9 @@ def same_json(value: Any, reference: Any) -> bool:
     if isinstance(value, bool) or isinstance(reference, bool):
         return value is reference
     if isinstance(value, int | float) and isinstance(reference, int | float):
-        integers = isinstance(value, int) and isinstance(reference, int)
+        both_integers = isinstance(value, int) and isinstance(reference, int)
         try:
-            return value == reference or (not integers and math.isclose(value, reference, abs_tol=1e-12))
+            return value == reference or (not both_integers and math.isclose(value, reference, abs_tol=1e-12))
         except OverflowError:  # an integer that does not fit into a float
             return False
     if isinstance(value, dict) and isinstance(reference, dict):
@@ -103,13 +103,13 @@ class JsonRule(ExtractionRule):
         if reference is None or reference is NO_JSON:
             raise ValueError(f"task {episode.task.id}: its answer is not JSON, which the rule json needs")
         answer = read_json(self.answer_of(episode.trajectory) or "")
-        return self.rewarded(0.0 if answer is NO_JSON else self._share(answer, reference))
+        return self.make_reward(0.0 if answer is NO_JSON else self._correct_share(answer, reference))
 
-    def _share(self, answer: Any, reference: Any) -> float:
+    def _correct_share(self, answer: Any, reference: Any) -> float:
         if not (self.partial and reference and isinstance(reference, dict) and isinstance(answer, dict)):
             return float(same_json(answer, reference))
-        hits = sum(key in answer and same_json(answer[key], value) for key, value in reference.items())
-        return hits / len(reference.keys() | answer.keys())
+        num_correct = sum(key in answer and same_json(answer[key], value) for key, value in reference.items())
+        return num_correct / len(reference.keys() | answer.keys())
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -123,6 +123,6 @@ class SchemaRule(ExtractionRule):
     def __call__(self, episode: Episode) -> Reward:
         answer = read_json(self.answer_of(episode.trajectory) or "")
         try:
-            return self.rewarded(answer is not NO_JSON and make_validator(self.schema).is_valid(answer))
+            return self.make_reward(answer is not NO_JSON and make_validator(self.schema).is_valid(answer))
         except (OverflowError, RecursionError):  # too large or too deep to validate
-            return self.rewarded(0.0)
+            return self.make_reward(0.0)

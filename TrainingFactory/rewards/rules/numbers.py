@@ -38,16 +38,16 @@ class NumberSpan:
 
 
 def number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan]:
-    """Return the spans of all numbers in a text, in order. The text must be normalised by `plain`."""
+    """Return the spans of all numbers in a text, in order. `normalise_symbols` must have normalised the text."""
     spans: list[NumberSpan] = []
     for match in RUN.finditer(text):
         if _PART_OF_WORD.search(text[max(0, match.start() - 16) : match.start()]):
             continue
-        pieces = [match.span()]
-        if " " in match.group() and _value(match.group(), decimal_comma) is None:
+        run_spans = [match.span()]
+        if " " in match.group() and _parse_value(match.group(), decimal_comma) is None:
             # two numbers side by side, not one with a space in it
-            pieces = [part.span() for part in re.compile(r"[^ ]+").finditer(text, *match.span())]
-        spans += [_parse_figure(text, start, end, decimal_comma) for start, end in pieces]
+            run_spans = [figure.span() for figure in re.compile(r"[^ ]+").finditer(text, *match.span())]
+        spans += [_parse_figure(text, start, end, decimal_comma) for start, end in run_spans]
     return spans
 
 
@@ -65,46 +65,48 @@ def same_number(
     1e-6. Known units are converted; units of different kinds never match. A percentage matches its value, and the
     number before the sign (50% and 50) if that is at least 1."""
 
-    def close(value: Fraction, right: Fraction) -> bool:
-        share = relative
+    def is_close(value: Fraction, expected: Fraction) -> bool:
+        max_share = relative
         if tolerance is None and relative is None:
-            if value.denominator == right.denominator == 1:
-                return value == right
-            share = 1e-6
+            if value.denominator == expected.denominator == 1:
+                return value == expected
+            max_share = 1e-6
         # Exact decimals via str: 0.333333 is exactly a relative 1e-6 away from 1/3.
-        margin = max(Fraction(str(tolerance or 0)), Fraction(str(share or 0)) * abs(right))
-        return abs(value - right) <= margin
+        margin = max(Fraction(str(tolerance or 0)), Fraction(str(max_share or 0)) * abs(expected))
+        return abs(value - expected) <= margin
 
     left, right = answer.value, reference.value
     if answer.units and reference.units:
-        pairs = [(one, other) for one in answer.units for other in reference.units if one.kind == other.kind]
-        return any(close(left * one.factor, right * other.factor) for one, other in pairs)
+        pairs = [
+            (unit, other) for unit in answer.units for other in reference.units if unit.kind == other.kind
+        ]
+        return any(is_close(left * unit.factor, right * other.factor) for unit, other in pairs)
     if (answer.units and reference.unit_name) or (answer.unit_name and reference.units):
         return False
-    if close(left, right):
+    if is_close(left, right):
         return True
     if answer.percent == reference.percent:
         return False
     left, right = left * (100 if answer.percent else 1), right * (100 if reference.percent else 1)
     without_percent = right if answer.percent else left
-    return abs(without_percent) >= 1 and close(left, right)
+    return abs(without_percent) >= 1 and is_close(left, right)
 
 
 def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
     """Parse the run at start:end with the sign, currency, percent, scale and unit next to it."""
-    value = _value(text[start:end], decimal_comma)
+    value = _parse_value(text[start:end], decimal_comma)
     window = text[max(0, start - 24) : start]
-    sign_match = _LEAD.search(window)
+    sign_match = _SIGN_AND_CURRENCY.search(window)
     assert sign_match is not None  # the pattern also matches the empty end
     text_before, text_after = window[: sign_match.start()], text[end : end + 40]
     start -= len(window) - sign_match.start()
     signs = (sign_match["sign"] or "") + (sign_match["inner"] or "")
     if (
         value is None
-        or _SPOILT_BEFORE.search(text_before)
+        or _EXPRESSION_BEFORE.search(text_before)
         or _WORDS_BEFORE.search(text_before)
-        or _SPOILT_AFTER.match(text_after)
-        or (not sign_match["money"] and _MEGA.match(text_after))  # 5M: millions, metres, molar?
+        or _EXPRESSION_AFTER.match(text_after)
+        or (not sign_match["money"] and _AMBIGUOUS_SCALE.match(text_after))  # 5M: millions, metres, molar?
         or len(signs.replace(" ", "")) > 1
         or (sign_match["sign"] and _MINUS_IS_A_DASH.search(text_before + sign_match["sign"]))
         or ("-" in signs and text_before.endswith("|") and text_after.startswith("|"))  # |-5|
@@ -130,51 +132,51 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
     )
 
 
-def _value(run: str, decimal_comma: bool) -> Fraction | None:
+def _parse_value(run: str, decimal_comma: bool) -> Fraction | None:
     if len(run) > MAX_DIGITS:
         return None
-    if match := _MIXED.fullmatch(run):
-        integer, above, below = (int(part) for part in match.groups())
-        return integer + Fraction(above, below) if 0 < above < below else None
-    above, slash, below = run.partition("/")
-    numerator = _scientific(above.strip(), decimal_comma)
+    if match := _MIXED_NUMBER.fullmatch(run):
+        integer, top, bottom = (int(digits) for digits in match.groups())
+        return integer + Fraction(top, bottom) if 0 < top < bottom else None
+    numerator_text, slash, denominator_text = run.partition("/")
+    numerator = _parse_scientific(numerator_text.strip(), decimal_comma)
     if not slash or numerator is None:
         return numerator
-    denominator = _scientific(below.strip(), decimal_comma)
+    denominator = _parse_scientific(denominator_text.strip(), decimal_comma)
     return numerator / denominator if denominator else None
 
 
-def _scientific(run: str, decimal_comma: bool) -> Fraction | None:
-    match = _POWER.fullmatch(run)
+def _parse_scientific(run: str, decimal_comma: bool) -> Fraction | None:
+    match = _SCIENTIFIC.fullmatch(run)
     if match is None:
-        return _decimal(run, decimal_comma)
-    figure = match["figure"] or match["mantissa"]
-    value = _decimal(figure, decimal_comma) if figure else Fraction(1)
+        return _parse_decimal(run, decimal_comma)
+    mantissa = match["figure"] or match["mantissa"]
+    value = _parse_decimal(mantissa, decimal_comma) if mantissa else Fraction(1)
     exponent = int(match["e"] or match["power"])
     return value * Fraction(10) ** exponent if value is not None and abs(exponent) <= MAX_EXPONENT else None
 
 
-def _decimal(run: str, decimal_comma: bool) -> Fraction | None:
+def _parse_decimal(run: str, decimal_comma: bool) -> Fraction | None:
     if decimal_comma:
-        run = run.translate(_SWAPPED)
-    if _PLAIN.fullmatch(run):
+        run = run.translate(_SWAPPED_SEPARATORS)
+    if _PLAIN_DECIMAL.fullmatch(run):
         return Fraction(run)
-    if _GROUPED.fullmatch(run):
+    if _THOUSANDS.fullmatch(run):
         return Fraction(re.sub(r"[, '_]", "", run))
-    if _CONTINENTAL.fullmatch(run) and not decimal_comma:
+    if _EUROPEAN.fullmatch(run) and not decimal_comma:
         return Fraction(run.replace(".", "").replace(",", "."))
     return None
 
 
-_SWAPPED = str.maketrans(".,", ",.")
-_PLAIN = re.compile(r"\d+(?:\.\d*)?|\.\d+")
-_GROUPED = re.compile(
+_SWAPPED_SEPARATORS = str.maketrans(".,", ",.")
+_PLAIN_DECIMAL = re.compile(r"\d+(?:\.\d*)?|\.\d+")
+_THOUSANDS = re.compile(
     r"[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:'\d{3})+|(?:_\d{3})+)(?:\.\d+)?"
     r"|[1-9]\d?(?:,\d\d)+,\d{3}(?:\.\d+)?"  # as in India: 12,34,567
 )
-_CONTINENTAL = re.compile(r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")  # 1.234,5 and 1.234.567
-_MIXED = re.compile(r"(\d{1,9}) (\d{1,9}) ?/ ?(\d{1,9})")
-_POWER = re.compile(
+_EUROPEAN = re.compile(r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")  # 1.234,5 and 1.234.567
+_MIXED_NUMBER = re.compile(r"(\d{1,9}) (\d{1,9}) ?/ ?(\d{1,9})")
+_SCIENTIFIC = re.compile(
     r"(?P<figure>.+?)[eE](?P<e>[+-]?\d{1,4})|(?:(?P<mantissa>.+?) ?[x*] ?)?10\^(?P<power>[+-]?\d{1,4})"
 )
 # The longest run that could be one number: digits, and the characters allowed between digits of a number or expression.
@@ -188,12 +190,12 @@ RUN = re.compile(
     r")*"
 )
 _PART_OF_WORD = re.compile(r"(?:[A-Za-z]_?|[A-Za-z)]\^[-+]?)\Z")  # the 2 of CO2, x_2 and m^2
-_LEAD = re.compile(
+_SIGN_AND_CURRENCY = re.compile(
     r"(?P<sign>[-+] ?)?(?P<money>(?:US)?[$€£¥₹] ?|\b(?:USD|EUR|GBP|CNY|INR|JPY) )?(?P<inner>[-+])?\Z"
 )
 _MINUS_IS_A_DASH = re.compile(r"[A-Za-z)\]}][-+] ?\Z|[A-Za-z)\]}] [-+] \Z")  # x-5, x - 5
 # Text before or after a number that makes it part of a larger expression, or not a plain number.
-_SPOILT_BEFORE = re.compile(
+_EXPRESSION_BEFORE = re.compile(
     r"(?:[/^*√±<>≤≥≠]|[A-Za-z]\(|\b(?:(?:sin|cos|tan|log|ln|exp|sqrt)(?:_\w{1,3})?|(?:max|min)\.?)[ ({]?"
     r"|\\[A-Za-z]+(?:_\{?\w{1,3}\}?)?[ ({]?)[ ({]?\Z"
     r"|[-+] ?[({\[|\"'<]+ ?\Z",  # -(5), -{5}
@@ -207,15 +209,15 @@ _WORDS_BEFORE = re.compile(
     r"|twice|double|triple) (?:of )?(?:the )?\Z",
     re.I,
 )
-_FEW = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
-_SPOILT_AFTER = re.compile(
+_TIMES = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
+_EXPRESSION_AFTER = re.compile(
     r" ?(?:π|√|±|\\|pi\b|\+|[*^] ?[A-Za-z(]|[/-] ?[xyzn(](?![a-z]))|[xyznie](?![A-Za-z])|\([\dxyzn]|[A-Za-z]+\d"
     r"|[)\]}|]+ ?\^|[₀-₉]| ?[≤≥≠]| ?> ?[\w-]| ?<(?!\w+ ?/?>) ?[\w-]"
     r"|[ -](?:(?:halves|halved|doubled|tripled|quadrupled)\b"
     r"|(?:squared|cubed|factorial|plus|minus|multiplied|divided|modulo|mod|choose|to the (?:\w+ )?power)\b"
     r"|at (?:most|least|best)\b|and[ -](?:up|above|over|below|under|more)\b"
     r"|and[ -](?:a|one|two|three)[ -](?:half|third|quarter)"
-    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|(?:m|b|tr)illion)th)s\b|times {_FEW})",
+    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|(?:m|b|tr)illion)th)s\b|times {_TIMES})",
 )
 _PERCENT = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
 _SCALES = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
@@ -225,7 +227,7 @@ _SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "萬": 10**4, "亿": 10**8, 
 _SCALE = re.compile(
     r" ?((?i:(?:hundred|thousand|lakh|million|crore|billion|trillion)s?)\b|(?:k|mn|mio|bn|tn)\b|[百千万萬亿億])"
 )
-_MONEY_SCALE, _MEGA = re.compile(r"([KMB])\b"), re.compile(r"[MB]\b")
+_MONEY_SCALE, _AMBIGUOUS_SCALE = re.compile(r"([KMB])\b"), re.compile(r"[MB]\b")
 _OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
     r" ?([A-Za-z]{2,20}[a-rt-z]s|[a-zµ]?[A-Z]{1,2}[a-z]?)(?=[\s.,;!)]*\Z)"
 )
@@ -235,14 +237,14 @@ def normalise_symbols(text: str) -> str:
     """Return the text with signs, digits of other scripts, LaTeX and markdown normalised to plain ASCII."""
     text = text[-MAX_CHARS:]
     if not text.isascii():
-        text = superscripts_to_powers(_FRACTION_SIGN.sub(_fraction_sign, text))
-        text = re.sub(r"[^\x00-\x7f]", lambda match: _ascii(match.group()), text)
+        text = superscripts_to_powers(_FRACTION_SIGN.sub(_expand_fraction, text))
+        text = re.sub(r"[^\x00-\x7f]", lambda match: _to_ascii(match.group()), text)
     if "\\" in text or "{" in text:
         for pattern, replacement in _LATEX:
             text = pattern.sub(replacement, text)
-    text = _MATHS.sub(r" \1 ", text)
-    for symbol, meant in _ARROWS.items():
-        text = text.replace(symbol, meant)
+    text = _INLINE_MATHS.sub(r" \1 ", text)
+    for symbol, meaning in _ARROWS.items():
+        text = text.replace(symbol, meaning)
     text = _MINUS_WORD.sub("-", text)
     text = _POWER_STARS.sub("^", text).replace("**", "")
     text = _EMPHASIS.sub("", text)
@@ -251,15 +253,15 @@ def normalise_symbols(text: str) -> str:
 
 def superscripts_to_powers(text: str) -> str:
     """Return the text with superscript digits as exponents: 2\u2078 becomes 2^8, not 28."""
-    return _RAISED.sub(lambda match: "^" + match.group().translate(_LOWERED), text)
+    return _SUPERSCRIPTS.sub(lambda match: "^" + match.group().translate(_SUPERSCRIPT_DIGITS), text)
 
 
-def _fraction_sign(match: re.Match[str]) -> str:
+def _expand_fraction(match: re.Match[str]) -> str:
     numerator, denominator = unicodedata.normalize("NFKC", match.group(2)).split("\u2044")
     return f"{match.group(1)} {numerator}/{denominator}" if match.group(1) else f"{numerator}/{denominator}"
 
 
-def _ascii(character: str) -> str:
+def _to_ascii(character: str) -> str:
     if character in _SIGNS:
         return _SIGNS[character]
     digit = unicodedata.decimal(character, None)  # covers Arabic, Devanagari and full-width digits
@@ -271,8 +273,8 @@ def _ascii(character: str) -> str:
 
 
 _FRACTION_SIGN = re.compile("(\\d?)([\u00bc-\u00be\u2150-\u215e\u2189])")
-_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
-_LOWERED = str.maketrans(
+_SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+_SUPERSCRIPT_DIGITS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
 )
 _SIGNS = dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-")  # minus and dashes
@@ -280,7 +282,7 @@ _SIGNS |= dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*") | dict.fromkeys("\u2044
 _SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | dict.fromkeys("\u2060\u200b\ufeff", "")
 _SIGNS |= {"\u2243": "≈", "\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ","}
 _SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
-_MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
+_INLINE_MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
 _ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # not equals signs, and not minus signs
 _MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
 _POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
@@ -315,11 +317,11 @@ def only_number(text: str, decimal_comma: bool = False) -> Number | None:
     text = normalise_symbols(text).strip() if len(text) <= MAX_CHARS else ""
     if "≈" in text and "\n" in text:
         return None  # ambiguous: the approximated line is unknown
-    stated_text = next((part for part in text.split("≈") if RUN.search(part)), "")
+    stated_text = next((side for side in text.split("≈") if RUN.search(side)), "")
     equation, _, stated_text = stated_text.rpartition("=")
     numbers = [figure.number for figure in number_spans(stated_text, decimal_comma)]
-    first = numbers[0] if numbers else None
-    if first is None or any(number is None or number.value != first.value for number in numbers):
+    stated = numbers[0] if numbers else None
+    if stated is None or any(number is None or number.value != stated.value for number in numbers):
         return None
     if (
         _DENIAL.search(stated_text)
@@ -327,7 +329,7 @@ def only_number(text: str, decimal_comma: bool = False) -> Number | None:
         or (len(numbers) == 1 and _CHOICE.search(stated_text))
     ):
         return None
-    return None if equation and _is_unclear(equation, stated_text, decimal_comma) else first
+    return None if equation and _is_unclear(equation, stated_text, decimal_comma) else stated
 
 
 def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
@@ -340,12 +342,12 @@ def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
     start, end = spans[-1].start, spans[-1].end
     separator = text[spans[-2].end if len(spans) > 1 else 0 : start].rpartition("\n")[2]
     text_after = text[end:].partition("\n")[0]
-    denied = (
+    is_denied = (
         _DENIAL.search(separator)
         or _CHOICE.search(separator)
         or _REFUSAL.search(separator + "5" + text_after)
     )
-    return None if denied or _TAKEN_BACK.search(separator.rpartition("=")[0]) else text[start:end]
+    return None if is_denied or _RETRACTION.search(separator.rpartition("=")[0]) else text[start:end]
 
 
 def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
@@ -353,12 +355,12 @@ def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
     x = 5 or x = 72, 5 < x = 72."""
     line = equation.rpartition("\n")[2]
     left = _CLAUSE.split(line)[-1].rpartition("=")[2]
-    if _REFUSED_LINE.search(line) or _TAKEN_BACK.search(left):
+    if _REJECTED_LINE.search(line) or _RETRACTION.search(left):
         return True
     if not re.search(r"\d", left) and (_DENIAL.search(left) or _CHOICE.search(left)):
         return True
     sides = f"{line}={stated_text}".split("=")
-    right_sides = [_NEXT.split(right)[0] for left, right in pairwise(sides) if _NAME.search(left)]
+    right_sides = [_CLAUSE_END.split(right)[0] for left, right in pairwise(sides) if _LEFT_SIDE.search(left)]
     single_numbers = [
         spans for spans in (number_spans(side, decimal_comma) for side in right_sides) if len(spans) == 1
     ]
@@ -373,13 +375,13 @@ _REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
 )
 _CHOICE = re.compile(r"\bor\b(?! so\b)", re.I)
 _CLAUSE = re.compile(r"[,;.:] ")
-_REFUSED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
-_TAKEN_BACK = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
+_REJECTED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
+_RETRACTION = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
     r"(?:\b(?:not|never)|n't) [-+*/x^()$.\d ]+\Z|\d or (?:[A-Za-z]\w*|[-+*/x^()$.\d ]+) ?\Z|[<>≤≥≠] ?[\w.]+ ?\Z",
     re.I,
 )
-_NEXT = re.compile(r"[,;:] |\. |\b(?:or|and|then|so|but)\b", re.I)
-_NAME = re.compile(  # the left side of an equation: x, then the total
+_CLAUSE_END = re.compile(r"[,;:] |\. |\b(?:or|and|then|so|but)\b", re.I)
+_LEFT_SIDE = re.compile(  # the left side of an equation: x, then the total
     r"(?:\A|[,;:.] ?|\b(?:or|and|then|so|but|if|let|are|either) )(?:\b[A-Za-z_]\w*+(?:\([A-Za-z]\))? ?){1,4}\Z",
     re.I,
 )

@@ -51,7 +51,7 @@ class NumericRule(AnswerRule):
 
 def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
     """Parse a reference: a number, a text that states one, or a worked solution that ends in `#### 72`; None for
-    others. With `decimal_comma`, 1.234 is 1234, and 3.14, which is not valid that way, is read with a point."""
+    others. With `decimal_comma`, 1.234 is 1234, but 3.14 is still 3.14."""
     if isinstance(reference, int | Fraction | Decimal | float) and not isinstance(reference, bool):
         if isinstance(reference, Decimal | float) and not math.isfinite(reference):
             raise ValueError(f"its answer is {reference}; it must be a finite number")
@@ -71,8 +71,8 @@ class AutoRule(NumericRule):
 
     def read_reference(self, reference: Any) -> Any:
         text = reference.rpartition("####")[2].strip() if isinstance(reference, str) else ""
-        number = is_number(text) or (self.decimal_comma and is_number(text, True))
-        if text and (_ZEROS_IN_FRONT.fullmatch(text) or not number):
+        is_numeric = is_number(text) or (self.decimal_comma and is_number(text, True))
+        if text and (_LEADING_ZEROS.fullmatch(text) or not is_numeric):
             return text
         if isinstance(reference, bool | dict):
             return str(reference)
@@ -81,12 +81,12 @@ class AutoRule(NumericRule):
     def score(self, answer: str, reference: Any) -> float:
         if not isinstance(reference, str):
             return super().score(answer, reference)
-        if _ZEROS_IN_FRONT.fullmatch(reference) and (number := only_number(answer)):
+        if _LEADING_ZEROS.fullmatch(reference) and (number := only_number(answer)):
             return float(number.value == int(reference) and contains_words(answer, reference))
         return float(normalise_text(answer) == normalise_text(reference))
 
 
-_ZEROS_IN_FRONT = re.compile(r"0\d{1,99}")
+_LEADING_ZEROS = re.compile(r"0\d{1,99}")
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class MathRule(ReferenceRule):
 
     @cached_property
     def _worker(self) -> Worker:
-        return Worker(f"{__name__}:comparing", self.timeout)
+        return Worker(f"{__name__}:make_comparer", self.timeout)
 
     async def close(self) -> None:
         """End the worker process; the next comparison starts a new one."""
@@ -114,17 +114,17 @@ class MathRule(ReferenceRule):
             await worker.close()
 
     async def __call__(self, episode: Episode) -> Reward:
-        correct = self.parsed_references(episode)
+        references = self.parsed_references(episode)
         for answer in self.candidate_answers(episode):
-            for reference in correct:
-                if await self._same(answer, reference):
-                    return self.rewarded(1.0)
-        return self.rewarded(0.0)
+            for reference in references:
+                if await self._is_equal(answer, reference):
+                    return self.make_reward(1.0)
+        return self.make_reward(0.0)
 
     def read_reference(self, reference: Any) -> str:
         return str(reference).rpartition("####")[2].strip()
 
-    async def _same(self, answer: str, reference: str) -> bool:
+    async def _is_equal(self, answer: str, reference: str) -> bool:
         number, expected = only_number(answer), only_number(reference)
         if number is not None and expected is not None and is_number(reference):
             return same_number(number, expected)
@@ -141,8 +141,8 @@ class MathRule(ReferenceRule):
         return are_equal
 
 
-def comparing(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
-    """Return the function that the worker process runs; parsing and comparing may take `seconds` each."""
+def make_comparer(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
+    """Return the worker process's comparison function, which may take `seconds` to parse and `seconds` to compare."""
     import resource
 
     from math_verify import LatexExtractionConfig, parse, verify

@@ -35,31 +35,31 @@ class SqlExecution(ToolRule):
     max_rows: Count = MAX_ROWS
 
     def check_environment(self, environment: Environment, task: Task) -> None:
-        if "database" not in task.metadata and _source(environment, self.tool) is None:
+        if "database" not in task.metadata and _find_database(environment, self.tool) is None:
             super().check_environment(environment, task)
 
     async def __call__(self, episode: Episode) -> Reward:
         [reference] = reference_answers(episode.task, self.rule)[:1]
         query = self.code_of(episode)
         if not query:
-            return self.rewarded(0.0)
+            return self.make_reward(0.0)
         try:
-            return self.rewarded(await self._same(episode, query, str(reference)))
+            return self.make_reward(await self._has_same_result(episode, query, str(reference)))
         except (ValueError, TypeError) as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
-    async def _same(self, episode: Episode, query: str, reference: str) -> bool:
+    async def _has_same_result(self, episode: Episode, query: str, reference: str) -> bool:
         paths = episode.task.metadata.get("database")
         if paths is None:
-            if (source := _source(episode.environment, self.tool)) is None:
+            if (database := _find_database(episode.environment, self.tool)) is None:
                 return await same_result(tool_caller(episode, self.tool, "query"), query, reference)
-            return await self._same_in(source.path, source.timeout, query, reference)
+            return await self._same_result_in(database.path, database.timeout, query, reference)
         files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:
             raise ValueError("its metadata database is empty; list at least one SQLite file")
-        return all([await self._same_in(Path(path), self.timeout, query, reference) for path in files])
+        return all([await self._same_result_in(Path(path), self.timeout, query, reference) for path in files])
 
-    async def _same_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:
+    async def _same_result_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:
         database = await in_thread(SqlDatabase, path, timeout=timeout, max_rows=self.max_rows, format="exact")
         try:
             return await same_result(partial(in_thread, database.run), query, reference)
@@ -71,7 +71,7 @@ class SqlResult(SqlExecution):
     rule: ClassVar[str] = "sql_result"
 
 
-def _source(environment: Environment, tool: str) -> SqlDatabase | None:
+def _find_database(environment: Environment, tool: str) -> SqlDatabase | None:
     """Return the `database` of the environment or of the named tool; None if neither has one."""
     tools = (candidate for candidate in getattr(environment, "tools", ()) if candidate.spec.name == tool)
     databases = (getattr(owner, "database", None) for owner in (environment, *tools))

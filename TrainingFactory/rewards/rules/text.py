@@ -20,7 +20,7 @@ class ExactRule(AnswerRule):
     """Reward an identical text, apart from surrounding whitespace."""
 
     rule: ClassVar[str] = "exact"
-    whole_too: ClassVar[bool] = False
+    tries_whole_text: ClassVar[bool] = False
     extract: ExtractMode = "whole"
 
     def score(self, answer: str, reference: Any) -> float:
@@ -40,7 +40,7 @@ class ContainsRule(AnswerRule):
     """Reward an answer that contains the reference as whole words."""
 
     rule: ClassVar[str] = "contains"
-    whole_too: ClassVar[bool] = False
+    tries_whole_text: ClassVar[bool] = False
 
     def score(self, answer: str, reference: Any) -> float:
         return float(contains_words(answer, reference))
@@ -59,19 +59,19 @@ class SquadF1Rule(AnswerRule):
     """Reward SQuAD's F1, the word overlap of the answer and the reference."""
 
     rule: ClassVar[str] = "f1"
-    whole_too: ClassVar[bool] = False
+    tries_whole_text: ClassVar[bool] = False
 
     def score(self, answer: str, reference: Any) -> float:
-        words, expected = squad_words(answer), squad_words(reference)
-        if words == expected:
+        words, expected_words = squad_words(answer), squad_words(reference)
+        if words == expected_words:
             return 1.0
-        if " ".join(words) in _VERDICTS or " ".join(expected) in _VERDICTS:
+        if " ".join(words) in _YES_NO_ANSWERS or " ".join(expected_words) in _YES_NO_ANSWERS:
             return 0.0  # yes and no have no partial score
-        common = sum((Counter(words) & Counter(expected)).values())
-        return 2 * common / (len(words) + len(expected))
+        num_common = sum((Counter(words) & Counter(expected_words)).values())
+        return 2 * num_common / (len(words) + len(expected_words))
 
 
-_VERDICTS = ("yes", "no", "noanswer")
+_YES_NO_ANSWERS = ("yes", "no", "noanswer")
 
 
 def normalise_text(text: str) -> str:
@@ -79,15 +79,15 @@ def normalise_text(text: str) -> str:
     text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).casefold().translate(_QUOTES)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
-    stripped = text.lstrip(_AROUND)
-    if stripped[:1].isdigit() and _POINT.search(text[: len(text) - len(stripped)]):
+    stripped = text.lstrip(_SURROUNDING)
+    if stripped[:1].isdigit() and _DECIMAL_POINT.search(text[: len(text) - len(stripped)]):
         stripped = text[len(text) - len(stripped) - 1 :]  # .5 is not 5
-    return stripped.rstrip(_AROUND) or text
+    return stripped.rstrip(_SURROUNDING) or text
 
 
 _QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
-_AROUND = " \"'`*_.,;:!?()[]$"
-_POINT = re.compile(r"(?<![.,])[.,]\Z")
+_SURROUNDING = " \"'`*_.,;:!?()[]$"
+_DECIMAL_POINT = re.compile(r"(?<![.,])[.,]\Z")
 
 
 def contains_words(answer: str, reference: str) -> bool:
@@ -106,14 +106,14 @@ def contains_words(answer: str, reference: str) -> bool:
 def squad_words(text: str) -> list[str]:
     """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
     articles of a text that has no other words (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
-    lower = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
-    stripped = _IN_NUMBER.sub(_protect, lower).translate(_PUNCTUATION)
-    return _ARTICLES.sub(" ", stripped).split() or stripped.split() or lower.split()
+    lower_text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
+    words_text = _NUMBER_MARK.sub(_protect, lower_text).translate(_PUNCTUATION)
+    return _ARTICLES.sub(" ", words_text).split() or words_text.split() or lower_text.split()
 
 
 def _protect(match: re.Match[str]) -> str:
     """Return the mark as private-use characters, which are not punctuation; "" for a thousands separator."""
-    return "" if match["thousands"] is not None else match.group().translate(_PROTECTED)
+    return "" if match["thousands"] is not None else match.group().translate(_PROTECTED_MARKS)
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
@@ -121,10 +121,10 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u2
 # Marks that belong to a number: without them 1.5 would be 15, 3-4 would be 34, 5e-3 would be 5e3, and -7 would be 7.
 # Thousands separators are optional, so they are dropped.
 _DASHES = "\u2212\u2013"
-_IN_NUMBER = re.compile(
+_NUMBER_MARK = re.compile(
     r"(?<=\d)(?:(?<!\d{4})(?<!(?<!\d)0)[,'_](?=\d{3}(?!\d))(?P<thousands>)"
     rf"|[{re.escape(string.punctuation)}{_DASHES}]+(?=\d))"
     r"|(?<=\de)[-\u2212](?=\d)|(?<![\w)])[-\u2212](?=\.?\d)|(?<!\w)\.(?=\d)"
 )
-_PROTECTED = {ord(character): 0xE000 + ord(character) for character in string.punctuation}
-_PROTECTED |= {ord(dash): _PROTECTED[ord("-")] for dash in _DASHES}
+_PROTECTED_MARKS = {ord(character): 0xE000 + ord(character) for character in string.punctuation}
+_PROTECTED_MARKS |= {ord(dash): _PROTECTED_MARKS[ord("-")] for dash in _DASHES}

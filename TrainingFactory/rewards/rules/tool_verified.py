@@ -50,32 +50,32 @@ class CodeCases(ToolRule):
         entry = task.metadata.get("entry", self.entry)
         if not isinstance(entry, str) or not re.fullmatch(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", entry):
             raise ValueError(f"task {task.id}: entry is {entry!r}; it must be the name of a function")
-        cases = _cases(task)
+        cases = _read_cases(task)
         code = self.code_of(episode)
         if not code:
-            return self.rewarded(0.0)
-        ask = tool_caller(episode, self.tool, "code")
-        case_results: list[bool] = []
+            return self.make_reward(0.0)
+        run = tool_caller(episode, self.tool, "code")
+        has_passed: list[bool] = []
         if not self.partial:  # run the first case alone, so that code that hangs is stopped only once
             first_case, *cases = cases
-            case_results = [await self._passes(ask, code, entry, *first_case)]
-            if not case_results[0]:
+            has_passed = [await self._passes(run, code, entry, *first_case)]
+            if not has_passed[0]:
                 cases = []
-        case_results += await asyncio.gather(*(self._passes(ask, code, entry, *case) for case in cases))
-        return self.rewarded(sum(case_results) / len(case_results) if self.partial else all(case_results))
+        has_passed += await asyncio.gather(*(self._passes(run, code, entry, *case) for case in cases))
+        return self.make_reward(sum(has_passed) / len(has_passed) if self.partial else all(has_passed))
 
-    async def _passes(self, ask: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
+    async def _passes(self, run: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         arguments = json.dumps(json.dumps(args))
-        call = f"_json.dumps({entry}(*_json.loads({arguments})))"
+        expression = f"_json.dumps({entry}(*_json.loads({arguments})))"
         size = len(json.dumps(expected))
-        output = await run_and_read(ask, f"{code}\n\nimport json as _json", call, expected=size)
+        output = await run_and_read(run, f"{code}\n\nimport json as _json", expression, size)
         try:
             return output is not None and same_json(json.loads(output), expected)
         except (ValueError, RecursionError):
             return False
 
 
-def _cases(task: Task) -> list[tuple[list[Any], Any]]:
+def _read_cases(task: Task) -> list[tuple[list[Any], Any]]:
     """Return the arguments and the expected result of each case, with tuples as lists, as in JSON."""
     try:
         cases = CASES.validate_python(task.metadata.get("cases"))
@@ -96,29 +96,29 @@ class CalculatedRule(NumericRule):
     def __call__(self, episode: Episode) -> Reward:
         task = episode.task
         try:
-            correct = self._correct(task)
-            numbers = _numbers(task) if self.expressions else None
+            references = self._references_of(task)
+            allowed_numbers = _allowed_numbers_of(task) if self.expressions else None
         except (ValueError, TypeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"task {task.id}: {error}") from error
         answers = self.candidate_answers(episode)
-        if numbers is not None:
-            answers = [answer for answer in answers if _uses_only(answer, numbers)]
-        scores = [self.score(answer, reference) for answer in answers for reference in correct]
-        return self.rewarded(max(scores, default=0.0))
+        if allowed_numbers is not None:
+            answers = [answer for answer in answers if _uses_only(answer, allowed_numbers)]
+        scores = [self.score(answer, reference) for answer in answers for reference in references]
+        return self.make_reward(max(scores, default=0.0))
 
-    def _correct(self, task: Task) -> list[Number]:
+    def _references_of(self, task: Task) -> list[Number]:
         if (expression := task.metadata.get("expression")) is not None:
             return [Number(calculate(str(expression)))]
         return [self.read_reference(reference) for reference in reference_answers(task, self.rule)]
 
     def score(self, answer: str, reference: Number) -> float:
-        values = _calculated(answer) if self.expressions else {}
-        if not values:
+        side_values = _calculate_sides(answer) if self.expressions else {}
+        if not side_values:
             return super().score(answer, reference)
-        return float(set(values.values()) == {reference.value})
+        return float(set(side_values.values()) == {reference.value})
 
 
-def _calculated(answer: str) -> dict[str, Fraction]:
+def _calculate_sides(answer: str) -> dict[str, Fraction]:
     """Return the value of each side of an equation, or of a single expression; empty for other texts."""
     try:
         return {side: calculate(side) for side in normalise_symbols(answer).strip(" .").split("=")}
@@ -126,18 +126,18 @@ def _calculated(answer: str) -> dict[str, Fraction]:
         return {}
 
 
-def _numbers(task: Task) -> Counter[Fraction] | None:
+def _allowed_numbers_of(task: Task) -> Counter[Fraction] | None:
     """Return the numbers that an expression may use, with their counts; None: any."""
-    numbers = task.metadata.get("numbers")
-    return None if numbers is None else Counter(Fraction(str(number)) for number in numbers)
+    allowed = task.metadata.get("numbers")
+    return None if allowed is None else Counter(Fraction(str(number)) for number in allowed)
 
 
-def _uses_only(answer: str, numbers: Counter[Fraction]) -> bool:
+def _uses_only(answer: str, allowed_numbers: Counter[Fraction]) -> bool:
     """Return whether a side of the answer is an expression of these numbers, each used at most as often as listed."""
     used_numbers = [
-        Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculated(answer)
+        Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculate_sides(answer)
     ]
-    return any(side and side <= numbers for side in used_numbers)
+    return any(side and side <= allowed_numbers for side in used_numbers)
 
 
 _DIGIT = re.compile(r"\d")

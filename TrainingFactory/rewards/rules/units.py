@@ -23,8 +23,8 @@ def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
     power = int(match["power"] or 0) or {"sq": 2, "cu": 3}.get((match["shape"] or "")[:2].lower(), 1)
     units = tuple(_raise_to_power(unit, power) for unit in units)
     if match["per"] and (divisor_units := _find_unit(match["per"])):
-        lower = [_raise_to_power(unit, int(match["per_power"] or 1)) for unit in divisor_units]
-        return tuple(_divide(unit, divisor) for unit in units for divisor in lower), match.end()
+        divisors = [_raise_to_power(unit, int(match["per_power"] or 1)) for unit in divisor_units]
+        return tuple(_divide(unit, divisor) for unit in units for divisor in divisors), match.end()
     return units, match.end("power" if match["power"] else "name")
 
 
@@ -41,8 +41,8 @@ def _find_unit(name: str) -> tuple[Unit, ...]:
     """Return the meanings of a unit's name, ignoring case and plural; also of temperatures such as `degrees C`."""
     if temperature := _TEMPERATURE.fullmatch(name):
         name = f"°{temperature[1].upper()}"
-    lower = name.lower()
-    spellings = (name, lower, lower.removesuffix("s"), lower.removesuffix("es"))
+    lower_name = name.lower()
+    spellings = (name, lower_name, lower_name.removesuffix("s"), lower_name.removesuffix("es"))
     return next((UNITS[spelling] for spelling in spellings if spelling in UNITS), ())
 
 

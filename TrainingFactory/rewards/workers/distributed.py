@@ -38,20 +38,20 @@ class WorkersDown(Exception):
 
 @dataclass(slots=True, eq=False)
 class PoolWorker:
-    number: int
+    index: int
     model: Any  # as passed to the pool
     reward: AdaptedReward | RewardProcess
     breaker: CircuitBreaker = field(default_factory=lambda: CircuitBreaker(failures=2, pause=0.5))
     is_down: bool = False  # a warning was logged
-    running: int = 0
-    done: int = 0
+    num_running: int = 0
+    num_done: int = 0
     num_failed: int = 0
 
     @property
     def name(self) -> str:
         """Return the worker's name for logs; for a judge, with the address of its endpoint."""
         model = self.model.client.model if isinstance(self.model, Judge) else None
-        return f"worker {self.number}" + (f" at {model.url}" if isinstance(model, Endpoint) else "")
+        return f"worker {self.index}" + (f" at {model.url}" if isinstance(model, Endpoint) else "")
 
 
 class RewardWorkerPool:
@@ -72,25 +72,25 @@ class RewardWorkerPool:
         **judge_options: Any,
     ) -> None:
         self.timeout, self.patience = timeout, patience
-        self._opened: list[Any] = []  # closed with the pool
+        self._owned_models: list[Any] = []  # closed with the pool
         if base_url is not None:
             models = judges_at(base_url, {"model": model} | judge_options, num_workers)
-            self._opened += dict.fromkeys(models)
+            self._owned_models += dict.fromkeys(models)
         elif judge_options:
             raise ValueError(f"{', '.join(judge_options)}: options of a judge model, which needs base_url")
         else:
-            models = self._models(model, num_workers)
+            models = self._make_models(model, num_workers)
         self.workers = [
-            PoolWorker(number, model, model if isinstance(model, RewardProcess) else as_reward(model))
-            for number, model in enumerate(models)
+            PoolWorker(index, model, model if isinstance(model, RewardProcess) else as_reward(model))
+            for index, model in enumerate(models)
         ]
         self.grouped, self.compares = self.workers[0].reward.grouped, self.workers[0].reward.compares
         self.per_worker = per_worker or (1 if isinstance(models[0], RewardProcess) else 8)
         self.dropped: Counter[str] = Counter()  # unscored rows by reason
         self.num_retried = 0  # rows that were retried on another worker
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._waiters: deque[asyncio.Future[None]] = deque()
 
-    def _models(self, model: Any, num_workers: int | None) -> list[Any]:
+    def _make_models(self, model: Any, num_workers: int | None) -> list[Any]:
         """Return one model per worker; start a process for each that is an import path."""
         models = list(model) if isinstance(model, Sequence) and not isinstance(model, str) else [model]
         count = num_workers or len(models)
@@ -101,7 +101,7 @@ class RewardWorkerPool:
         rewards = [
             RewardProcess(model, self.timeout) if isinstance(model, str) else model for model in models
         ]
-        self._opened += [
+        self._owned_models += [
             reward for reward, model in zip(rewards, models, strict=True) if isinstance(model, str)
         ]
         return rewards
@@ -110,15 +110,15 @@ class RewardWorkerPool:
         """Return the rewards of the trajectories, in order. An unscored trajectory has None and is counted in
         `dropped`."""
         groups: dict[Any, list[int]] = {}
-        for number, trajectory in enumerate(trajectories):
-            groups.setdefault(trajectory.group if self.grouped else number, []).append(number)
+        for index, trajectory in enumerate(trajectories):
+            groups.setdefault(trajectory.group if self.grouped else index, []).append(index)
         rewards: list[Reward | None] = [None] * len(trajectories)
 
-        async def score_group(numbers: list[int]) -> None:
+        async def score_group(indices: list[int]) -> None:
             with suppress(Exception):  # rewards are user code; `group` has counted the failure
-                results = await self.group([FinishedEpisode(trajectories[number]) for number in numbers])
-                for number, result in zip(numbers, results, strict=True):
-                    rewards[number] = result if isinstance(result, Reward) else None
+                results = await self.group([FinishedEpisode(trajectories[index]) for index in indices])
+                for index, result in zip(indices, results, strict=True):
+                    rewards[index] = result if isinstance(result, Reward) else None
 
         await asyncio.gather(*map(score_group, groups.values()))
         return rewards
@@ -154,15 +154,13 @@ class RewardWorkerPool:
 
     async def close(self) -> None:
         """Close the processes and judges that the pool has started; models that were passed in stay open."""
-        for model in self._opened:
+        for model in self._owned_models:
             await model.close()
 
     @property
     def metrics(self) -> dict[str, float]:
-        metrics = {f"pool/worker_{worker.number}_done": float(worker.done) for worker in self.workers}
-        metrics |= {
-            f"pool/worker_{worker.number}_failed": float(worker.num_failed) for worker in self.workers
-        }
+        metrics = {f"pool/worker_{worker.index}_done": float(worker.num_done) for worker in self.workers}
+        metrics |= {f"pool/worker_{worker.index}_failed": float(worker.num_failed) for worker in self.workers}
         return metrics | {"pool/moved": float(self.num_retried), "pool/dropped": float(self.dropped.total())}
 
     async def _score_with_retries(self, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
@@ -176,7 +174,7 @@ class RewardWorkerPool:
             try:
                 reward = await self._run(worker, score)
                 answered = True
-                worker.done += 1
+                worker.num_done += 1
                 self.num_retried += bool(errors)
                 return reward
             except Exception as caught:
@@ -188,11 +186,11 @@ class RewardWorkerPool:
                     errors[worker] = caught
                 may_not_retry = True
             finally:
-                worker.running -= 1
+                worker.num_running -= 1
                 worker.num_failed += answered is False
                 worker.breaker.release(ticket, answered)
                 self._log_health(worker, answered, error)
-                self._wake()
+                self._wake_waiter()
 
     def _log_health(self, worker: PoolWorker, answered: bool | None, error: Exception | None) -> None:
         """Log once that a worker is down, and once that it has recovered."""
@@ -210,19 +208,19 @@ class RewardWorkerPool:
         return it with its circuit breaker's token. Raise WorkersDown if there is none."""
         deadline = time.monotonic() + self.patience
         while True:
-            untried = [worker for worker in self.workers if worker not in failed_workers]
-            if not untried:
+            candidates = [worker for worker in self.workers if worker not in failed_workers]
+            if not candidates:
                 last_error = next(reversed(failed_workers.values()))
                 raise WorkersDown(
                     f"all {len(failed_workers)} reward workers failed; last error: {describe_failure(last_error)}"
                 )
-            available = [worker for worker in untried if not worker.breaker.is_open]
-            free = [worker for worker in available if worker.running < self.per_worker]
-            if free:
-                worker = min(free, key=lambda candidate: (candidate.running, candidate.done))
+            available = [worker for worker in candidates if not worker.breaker.is_open]
+            free_workers = [worker for worker in available if worker.num_running < self.per_worker]
+            if free_workers:
+                worker = min(free_workers, key=lambda candidate: (candidate.num_running, candidate.num_done))
                 ticket = worker.breaker.allow()
                 assert ticket is not None
-                worker.running += 1
+                worker.num_running += 1
                 return worker, ticket
             if available:  # only busy
                 deadline = time.monotonic() + self.patience
@@ -233,14 +231,14 @@ class RewardWorkerPool:
     async def _wait_for_change(self) -> None:
         """Wait until a worker is released, or until it is time to check the workers that are down."""
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
+        self._waiters.append(waiter)
         await asyncio.wait({waiter}, timeout=RECHECK_SECONDS)
         if not waiter.done():
-            self._waiting.remove(waiter)
+            self._waiters.remove(waiter)
 
-    def _wake(self) -> None:
-        while self._waiting:
-            waiter = self._waiting.popleft()
+    def _wake_waiter(self) -> None:
+        while self._waiters:
+            waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(None)
                 return
@@ -255,12 +253,11 @@ class RewardWorkerPool:
 
 
 def _classify_error(error: Exception) -> tuple[bool | None, bool]:
-    """Return whether the error shows that the worker is up (None: the error does not tell), and whether to retry on
-    another worker."""
+    """Return whether the worker is up (None: unknown), and whether to retry the row on another worker."""
     if isinstance(error, JudgeFailure):
         # A spent budget says nothing about the endpoint, and cached requests still succeed. An endpoint that rejects a
         # request is up.
-        verdicts = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
-        return verdicts.get(error.kind, (True, False))
-    rows_own = is_row_error(error)
-    return rows_own, not rows_own
+        outcome_by_kind = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
+        return outcome_by_kind.get(error.kind, (True, False))
+    is_row_fault = is_row_error(error)
+    return is_row_fault, not is_row_fault

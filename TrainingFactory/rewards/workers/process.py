@@ -67,10 +67,10 @@ class RewardProcess:
         adapted: AdaptedReward | None = None,  # the same reward, if it is already loaded in this process
         worker: Callable[..., Any] = Worker,  # factory of the worker; its process may be on another machine
     ) -> None:
-        self.like = adapted or load_reward(target, options)
-        self.grouped, self.compares = self.like.grouped, self.like.compares
+        self.adapted = adapted or load_reward(target, options)
+        self.grouped, self.compares = self.adapted.grouped, self.adapted.compares
         self.target, self.timeout = with_absolute_path(target), timeout
-        self._worker = worker(f"{__name__}:start", {"target": self.target, "options": options})
+        self._worker = worker(f"{__name__}:load_scorer", {"target": self.target, "options": options})
 
     @property
     def alive(self) -> bool:
@@ -84,17 +84,19 @@ class RewardProcess:
             _check_json(episode.task)
         rows = [trajectory_to_dict(episode.trajectory) for episode in episodes]
         try:
-            answer = await self._worker.ask(rows, self.timeout)
+            reply = await self._worker.ask(rows, self.timeout)
         except WorkerTooSlow:
-            text = f"the reward {self.like.name} took longer than {self.timeout:g} s; its process was killed"
+            text = (
+                f"the reward {self.adapted.name} took longer than {self.timeout:g} s; its process was killed"
+            )
             raise Unscored(text) from None
         except WorkerDied as error:
             raise ConnectionError(f"the process of the reward {self.target} {error}") from None
         except WorkerError as error:
             raise WorkerFailure(f"cannot start a process for the reward {self.target}: {error}") from None
-        if "error" in answer:
-            raise _failure_from_dict(answer)
-        return [_failure_from_dict(row) if "error" in row else Reward(**row) for row in answer["rewards"]]
+        if "error" in reply:
+            raise _failure_from_dict(reply)
+        return [_failure_from_dict(row) if "error" in row else Reward(**row) for row in reply["rewards"]]
 
     def kill(self) -> None:
         """Kill the process; the next call starts a new one."""
@@ -106,9 +108,9 @@ class RewardProcess:
 
 
 def _check_json(task: Task) -> None:
-    """Raise Unscored for a task that JSON would change on its way to the process, because its reward could change."""
-    parts: dict[str, Any] = {f"metadata.{key}": {key: value} for key, value in task.metadata.items()}
-    for name, part in ({"answer": task.answer} | parts).items():
+    """Raise Unscored for a task with non-JSON values, because JSON would change them and perhaps the reward."""
+    fields: dict[str, Any] = {f"metadata.{key}": {key: value} for key, value in task.metadata.items()}
+    for name, part in ({"answer": task.answer} | fields).items():
         try:
             _JSON.validate_python(part, strict=True)
         except ValidationError:
@@ -119,7 +121,7 @@ def _check_json(task: Task) -> None:
             ) from None
 
 
-def start(settings: dict[str, Any]) -> Callable[[Rows], dict[str, Any]]:
+def load_scorer(settings: dict[str, Any]) -> Callable[[Rows], dict[str, Any]]:
     """Load the reward in the worker process; return the function that scores the rows of one call."""
     reward = load_reward(settings["target"], settings["options"])
     runner = asyncio.Runner()  # one for all calls, because an async reward may keep a connection
