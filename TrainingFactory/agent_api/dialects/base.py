@@ -235,11 +235,11 @@ class SentText:
     """The reasoning and content of a choice that a stream has already sent."""
 
     def __init__(self) -> None:
-        self._sent = {"reasoning": "", "content": ""}
+        self._sent_by_kind = {"reasoning": "", "content": ""}
 
     def new_text(self, message: Message) -> Iterator[tuple[str, str]]:
         """Yield "reasoning" or "content", with the part of that text that has not been sent yet."""
         for kind, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
-            if len(text) > len(self._sent[kind]):
-                yield kind, text[len(self._sent[kind]) :]
-                self._sent[kind] = text
+            if len(text) > len(self._sent_by_kind[kind]):
+                yield kind, text[len(self._sent_by_kind[kind]) :]
+                self._sent_by_kind[kind] = text

@@ -208,18 +208,20 @@ class ChatDialect(Dialect):
 class _ChatEvents(EventWriter):
     def __init__(self, dialect: ChatDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._head = dialect, head
-        self._with_usage = request.body.stream_options.include_usage
+        self._includes_usage = request.body.stream_options.include_usage
         self._fields = _head_fields(head, "chat.completion.chunk")
-        self._fields |= {"usage": None} if self._with_usage else {}
-        self._sent = [SentText() for _ in range(request.n)]
+        self._fields |= {"usage": None} if self._includes_usage else {}
+        self._sent_texts = [SentText() for _ in range(request.n)]
 
     def begin(self) -> Iterable[StreamEvent]:
-        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent))]
+        return [
+            self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent_texts))
+        ]
 
     def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
         return [
             self._delta(index, {DELTA_FIELDS[kind]: text})
-            for kind, text in self._sent[index].new_text(message)
+            for kind, text in self._sent_texts[index].new_text(message)
         ]
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
@@ -229,7 +231,7 @@ class _ChatEvents(EventWriter):
         yield self._delta(index, {}, choice.finish, choice.logprobs)
 
     def end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
-        if self._with_usage:
+        if self._includes_usage:
             yield json.dumps(self._fields | {"choices": [], "usage": _make_usage(self._head, choices)})
         yield "[DONE]"
 

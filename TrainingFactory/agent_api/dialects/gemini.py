@@ -250,15 +250,15 @@ class GeminiDialect(Dialect):
 class _GeminiEvents(EventWriter):
     def __init__(self, dialect: GeminiDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
-        self._sent = [SentText() for _ in range(request.n)]
-        self._tokens = 0  # of finished choices
+        self._sent_texts = [SentText() for _ in range(request.n)]
+        self._num_tokens = 0  # of finished choices
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
         if parts := self._new_parts(index, message):
             yield self._event(_make_candidate(index, parts, None))
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
-        self._tokens += choice.tokens
+        self._num_tokens += choice.tokens
         parts = self._new_parts(index, choice.message) + _call_parts(choice.message)
         yield self._event(_make_candidate(index, parts, choice))
 
@@ -269,11 +269,11 @@ class _GeminiEvents(EventWriter):
         return [self._dialect.error_event(error)]
 
     def _new_parts(self, index: int, message: Message) -> list[dict[str, Any]]:
-        new_texts = self._sent[index].new_text(message)
+        new_texts = self._sent_texts[index].new_text(message)
         return [part for kind, text in new_texts for part in _text_parts(self._request, kind, text)]
 
     def _event(self, candidate: dict[str, Any]) -> StreamEvent:
-        return json.dumps(_make_chunk(self._head, [candidate], self._tokens))
+        return json.dumps(_make_chunk(self._head, [candidate], self._num_tokens))
 
 
 def _make_chunk(head: ResponseHead, candidates: list[dict[str, Any]], num_sampled: int) -> dict[str, Any]:

@@ -186,7 +186,7 @@ class MessagesDialect(Dialect):
 class _MessagesEvents(EventWriter):
     def __init__(self, dialect: MessagesDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
-        self._sent = SentText()
+        self._sent_text = SentText()
         self._open_kind: str | None = None  # kind of the open block
         self._index = -1  # of the last block
 
@@ -196,7 +196,7 @@ class _MessagesEvents(EventWriter):
         return [_encode_event({"type": "message_start", "message": message | {"usage": usage}})]
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        for kind, text in self._sent.new_text(message):
+        for kind, text in self._sent_text.new_text(message):
             if kind == "content":
                 yield from self._text_events("text", text)
             elif self._request.body.shows_thinking:

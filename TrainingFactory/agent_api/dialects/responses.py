@@ -180,7 +180,7 @@ class ResponsesDialect(Dialect):
 class _ResponsesEvents(EventWriter):
     def __init__(self, dialect: ResponsesDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
-        self._sent = SentText()
+        self._sent_text = SentText()
         self._sequence_number = -1  # of the last event
         self._index = -1  # of the last output item
         self._open_kind: str | None = None  # kind of the open item: reasoning or content
@@ -191,7 +191,7 @@ class _ResponsesEvents(EventWriter):
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        for kind, text in self._sent.new_text(message):
+        for kind, text in self._sent_text.new_text(message):
             if self._open_kind != kind:
                 yield from self._close(None)
                 yield from self._begin_text(kind)

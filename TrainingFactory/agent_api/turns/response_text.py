@@ -23,8 +23,8 @@ class StopMatch:
     """The position of a stop string in the text and tokens of a turn."""
 
     start: int  # index in the text
-    tokens: int  # number of tokens up to and including the stop string
-    stop: str
+    num_tokens: int  # up to and including the stop string
+    stop_string: str
 
 
 class TurnReader:

@@ -95,13 +95,13 @@ async def sample_choice(
     )
     if stop_match is not None:
         ids, logprobs, versions = (
-            ids[: stop_match.tokens],
-            logprobs[: stop_match.tokens],
-            versions[: stop_match.tokens],
+            ids[: stop_match.num_tokens],
+            logprobs[: stop_match.num_tokens],
+            versions[: stop_match.num_tokens],
         )
         completion = Completion(ids, logprobs, "length", versions[0])
     completion.versions = versions if len(set(versions)) > 1 else None
-    stop_string = None if stop_match is None else stop_match.stop
+    stop_string = None if stop_match is None else stop_match.stop_string
     return SampledChoice(message, finish, len(ids), choice_logprobs, stop_string), completion
 
 
@@ -119,10 +119,10 @@ async def stream(
     the same time are sent together, because sending costs more than writing. The caller must close the generator."""
     queue: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
-    async def run_choice(number: int) -> None:
+    async def run_choice(index: int) -> None:
         try:
-            choice = await choose(number, lambda message: queue.put_nowait((number, message)))
-            queue.put_nowait((number, choice))
+            choice = await choose(index, lambda message: queue.put_nowait((index, message)))
+            queue.put_nowait((index, choice))
         except Exception as error:
             queue.put_nowait(error)
 
