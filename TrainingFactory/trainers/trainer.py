@@ -78,8 +78,8 @@ class Trainer:
           `DPOTrainer(beta=0.2)`), or sections (`sampling={"max_tokens": 64}`). They override `config`. `tool_cache`
           may be a `ToolCache`. TRL's names (`train_dataset`, `reward_funcs`, `args=`) are translated."""
         self.objects = UserObjects()
-        dataset = _object_for_id(options, "dataset_id", dataset)
-        environment = _object_for_id(options, "environment_id", environment)
+        dataset = _pop_object(options, "dataset_id", dataset)
+        environment = _pop_object(options, "environment_id", environment)
         trl = TRLTranslation(options, self.algorithm, (config or TrainingConfig()).training.group_size)
         reward_function, tasks, dataset, heldout, name = trl.resolve_objects(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
@@ -90,7 +90,7 @@ class Trainer:
         keys = self._group_by_section(options)
         merge_into_section(keys, "training", {"algorithm": self.algorithm})
         if model is not None:
-            merge_into_section(keys, "model", _model_section(model))
+            merge_into_section(keys, "model", _as_section(model))
         self._take_reward(reward_function, keys)
         if allocation_id is not None:
             merge_into_section(keys, "compute", {"allocation_id": allocation_id})
@@ -239,7 +239,7 @@ class Trainer:
         if isinstance(environment, Mapping):
             section = dict(environment)
             tools = as_list(section.pop("tools", ()))
-            if (scenario := _object_for_id(section, "environment_id", None)) is not None:
+            if (scenario := _pop_object(section, "environment_id", None)) is not None:
                 section["environment_id"] = None
                 self.objects.environment = environment_of_scenario(scenario)
             merge_into_section(keys, "environment", section)
@@ -264,7 +264,7 @@ def _tool_name(tool: Tool | ToolSource) -> str:
     return tool.spec.name if isinstance(tool, Tool) else type(tool).__name__
 
 
-def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
+def _pop_object(options: dict[str, Any], key: str, default: Any) -> Any:
     """Remove and return an object of another factory that the caller passed under `key` instead of its id; else return
     `default`."""
     if isinstance(options.get(key), str | Path | None):
@@ -284,7 +284,7 @@ def _as_rows(source: Any) -> Any:
     return list(source) if isinstance(source, Iterator) else source
 
 
-def _model_section(model: ModelLike) -> Mapping[str, Any]:
+def _as_section(model: ModelLike) -> Mapping[str, Any]:
     if isinstance(model, Mapping | str | Path):
         return model if isinstance(model, Mapping) else {"name": model}
     from TrainingFactory.models.faces import (

@@ -29,7 +29,7 @@ class Adapter:
         actions = self.reset_arguments.pop("actions", None)
         self.text_field = self.reset_arguments.pop("text", None)
         is_single = self.reset_arguments.pop("sessions", None) == 1
-        schema = self._get("/schema")["action"]
+        schema = self._get_json("/schema")["action"]
         fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
         self.schema = {**schema, "properties": fields}
         text_fields = [key for key, value in fields.items() if value.get("type") == "string"]
@@ -46,7 +46,7 @@ class Adapter:
         if self.actions == "text" and not self.action_field:
             raise ValueError(f"{self.url}: an action needs the fields {required}; use args.actions=json")
 
-    def _get(self, path: str) -> Any:
+    def _get_json(self, path: str) -> Any:
         try:
             with urllib.request.urlopen(self.url + path, timeout=30) as answer:
                 return json.loads(answer.read(MAX_BYTES))
@@ -191,7 +191,7 @@ class Episode:
             answers.append(self._session.ask("step", action))
             observation = answers[-1]["observation"]
             failed = observation.get("error") is not None
-            content = _tool_text(observation["error"] if failed else observation.get("result"))
+            content = _format_result(observation["error"] if failed else observation.get("result"))
             replies.append({"role": "tool", "tool_call_id": call["id"], "content": content, "ok": not failed})
             if answers[-1].get("done"):
                 break
@@ -220,7 +220,7 @@ class Episode:
         self._session.close()
 
 
-def _tool_text(result: Any) -> str:
+def _format_result(result: Any) -> str:
     """Return the text of a tool's result."""
     if isinstance(result, dict) and result.get("data") is not None:  # fastmcp's result with its parsed value
         result = result["data"]

@@ -120,7 +120,7 @@ class Episode:
             "messages": [{"role": "user", "content": content}] if content else [],
             "done": True,
             "reward": reward,
-            "stop_reason": "invalid move" if is_invalid else _outcome(reward),
+            "stop_reason": "invalid move" if is_invalid else _describe_outcome(reward),
             "metrics": {"invalid_move": int(is_invalid), "turns": info.get("turn_count", 0)},
         }
 
@@ -129,8 +129,8 @@ class Episode:
         for _ in range(MAX_OPPONENT_TURNS):
             player = self._environment.state.current_player_id
             if self._done or player == self._adapter.player:
-                return self._observation(self._adapter.player)
-            text = self._observation(player)
+                return self._read_messages(self._adapter.player)
+            text = self._read_messages(player)
             self._done, _ = self._environment.step(self._opponent_random.choice(self._legal_actions(text)))
         raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns")
 
@@ -144,7 +144,7 @@ class Episode:
             "environment.options.args.opponent=[ACTION, ...]"
         )
 
-    def _observation(self, player: int) -> str:
+    def _read_messages(self, player: int) -> str:
         """Return the messages that the player has received since the last call, without its own actions."""
         state = self._environment.state
         if player == state.current_player_id:
@@ -170,7 +170,7 @@ class Episode:
         return {"reward": 0.0}
 
 
-def _outcome(reward: float) -> str:
+def _describe_outcome(reward: float) -> str:
     return "won" if reward >= 1 else "lost" if reward <= -1 else "finished"
 
 

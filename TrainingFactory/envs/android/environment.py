@@ -153,7 +153,7 @@ class AndroidEnvironment(ToolEnvironment):
         """Swipe over the screen or an element. up shows what is further down."""
         target = None if element is None else self._find_element(element)
         if element is not None and target is None:
-            return self._unknown_element(element)
+            return self._reject_element(element)
         left, top, right, bottom = target.bounds if target is not None else self._bounds
         return await self._swipe(
             direction, ((left + right) // 2, (top + bottom) // 2), right - left, bottom - top
@@ -164,7 +164,7 @@ class AndroidEnvironment(ToolEnvironment):
         """Type text into an element, or where the cursor is."""
         target = None if element is None else self._find_element(element)
         if element is not None and target is None:
-            return self._unknown_element(element)
+            return self._reject_element(element)
         return await self._type(text, None if target is None else target.center)
 
     @tool
@@ -212,13 +212,13 @@ class AndroidEnvironment(ToolEnvironment):
     def _find_element(self, element_number: int) -> Element | None:
         return None if self.screen is None else self.screen.element(element_number)
 
-    def _unknown_element(self, element_number: int) -> ToolResult:
+    def _reject_element(self, element_number: int) -> ToolResult:
         count = 0 if self.screen is None else len(self.screen.elements)
         return _make_failure(f"There is no element {element_number}. The elements are 1 to {count}.")
 
     async def _press(self, element_number: int, gesture: Gesture) -> ToolResult:
         if (target := self._find_element(element_number)) is None:
-            return self._unknown_element(element_number)
+            return self._reject_element(element_number)
         return await self._touch(target.center, gesture)
 
     async def _touch(self, point: Point, gesture: Gesture) -> ToolResult:
@@ -310,26 +310,26 @@ class ScreenshotEnvironment(AndroidEnvironment):
     @tool
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Tap a point."""
-        return await self._touch(self._point(x, y), "tap")
+        return await self._touch(self._to_pixel(x, y), "tap")
 
     @tool
     async def long_press(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Press a point for a second."""
-        return await self._touch(self._point(x, y), "long_press")
+        return await self._touch(self._to_pixel(x, y), "long_press")
 
     @tool
     async def swipe(  # type: ignore[override]
         self, direction: Direction, x: Thousandth = THOUSAND // 2, y: Thousandth = THOUSAND // 2
     ) -> ToolResult:
         """Swipe over half of the screen, through a point. up shows what is further down."""
-        return await self._swipe(direction, self._point(x, y), *self._screenshot_size)
+        return await self._swipe(direction, self._to_pixel(x, y), *self._screenshot_size)
 
     @tool
     async def type_text(self, text: str) -> ToolResult:  # type: ignore[override]
         """Type text where the cursor is."""
         return await self._type(text)
 
-    def _point(self, x: int, y: int) -> Point:
+    def _to_pixel(self, x: int, y: int) -> Point:
         """Return the pixel at a point of the last screenshot."""
         width, height = self._screenshot_size
         return min(x * width // THOUSAND, width - 1), min(y * height // THOUSAND, height - 1)

@@ -104,7 +104,7 @@ class DeviceFarm:
                 device.failure,
             )  # fmt: skip
         with self._lock:
-            self._leased.discard(self._key(device.serial))
+            self._leased.discard(self._lease_key(device.serial))
 
     def metrics(self) -> dict[str, float]:
         """Return the number of leases and device failures so far, and of devices that are quarantined now."""
@@ -142,15 +142,15 @@ class DeviceFarm:
         ]
         with self._lock:
             for serial in usable_serials:
-                if self._key(serial) not in self._leased:
-                    self._leased.add(self._key(serial))
+                if self._lease_key(serial) not in self._leased:
+                    self._leased.add(self._lease_key(serial))
                     return serial
         if not usable_serials:
             reasons = "; ".join(entry.reason for entry in self.quarantined.values())
             raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
         return None
 
-    def _key(self, serial: str) -> tuple[int | None, str]:
+    def _lease_key(self, serial: str) -> tuple[int | None, str]:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:

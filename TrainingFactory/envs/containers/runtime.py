@@ -215,7 +215,7 @@ def start_arguments(
     arguments += ["--memory", memory, "--memory-swap", memory, "--cpus", f"{limits.cpus:g}"]
     arguments += ["--pids-limit", f"{limits.pids}"]
     for name_of_limit, limit in ULIMITS.items():
-        arguments += _ulimit(name_of_limit, limit)
+        arguments += _ulimit_args(name_of_limit, limit)
     arguments += [] if workdir is None else ["--workdir", workdir]
     arguments += [arg for key, value in env.items() for arg in ("--env", f"{key}={value}")]
     return [
@@ -230,7 +230,7 @@ def start_arguments(
     ]
 
 
-def _ulimit(name: str, limit: int) -> list[str]:
+def _ulimit_args(name: str, limit: int) -> list[str]:
     """Return the arguments for a limit, capped at this process's hard limit, which the runtime cannot exceed."""
     hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     value = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)

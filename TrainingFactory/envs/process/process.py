@@ -220,7 +220,7 @@ class EnvironmentProcess:
         if future is None or future.done():
             return
         if (error := answer.get("error")) is not None:
-            future.set_exception(_request_error(error))
+            future.set_exception(_as_exception(error))
         else:
             future.set_result(answer.get("result"))
 
@@ -285,7 +285,7 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(0.01)
 
 
-def _request_error(error: Any) -> Exception:
+def _as_exception(error: Any) -> Exception:
     if not isinstance(error, dict):
         return RequestFailed(str(error))
     return (EpisodeLost if error.get("lost") is True else RequestFailed)(str(error.get("message")))
