@@ -34,10 +34,10 @@ from TrainingFactory.rollout.episode import EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
 
 # Reasons to render a history from scratch.
-RENDERED_AGAIN = ("rewritten", "arguments", "tools", "cut", "template")
-REFUSED = ("max_turns", "context_length_exceeded")
-COUNTS = (
-    "turns", "rows", *RENDERED_AGAIN, "side", "aborted", "malformed", "refused", "ignored", "unknown_key"
+RERENDER_REASONS = ("rewritten", "arguments", "tools", "cut", "template")
+REFUSAL_CODES = ("max_turns", "context_length_exceeded")
+COUNTER_NAMES = (
+    "turns", "rows", *RERENDER_REASONS, "side", "aborted", "malformed", "refused", "ignored", "unknown_key"
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ class ReportedReward(BaseModel):
 class EpisodeRequests:
     """The requests of one episode. Only the episode's settings (`rules`) determine how turns are sampled, because
     training assumes the full softmax at their temperature. If `model` is set, requests for another model are side
-    requests: they are answered and not trained. The future `failed` receives an exception of the sampler, which must
+    requests: they are answered and not trained. The future `failure` receives an exception of the sampler, which must
     stop the run."""
 
     def __init__(
@@ -69,23 +69,23 @@ class EpisodeRequests:
         self.turns_exceeded = self.is_context_full = False  # a request was refused for this reason
         self.reported_reward: ReportedReward | None = None
         self.reward_reported = asyncio.Event()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
         """Answer a request, as one response or as a stream."""
         dialect = route.dialect
         try:
             check_size(body, self._sampler.max_length, self._rules.chat.sees_images)
-            request, node = await in_thread(self._read, route, body, model)
+            request, node = await in_thread(self._parse, route, body, model)
             if route.counts:
                 return dialect.token_count(len(node.turn.prompt_ids))
             self._admit(request, node)
         except ApiError as error:
-            self._counts["refused" if error.code in REFUSED else "malformed"] += 1
+            self._counts["refused" if error.code in REFUSAL_CODES else "malformed"] += 1
             raise
 
         async def choose(_: int, on_partial: OnPartial | None) -> SampledChoice:
-            return await self._choice(request, node, on_partial)
+            return await self._sample_choice(request, node, on_partial)
 
         head = ResponseHead(request.model or "policy", len(node.turn.prompt_ids))
         if request.stream:
@@ -106,17 +106,17 @@ class EpisodeRequests:
     async def close(self) -> list[RequestNode]:
         """Cancel running requests and refuse new ones; return all turns in the order of training rows."""
         self._is_over, self._turns_left = True, 0
-        for sampling in self._running:
-            sampling.cancel()
+        for task in self._running:
+            task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         for session in self._opened_sessions:
             session.close()
-        self.failed.cancel()
+        self.failure.cancel()
         nodes = self._conversations.number_rows()
         self._counts["rows"] += int(nodes[-1].turn.signals["proxy/row"]) if nodes else 0
         return nodes
 
-    def _read(self, route: Route, body: bytes, model: str | None) -> tuple[ParsedRequest, RequestNode]:
+    def _parse(self, route: Route, body: bytes, model: str | None) -> tuple[ParsedRequest, RequestNode]:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
         limit = self._sampler.max_length
         sees_images = self._rules.chat.sees_images
@@ -154,7 +154,7 @@ class EpisodeRequests:
         lowers_limit = any(limit > max_tokens for limit in request.limits.values())
         self._counts["ignored"] += changes_params or lowers_limit or bool(request.ignored)
 
-    async def _choice(
+    async def _sample_choice(
         self, request: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
     ) -> SampledChoice:
         """Sample a turn and add it to the episode. The turn is discarded if the client disconnects."""
@@ -165,28 +165,28 @@ class EpisodeRequests:
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
         ids, images = to_disk(prompt)
         request_text = json.dumps([ids, request.settings, *([images] if images else [])])
-        key = int.from_bytes(hashlib.blake2b(request_text.encode(), digest_size=7).digest())
-        self._request_counts[key] += 1
-        params = dataclasses.replace(rules.params, seed=self._seed_of(key + self._request_counts[key]))
+        digest = int.from_bytes(hashlib.blake2b(request_text.encode(), digest_size=7).digest())
+        self._request_counts[digest] += 1
+        params = dataclasses.replace(rules.params, seed=self._seed_of(digest + self._request_counts[digest]))
         is_side = self._is_side(request)
-        session = self._sampler.session() if is_side else self._session(node.parent)
-        sampling = asyncio.ensure_future(
+        session = self._sampler.session() if is_side else self._take_session(node.parent)
+        sampling_task = asyncio.ensure_future(
             sample_choice(session, rules.chat, request, prompt, params, on_partial)
         )
-        self._running.add(sampling)
+        self._running.add(sampling_task)
         try:
-            choice, completion = await sampling
+            choice, completion = await sampling_task
         except asyncio.CancelledError:
             self._counts["aborted"] += 1
             if self._is_over:  # cancelled by `close`: the client is still connected and gets an answer
                 raise episode_over from None
             raise
         except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
+            if not self.failure.done():
+                self.failure.set_exception(error)
             raise
         finally:
-            self._running.discard(sampling)
+            self._running.discard(sampling_task)
             if is_side:
                 session.close()
         if is_side:
@@ -199,7 +199,7 @@ class EpisodeRequests:
     def _is_side(self, request: ParsedRequest) -> bool:
         return self._model is not None and request.model not in (None, self._model)
 
-    def _session(self, parent: RequestNode | None) -> SamplingSession:
+    def _take_session(self, parent: RequestNode | None) -> SamplingSession:
         """Return the sampling session whose KV cache holds the tokens of the previous turn; else an unused session."""
         if parent is not None and parent.session is not None:
             session, parent.session = parent.session, None
@@ -232,20 +232,20 @@ class AgentEndpoint:
 
     async def open(self) -> None:
         """Listen on a free local port, on the running event loop."""
-        bound = listen.bind("127.0.0.1", 0)
-        self.base_url = f"{listen.address_of(bound)}/v1"
+        sock = listen.bind("127.0.0.1", 0)
+        self.base_url = f"{listen.address_of(sock)}/v1"
         self._server = listen.make_server(self.api().app)
         # Not `serve`, because it would replace the run's handler for Ctrl-C.
-        self._serving = asyncio.create_task(self._server._serve([bound]))
+        self._serve_task = asyncio.create_task(self._server._serve([sock]))
 
     async def close(self) -> None:
         self._server.should_exit = True
-        await self._serving
+        await self._serve_task
 
     @contextlib.contextmanager
-    def admitted(self, key: str, calls: EpisodeRequests) -> Iterator[None]:
+    def admitted(self, key: str, requests: EpisodeRequests) -> Iterator[None]:
         """Accept requests with this key for the episode while the context is open."""
-        self.open_calls[key] = calls
+        self.open_calls[key] = requests
         try:
             yield
         finally:
@@ -256,15 +256,15 @@ class AgentEndpoint:
         prompt extends the sampled tokens of the previous turn."""
         counts, metrics = self.counts.copy(), {}
         self.counts.clear()
-        if history := counts["extended"] + sum(counts[reason] for reason in RENDERED_AGAIN):
+        if history := counts["extended"] + sum(counts[reason] for reason in RERENDER_REASONS):
             metrics = {"proxy/extended": counts["extended"] / history}
-        return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTS}
+        return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTER_NAMES}
 
     def _episode_handler(self, route: Route | None, key: str) -> Handler | None:
         """Return the handler of requests under an episode's API key, or of its reward if `route` is None; None if no
         open episode has the key."""
-        if (calls := self.open_calls.get(key)) is not None:
-            return calls.reward if route is None else partial(calls.answer, route)
+        if (requests := self.open_calls.get(key)) is not None:
+            return requests.reward if route is None else partial(requests.answer, route)
         self.counts["unknown_key"] += 1
         return None
 

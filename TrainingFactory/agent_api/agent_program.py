@@ -37,12 +37,12 @@ from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task, Trajectory
 
-SIGNAL_NAMES = {number.value: number.name for number in signal.Signals}  # real-time signals have no names
+SIGNAL_NAMES = {member.value: member.name for member in signal.Signals}  # real-time signals have no names
 MAX_PROCESSES = 16  # default of environment.options.processes
 # In a command and in the values of options.variables: prompt of the task, working folder, a folder for the program's
 # state, endpoint with and without /v1, key and model name.
 PLACEHOLDERS = ("{prompt}", "{work}", "{home}", "{base_url}", "{root_url}", "{key}", "{model}")
-POLL = 0.02  # seconds between two checks of a running program
+POLL_SECONDS = 0.02  # seconds between two checks of a running program
 MAX_OUTPUT_BYTES = 64 * 2**20  # maximum bytes on stdout or stderr
 OUTPUT_TAIL_BYTES = 64 * 1024  # bytes read from the end of an output file
 KILL_SECONDS = 10.0  # for a killed program to end; then the run continues without it
@@ -76,9 +76,9 @@ class AgentProgram:
     def __init__(self, command: str, options: Mapping[str, Any]) -> None:
         self.options: ProgramOptions = make_from(ProgramOptions, options, "environment.command")
         self.cwd = Path(self.options.cwd).expanduser().resolve()
-        self.argv = self._argv("environment.command", command)
+        self.argv = self._parse_argv("environment.command", command)
         verify = self.options.verify
-        self.verify_argv = None if verify is None else self._argv("environment.options.verify", verify)
+        self.verify_argv = None if verify is None else self._parse_argv("environment.options.verify", verify)
         if missing := [name for name in self.options.env if name not in os.environ]:
             raise ValueError(f"environment.options.env: {', '.join(missing)} is not set. Set or remove it")
         self.workspace = self.options.workspace and Path(self.options.workspace).expanduser().resolve()
@@ -87,8 +87,8 @@ class AgentProgram:
         self.endpoint = AgentEndpoint(self.options.model)
         self.scores_episodes = verify is None  # the program reports the reward, for which it needs the answer
 
-    def scored_by_others(self) -> AgentProgram:
-        """Return a copy with the same endpoint for episodes that the config's reward scores instead of the program."""
+    def without_scoring(self) -> AgentProgram:
+        """Return a copy with the same endpoint whose episodes the config's reward scores, not the program."""
         program = copy.copy(self)
         program.scores_episodes = False
         return program
@@ -104,7 +104,7 @@ class AgentProgram:
         metadata = {name: value for name, value in row["metadata"].items() if name in columns}
         return visible | ({"metadata": metadata} if metadata else {})
 
-    def _argv(self, key: str, command: str) -> list[str]:
+    def _parse_argv(self, key: str, command: str) -> list[str]:
         """Split a command and check that its program exists."""
         try:
             argv = shlex.split(command)
@@ -151,7 +151,7 @@ class ProgramEpisode(SelfScoredEpisode):
         super().__init__(task, program.endpoint, new_key())
         self._program = program
 
-    async def play(self, calls: EpisodeRequests) -> None:
+    async def play(self, requests: EpisodeRequests) -> None:
         """Run the program until it exits, then the verifier; raise ProgramFailed if the program fails. All their
         processes are killed at the end, also after an error."""
         program = self._program
@@ -159,31 +159,31 @@ class ProgramEpisode(SelfScoredEpisode):
             folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
             file = Path(stack.enter_context(folder), "task.json")
             row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
-            task = json.dumps(program.visible_columns(row), default=str).encode()
-            file.write_bytes(task)
+            task_json = json.dumps(program.visible_columns(row), default=str).encode()
+            file.write_bytes(task_json)
             home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
             work = program.cwd
             if program.workspace:
                 work = file.parent / "work"
                 await in_thread(shutil.copytree, program.workspace, work, True)  # symbolic links stay links
-            names = self._placeholders(work, stack.enter_context(home))
-            env = self._variables(names) | {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
-            process = ProgramProcess(_filled(program.argv, names), work, env, task)
-            status, printed, errors = await process.run("the program")
-            self._read(printed, calls)
+            values = self._placeholders(work, stack.enter_context(home))
+            env = self._variables(values) | {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
+            process = ProgramProcess(_fill(program.argv, values), work, env, task_json)
+            status, stdout, stderr = await process.run("the program")
+            self._set_reward(stdout, requests)
             if program.verify_argv is not None and (
-                status == 0 or calls.turns_exceeded or calls.is_context_full
+                status == 0 or requests.turns_exceeded or requests.is_context_full
             ):
                 file = file.with_name("verified_task.json")
-                task = json.dumps(row, default=str).encode()
-                file.write_bytes(task)
+                task_json = json.dumps(row, default=str).encode()
+                file.write_bytes(task_json)
                 env = env | {"TFACTORY_TASK": str(file)}
-                await self._verify(ProgramProcess(_filled(program.verify_argv, names), work, env, task))
+                await self._verify(ProgramProcess(_fill(program.verify_argv, values), work, env, task_json))
         if status:
             secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]
-            lines = redact(errors, secrets).split("\n")
-            last = next((line for line in reversed(lines) if line.strip()), "nothing on stderr")
-            text = f"the program ended with {_exit_reason(status)}: {escape_control(last.strip())[-MAX_ERROR_CHARS:]}"
+            lines = redact(stderr, secrets).split("\n")
+            last_line = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
+            text = f"the program ended with {_exit_reason(status)}: {escape_control(last_line)[-MAX_ERROR_CHARS:]}"
             raise ProgramFailed(text)
 
     def _placeholders(self, work: Path, home: str) -> dict[str, str]:
@@ -196,34 +196,34 @@ class ProgramEpisode(SelfScoredEpisode):
         endpoint = (self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
         return dict(zip(PLACEHOLDERS, (text, str(work), home, *endpoint), strict=True))
 
-    def _variables(self, names: dict[str, str]) -> dict[str, str]:
+    def _variables(self, placeholders: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
         env = inherited_variables(self._program.options.env)
-        env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), names["{base_url}"])
-        env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), names["{root_url}"])
+        env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), placeholders["{base_url}"])
+        env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), placeholders["{root_url}"])
         env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), self.key)
         variables = self._program.options.variables
-        return env | dict(zip(variables, _filled(variables.values(), names), strict=True))
+        return env | dict(zip(variables, _fill(variables.values(), placeholders), strict=True))
 
     async def _verify(self, process: ProgramProcess) -> None:
         """Set the reward that the verifier prints, else 1 if it exits with status 0, and 0 for another status."""
-        status, printed, _ = await process.run("the verifier")
+        status, stdout, _ = await process.run("the verifier")
         self.reported_reward = None
-        if self._read_printed(printed):
+        if self._read_reward(stdout):
             return
         if status < 0:
             self.missing_reason = f"the verifier ended with {_exit_reason(status)}"
         else:
             self.reported_reward = ReportedReward(reward=float(status == 0))
 
-    def _read(self, printed: str, calls: EpisodeRequests) -> None:
-        """Set the reward from the last printed line that has one, else from the posted reward."""
-        if not self._read_printed(printed):
-            self.reported_reward = calls.reported_reward
+    def _set_reward(self, stdout: str, requests: EpisodeRequests) -> None:
+        """Set the reward from the last stdout line with a reward, else the posted reward."""
+        if not self._read_reward(stdout):
+            self.reported_reward = requests.reported_reward
 
-    def _read_printed(self, printed: str) -> bool:
-        """Set the reward from the last printed line that has one; return whether there is such a line."""
-        for line in reversed([line for line in printed.split("\n") if '"reward"' in line]):
+    def _read_reward(self, stdout: str) -> bool:
+        """Set the reward from the last stdout line with a reward; return whether there is such a line."""
+        for line in reversed([line for line in stdout.split("\n") if '"reward"' in line]):
             try:
                 self.reported_reward = ReportedReward.model_validate_json(line)
                 return True
@@ -250,14 +250,14 @@ class ProgramProcess:
             stdin: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
             stdin.write(self._task)
             stdin.seek(0)
-            lifeline, our_end = os.pipe()
-            for end in (lifeline, our_end):
-                stack.callback(os.close, end)
+            lifeline, write_end = os.pipe()
+            for fd in (lifeline, write_end):
+                stack.callback(os.close, fd)
             try:
                 status = await self._run(lifeline, stdin, stdout, stderr)
             except OSError as error:
                 raise ProgramFailed(f"{subject} cannot be started: {error.strerror}") from error
-            return status, _end_of(stdout), _end_of(stderr)
+            return status, _read_tail(stdout), _read_tail(stderr)
 
     async def _run(self, lifeline: int, stdin: Any, *outputs: Any) -> int:
         """Run the process and return its exit status. Kill its process group at the end. The group is also killed if
@@ -270,7 +270,7 @@ class ProgramProcess:
         try:
             kill_at_hangup(lifeline, process.pid)
             while process.poll() is None:
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(POLL_SECONDS)
                 if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in outputs):
                     raise ProgramFailed(f"the program wrote more than {MAX_OUTPUT_BYTES} bytes")
             return process.returncode
@@ -282,10 +282,10 @@ class ProgramProcess:
                 log.warning("process %d of environment.command cannot be killed", process.pid)
 
 
-def _filled(texts: Iterable[str], names: Mapping[str, str]) -> list[str]:
+def _fill(templates: Iterable[str], placeholders: Mapping[str, str]) -> list[str]:
     """Replace the placeholders in texts, each once, so that a value with a placeholder's name stays as it is."""
-    pattern = "|".join(map(re.escape, names))
-    return [re.sub(pattern, lambda match: names[match[0]], text) for text in texts]
+    pattern = "|".join(map(re.escape, placeholders))
+    return [re.sub(pattern, lambda match: placeholders[match[0]], template) for template in templates]
 
 
 def _exit_reason(status: int) -> str:
@@ -305,7 +305,7 @@ def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
     process.wait()
 
 
-def _end_of(file: IO[bytes]) -> str:
+def _read_tail(file: IO[bytes]) -> str:
     file.seek(max(0, file.seek(0, os.SEEK_END) - OUTPUT_TAIL_BYTES))
     return file.read(OUTPUT_TAIL_BYTES).decode(errors="replace")
 
@@ -319,31 +319,31 @@ class ProgramRun(EpisodeRun):
 
     async def _play_turns(self, environment: Any) -> None:
         endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
-        calls = EpisodeRequests(
+        requests = EpisodeRequests(
             self.rules, self._sampler, self.session, self.seed_of, endpoint.counts, endpoint.model
         )
-        with endpoint.admitted(environment.key, calls):
-            playing = asyncio.ensure_future(environment.play(calls))
+        with endpoint.admitted(environment.key, requests):
+            play_task = asyncio.ensure_future(environment.play(requests))
             try:
-                await asyncio.wait({playing, calls.failed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({play_task, requests.failure}, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                playing.cancel()
-                await asyncio.gather(playing, return_exceptions=True)
-                nodes = await calls.close()
+                play_task.cancel()
+                await asyncio.gather(play_task, return_exceptions=True)
+                nodes = await requests.close()
                 trajectory.turns = [node.turn for node in nodes]
                 if nodes:
                     trajectory.prompt, trajectory.tools = nodes[0].messages[:-1], nodes[0].tools
-        if not calls.failed.cancelled():
-            calls.failed.result()  # raises the sampler's error, which stops the run
+        if not requests.failure.cancelled():
+            requests.failure.result()  # raises the sampler's error, which stops the run
         try:
-            playing.result()
+            play_task.result()
         except ProgramFailed as error:
             problem = str(error)
         if not nodes:
             self._end_episode("error", problem or "the program made no successful request to the endpoint")
-        elif calls.turns_exceeded:
+        elif requests.turns_exceeded:
             self._end_episode("max_turns", None)
-        elif calls.is_context_full or nodes[-1].turn.completion.finish == "length":
+        elif requests.is_context_full or nodes[-1].turn.completion.finish == "length":
             self._end_episode("truncated", None)
         else:
             self._end_episode("done" if problem is None else "error", problem)
@@ -353,7 +353,7 @@ class ProgramRun(EpisodeRun):
 
 
 class ProgramRollouts(RolloutEngine):
-    """Runs episodes of an `AgentProgram`."""
+    """Rollout engine for episodes of an `AgentProgram`."""
 
     def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
         return ProgramRun(self.rules, trajectory, sampler, *args)

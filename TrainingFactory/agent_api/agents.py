@@ -18,7 +18,7 @@ class AgentRecipe:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def options(self) -> dict[str, Any]:
-        """Return the keys of the config that the recipe sets."""
+        """Return the config keys that the recipe sets, with their values."""
         return {
             "environment.command": self.command,
             "environment.options.variables": dict(self.variables),

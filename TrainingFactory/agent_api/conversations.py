@@ -58,22 +58,22 @@ class Conversations:
     def number_rows(self) -> list[RequestNode]:
         """Return all turns, row by row, and number the rows. The row that ended last comes last, because the last turn
         counts as the end of the episode."""
-        latest: dict[RequestNode, int] = {}  # node -> number of the last turn among its descendants
-        for number, node in reversed(list(enumerate(self.answered_nodes))):
-            latest.setdefault(node, number)
+        last_index: dict[RequestNode, int] = {}  # node -> index of the last turn among its descendants
+        for index, node in reversed(list(enumerate(self.answered_nodes))):
+            last_index.setdefault(node, index)
             if node.parent is not None:
-                latest[node.parent] = max(latest[node], latest.get(node.parent, 0))
+                last_index[node.parent] = max(last_index[node], last_index.get(node.parent, 0))
         paths: dict[RequestNode | None, tuple[int, ...]] = {None: ()}
         for node in self.answered_nodes:
-            paths[node] = (*paths[node.parent], latest[node])
+            paths[node] = (*paths[node.parent], last_index[node])
         nodes = sorted(self.answered_nodes, key=paths.__getitem__)
-        row = 0.0
+        row_number = 0.0
         for previous, node in zip([None, *nodes], nodes, strict=False):
             if previous is not None and node.parent is previous:
                 previous.turn.replies = node.replies
             else:
-                row += 1
-            node.turn.signals = {"proxy/row": row}
+                row_number += 1
+            node.turn.signals = {"proxy/row": row_number}
         return nodes
 
     def _find_parent(self, messages: list[Message], tools: list[ToolSpec]) -> tuple[RequestNode | None, str]:
@@ -87,16 +87,16 @@ class Conversations:
             if any(is_assistant[len(parent.messages) :]):
                 return None, "rewritten"  # with a turn that was not sampled here, or was edited
             return (parent, "") if parent.turn.completion.finish == "stop" else (None, "cut")
-        if prefixes or any(_starts_with(messages, node.messages, arguments=False) for node in shorter_nodes):
+        if prefixes or any(_starts_with(messages, node.messages, False) for node in shorter_nodes):
             return None, "tools" if prefixes else "arguments"
         if any(is_assistant) or any(_is_summary_of(messages, node.messages) for node in self.answered_nodes):
             return None, "rewritten"
         return None, "begun"
 
 
-def _starts_with(messages: Sequence[Message], prefix: Sequence[Message], arguments: bool = True) -> bool:
+def _starts_with(messages: Sequence[Message], prefix: Sequence[Message], with_arguments: bool = True) -> bool:
     return all(
-        _is_same_message(recorded, received, arguments)
+        _is_same_message(recorded, received, with_arguments)
         for recorded, received in zip(prefix, messages, strict=False)
     )
 
@@ -104,27 +104,27 @@ def _starts_with(messages: Sequence[Message], prefix: Sequence[Message], argumen
 def _is_summary_of(messages: Sequence[Message], previous: Sequence[Message]) -> bool:
     """Return whether a request without sampled turns summarises an earlier conversation: under the same system prompt,
     another message replaces the first answer, or quotes the question or a longer answer or tool result."""
-    roles, common = [message.role for message in previous], 0
-    while common < min(len(messages), len(previous)) and _is_same_message(
-        previous[common], messages[common], True
+    roles, num_common = [message.role for message in previous], 0
+    while num_common < min(len(messages), len(previous)) and _is_same_message(
+        previous[num_common], messages[num_common], True
     ):
-        common += 1
+        num_common += 1
     first_answer = roles.index("assistant")
-    if common == len(messages) or "system" in roles[common:first_answer]:
+    if num_common == len(messages) or "system" in roles[num_common:first_answer]:
         return False  # asks the same question again, or has another system prompt
     quotable = [message.content for message in previous[first_answer:] if len(message.content) >= MIN_QUOTE]
     quotable += [message.content for message in previous[:first_answer] if message.role == "user"][-1:]
-    new_text = "\n".join(message.content for message in messages[common:])
-    return common >= first_answer or any(text and text in new_text for text in quotable)
+    new_text = "\n".join(message.content for message in messages[num_common:])
+    return num_common >= first_answer or any(text and text in new_text for text in quotable)
 
 
-def _is_same_message(recorded: Message, received: Message, arguments: bool) -> bool:
+def _is_same_message(recorded: Message, received: Message, with_arguments: bool) -> bool:
     """Return whether a client sent a message back unchanged. Clients may omit the reasoning, for which OpenAI has no
     field, and add an agent's name to a sampled message. The JSON of arguments may have other spaces and escapes, but
     must have the same keys in the same order and the same numbers."""
 
     def fields(message: Message) -> list[object]:
-        calls = [[c.id, c.name, json.dumps(c.arguments) if arguments else ""] for c in message.tool_calls]
+        calls = [(c.id, c.name, with_arguments and json.dumps(c.arguments)) for c in message.tool_calls]
         return [message.role, message.content, message.images, message.tool_call_id, calls]
 
     same_name = recorded.name == received.name or (recorded.role == "assistant" and recorded.name is None)

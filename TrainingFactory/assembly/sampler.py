@@ -264,7 +264,7 @@ def make_rollouts(
     )
     engine: type[RolloutEngine] = ProgramRollouts if isinstance(environment, AgentProgram) else RolloutEngine
     if isinstance(environment, AgentProgram) and not uses_environment_reward(reward):
-        environment = environment.scored_by_others()
+        environment = environment.without_scoring()
     concurrency: int | None = max_concurrent_episodes(config, environment)
     if isinstance(sampler, EndpointSampler):
         if engine is ProgramRollouts:

@@ -52,7 +52,7 @@ class ToolEnvironment:
         max_output_chars: int = 100_000,
     ) -> None:
         self.task = task
-        self.executor = AsyncToolExecutor([*_own_tools(self), *tools], timeout, max_output_chars)
+        self.executor = AsyncToolExecutor([*_member_tools(self), *tools], timeout, max_output_chars)
         self.tools: list[Tool] = self.executor.tools
 
     @classmethod
@@ -82,8 +82,8 @@ class ToolEnvironment:
                 f"task {self.task.id} has no answer; implement {name}.reward or set another reward"
             )
         answer = str(self.task.answer)
-        short = answer.rpartition("####")[2]  # GSM8K answers have the solution before it
-        return float(episode.trajectory.answer.strip() in (answer.strip(), short.strip()))
+        short_answer = answer.rpartition("####")[2]  # GSM8K answers have the solution before it
+        return float(episode.trajectory.answer.strip() in (answer.strip(), short_answer.strip()))
 
     reward.quick = True  # type: ignore[attr-defined]  # tells `rewards.adapt.called` not to use a thread
 
@@ -103,10 +103,10 @@ class ForeignEnvironment(ABC):
     def as_environment(self) -> type[ToolEnvironment]: ...
 
 
-def _own_tools(environment: ToolEnvironment) -> list[FunctionTool]:
+def _member_tools(environment: ToolEnvironment) -> list[FunctionTool]:
     """Return the `@tool` members in definition order, base classes first, without tools that a subclass overrides with
     another kind of member."""
     classes = type(environment).__mro__[-2::-1]  # without object
-    names = dict.fromkeys(name for cls in classes for name in vars(cls))
-    members = ((name, getattr(type(environment), name, None)) for name in names)
+    member_names = dict.fromkeys(name for cls in classes for name in vars(cls))
+    members = ((name, getattr(type(environment), name, None)) for name in member_names)
     return [getattr(environment, name) for name, member in members if isinstance(member, FunctionTool)]

@@ -63,16 +63,16 @@ class SelfPlayEnvironment(ABC):
         """Return the reward of each role. The game is over, forfeited, or stopped at environment.max_turns."""
 
     def role_tools(self, role: str) -> Sequence[Any]:
-        """Return the tools of a role."""
+        """Return the tools that this role may call."""
         return ()
 
     @property
     def tools(self) -> Sequence[Any]:
         """Return the tools of both roles, for checks before training."""
-        names: dict[str, Any] = {}
+        tools_by_name: dict[str, Any] = {}
         for role in self.roles:
-            names |= {tool.spec.name: tool for tool in AsyncToolExecutor(self.role_tools(role)).tools}
-        return list(names.values())
+            tools_by_name |= {tool.spec.name: tool for tool in AsyncToolExecutor(self.role_tools(role)).tools}
+        return list(tools_by_name.values())
 
     async def reset(self) -> list[Message]:
         raise ValueError(
@@ -91,8 +91,8 @@ class Match:
         self._factory = factory
         self._game: SelfPlayEnvironment | None = None
         self._role_to_move = factory.roles[0]
-        self._text = ""  # what the role to move reads
-        self._changed = asyncio.Condition()
+        self._pending_text = ""  # what the role to move reads
+        self._condition = asyncio.Condition()
         self._num_seats = len(factory.roles)
         self.is_over = False
         self._failed_role: str | None = None  # role whose episode failed
@@ -111,32 +111,32 @@ class Match:
     async def wait_for_turn(self, role: str) -> str | None:
         """Wait until it is the role's turn. Return the text that the role reads before its move; None if the game is
         over."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.is_over or self._role_to_move == role)
+        async with self._condition:
+            await self._condition.wait_for(lambda: self.is_over or self._role_to_move == role)
         if self._failed_role is not None:
             raise ToolFailure(f"the episode of the other role, {self._failed_role}, failed")
-        return None if self.is_over else self._text
+        return None if self.is_over else self._pending_text
 
     async def move(self, role: str, text: str) -> None:
         if self.is_over:  # the other role's episode has ended
             return
-        answer = self.game.move(role, text)
-        if answer is None:
+        reply = self.game.move(role, text)
+        if reply is None:
             await self.end()
             return
-        if not isinstance(answer, str):
-            raise TypeError(f"{type(self.game).__name__}.move must return a text or None, not {answer!r:.60}")
+        if not isinstance(reply, str):
+            raise TypeError(f"{type(self.game).__name__}.move must return a text or None, not {reply!r:.60}")
         first_role, second_role = self.game.roles
-        self._role_to_move, self._text = second_role if role == first_role else first_role, answer
-        async with self._changed:
-            self._changed.notify_all()
+        self._role_to_move, self._pending_text = second_role if role == first_role else first_role, reply
+        async with self._condition:
+            self._condition.notify_all()
 
     async def end(self, *, forfeited: str | None = None, failed: str | None = None) -> None:
         """End the game, unless it is over."""
         if not self.is_over:
             self.is_over, self._failed_role, self.game.forfeited = True, failed, forfeited
-        async with self._changed:
-            self._changed.notify_all()
+        async with self._condition:
+            self._condition.notify_all()
 
     async def leave(self, role: str) -> None:
         """Leave the game. This ends it, because the other episode cannot continue alone. The last episode to leave
@@ -148,7 +148,7 @@ class Match:
 
 
 class RoleSeat(ToolEnvironment):
-    """The environment of one role's episode."""
+    """Environment of one role's episode in a match."""
 
     fork = None
 
@@ -157,22 +157,22 @@ class RoleSeat(ToolEnvironment):
         self._match, self.role = match, role
 
     async def reset(self) -> list[Message]:
-        text = await self._match.wait_for_turn(self.role)
-        if text is None:
+        reply = await self._match.wait_for_turn(self.role)
+        if reply is None:
             raise ValueError(f"the game was over before the first turn of {self.role}")
         messages = list(self._match.game.opening(self.role))
-        if not text:
+        if not reply:
             return messages
         if messages and messages[-1].role == "user":  # many templates reject two user messages in a row
-            return [*messages[:-1], replace(messages[-1], content=f"{messages[-1].content}\n\n{text}")]
-        return [*messages, Message("user", text)]
+            return [*messages[:-1], replace(messages[-1], content=f"{messages[-1].content}\n\n{reply}")]
+        return [*messages, Message("user", reply)]
 
     async def step(self, message: Message) -> Step:
         if message.tool_calls:
             return await super().step(message)
         await self._match.move(self.role, message.content)
-        text = await self._match.wait_for_turn(self.role)
-        return Step(done=True) if text is None else Step([Message("user", text)])
+        reply = await self._match.wait_for_turn(self.role)
+        return Step(done=True) if reply is None else Step([Message("user", reply)])
 
     async def reward(self, episode: Episode) -> Reward | float:
         """End the game, because the other role may still wait for a move that this episode can no longer make. Return

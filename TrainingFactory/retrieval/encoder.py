@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-DIGESTED = ("config.json", "tokenizer.json", "vocab.txt", "*.safetensors")
+HASHED_FILES = ("config.json", "tokenizer.json", "vocab.txt", "*.safetensors")
 DEFAULT_MAX_TOKENS = 256
-_TOKENIZING = threading.Lock()  # fast tokenizers are not thread-safe
+_TOKENIZER_LOCK = threading.Lock()  # fast tokenizers are not thread-safe
 
 
 class SentenceEncoder:
-    """Encodes texts as vectors of length 1: the mean of the last hidden states over all tokens of a text. Longer texts
-    are cut at `max_tokens`. The model is loaded at the first text."""
+    """Encoder of texts as vectors of length 1: the mean of the last hidden states over all tokens. It cuts longer texts
+    at `max_tokens`, and loads the model at the first text."""
 
     def __init__(
         self,
@@ -43,28 +43,28 @@ class SentenceEncoder:
     @cached_property
     def digest(self) -> str:
         """Digest of weights, tokenizer and options that change the vectors."""
-        total = hashlib.sha256(f"mean {self.max_tokens}".encode())
-        for pattern in DIGESTED:
+        hasher = hashlib.sha256(f"mean {self.max_tokens}".encode())
+        for pattern in HASHED_FILES:
             for path in sorted(self.folder.glob(pattern)):
                 with path.open("rb") as file:
-                    total.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
-        return total.hexdigest()
+                    hasher.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}".encode())
+        return hasher.hexdigest()
 
     @cached_property
     def dimension(self) -> int:
-        return int(self._loaded[1].config.hidden_size)
+        return int(self._tokenizer_and_model[1].config.hidden_size)
 
     @cached_property
-    def _loaded(self) -> tuple[Any, Any]:
-        return _load(self.folder, self.device, self.digest)
+    def _tokenizer_and_model(self) -> tuple[Any, Any]:
+        return _load_encoder(self.folder, self.device, self.digest)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return a float32 matrix with one row per text. Texts of similar length share a batch."""
-        by_length = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors: np.ndarray | None = None
-        with _TOKENIZING:
-            for start in range(0, len(by_length), self.batch_size):
-                indices = by_length[start : start + self.batch_size]
+        with _TOKENIZER_LOCK:
+            for start in range(0, len(order), self.batch_size):
+                indices = order[start : start + self.batch_size]
                 batch = self._encode_batch([texts[index] for index in indices])
                 if vectors is None:
                     vectors = np.empty((len(texts), batch.shape[1]), np.float32)
@@ -74,21 +74,21 @@ class SentenceEncoder:
     def _encode_batch(self, texts: list[str]) -> np.ndarray:
         import torch
 
-        tokenizer, model = self._loaded
+        tokenizer, model = self._tokenizer_and_model
         lengths = [len(ids) for ids in tokenizer(texts, verbose=False)["input_ids"]]
         self.num_truncated += sum(length > self.max_tokens for length in lengths)
         inputs = tokenizer(
             texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self.device)
         with torch.inference_mode():
-            states = model(**inputs).last_hidden_state  # [texts, tokens, dimension]
+            hidden = model(**inputs).last_hidden_state  # [texts, tokens, dimension]
         mask = inputs["attention_mask"].unsqueeze(-1)
-        vectors = (states * mask).sum(1) / mask.sum(1)
+        vectors = (hidden * mask).sum(1) / mask.sum(1)
         return torch.nn.functional.normalize(vectors, dim=-1).cpu().numpy()
 
 
 @cache
-def _load(folder: Path, device: str, digest: str) -> tuple[Any, Any]:
+def _load_encoder(folder: Path, device: str, digest: str) -> tuple[Any, Any]:
     """Return tokenizer and model. Tools with the same encoder share them, because the result is cached."""
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoTokenizer

@@ -17,8 +17,8 @@ from TrainingFactory.tools.builtin.search import Passages
 from TrainingFactory.tools.fingerprint import digest
 
 log = logging.getLogger(__name__)
-FORMAT = "1"  # of the stored vectors; changing it makes them be computed again
-CHUNK = 1024  # passages encoded between two updates of the progress bar
+FORMAT_VERSION = "1"  # of the stored vectors; changing it makes them be computed again
+CHUNK_PASSAGES = 1024  # passages encoded between two updates of the progress bar
 
 
 class VectorIndex:
@@ -27,22 +27,22 @@ class VectorIndex:
 
     def __init__(self, passages: Passages, encoder: SentenceEncoder, prefix: str, name: str) -> None:
         self._faiss = load_faiss(name)
-        self.state = digest(FORMAT, passages.content, encoder.digest, prefix)
+        self.version = digest(FORMAT_VERSION, passages.content, encoder.digest, prefix)
         if not passages.count:
             raise ValueError(f"tool {name}: {passages.path} has no passages to search; add some")
-        self.file = passages.index.with_name(f"{passages.index.stem}-{self.state[:20]}.npy")
-        vectors = _load_stored(self.file, passages.count)
+        self.file = passages.index.with_name(f"{passages.index.stem}-{self.version[:20]}.npy")
+        vectors = _load_vectors(self.file, passages.count)
         if vectors is None:
-            vectors = _encode(passages, encoder, prefix, name)
-            _store(self.file, vectors, name)
+            vectors = _encode_passages(passages, encoder, prefix, name)
+            _store_vectors(self.file, vectors, name)
         self.dimension = vectors.shape[1]
         self._index: Any = self._faiss.IndexFlatIP(self.dimension)
         self._index.add(vectors)
 
     def find(self, vector: np.ndarray, top_k: int) -> list[tuple[int, float]]:
         """Return (number of the passage from 0, cosine similarity) of the best matches, best first."""
-        scores, numbers = self._index.search(vector.reshape(1, -1), min(top_k, self._index.ntotal))
-        return [(int(number), float(score)) for number, score in zip(numbers[0], scores[0], strict=True)]
+        scores, indices = self._index.search(vector.reshape(1, -1), min(top_k, self._index.ntotal))
+        return [(int(index), float(score)) for index, score in zip(indices[0], scores[0], strict=True)]
 
 
 def load_faiss(name: str) -> Any:
@@ -55,7 +55,7 @@ def load_faiss(name: str) -> Any:
     return faiss
 
 
-def _load_stored(file: Path, count: int) -> np.ndarray | None:
+def _load_vectors(file: Path, count: int) -> np.ndarray | None:
     """Return the vectors that an earlier process stored; None if there are none, or if the file is damaged."""
     try:
         vectors = np.load(file, allow_pickle=False)
@@ -65,42 +65,42 @@ def _load_stored(file: Path, count: int) -> np.ndarray | None:
     return vectors if is_valid else None
 
 
-def _encode(passages: Passages, encoder: SentenceEncoder, prefix: str, name: str) -> np.ndarray:
+def _encode_passages(passages: Passages, encoder: SentenceEncoder, prefix: str, name: str) -> np.ndarray:
     from tqdm import tqdm
 
-    truncated_before = encoder.num_truncated
-    parts: list[np.ndarray] = []
+    num_before = encoder.num_truncated
+    batches: list[np.ndarray] = []
     texts = (f"{prefix}{title}\n{text}" if title else f"{prefix}{text}" for _, title, text in passages)
     with tqdm(
         total=passages.count, desc=f"tool {name}: encoding", unit=" passages", disable=None
     ) as progress:
         for chunk in _chunks(texts):
-            parts.append(encoder.encode(chunk))
+            batches.append(encoder.encode(chunk))
             progress.update(len(chunk))
-    if truncated := encoder.num_truncated - truncated_before:
+    if num_truncated := encoder.num_truncated - num_before:
         log.warning(
             "tool %s: %d of %d passages are longer than %d tokens; only their beginning is searched. Split them, or "
             "raise max_tokens",
-            name, truncated, passages.count, encoder.max_tokens,
+            name, num_truncated, passages.count, encoder.max_tokens,
         )  # fmt: skip
-    return np.concatenate(parts)
+    return np.concatenate(batches)
 
 
 def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    while chunk := list(islice(texts, CHUNK)):
+    while chunk := list(islice(texts, CHUNK_PASSAGES)):
         yield chunk
 
 
-def _store(file: Path, vectors: np.ndarray, name: str) -> None:
+def _store_vectors(file: Path, vectors: np.ndarray, name: str) -> None:
     """Write the vectors to a temporary file and rename it, so that concurrent processes never read an incomplete
     file."""
-    temporary = file.with_name(f"{file.stem}.{secrets.token_hex(8)}.part")
+    temporary_file = file.with_name(f"{file.stem}.{secrets.token_hex(8)}.part")
     try:
-        with temporary.open("wb") as target:
+        with temporary_file.open("wb") as target:
             np.save(target, vectors, allow_pickle=False)
-        os.replace(temporary, file)
+        os.replace(temporary_file, file)
     except OSError as error:
         message = f"tool {name}: cannot store the vectors in {file.parent} ({error}); set another index_dir"
         raise ValueError(message) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        temporary_file.unlink(missing_ok=True)

@@ -51,7 +51,7 @@ class RetrievalTool(PassageTool):
         self.passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
         self.vectors = VectorIndex(self.passages, self.encoder, passage_prefix, name)
         self.spec = ToolSpec(name, description or "Search documents by meaning.", search_parameters(top_k))
-        version = digest(self.vectors.state, f"{max_chars} {top_k}", query_prefix)
+        version = digest(self.vectors.version, f"{max_chars} {top_k}", query_prefix)
         self.options = ToolOptions(pure=True, version=version)
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:

@@ -27,7 +27,7 @@ def group_by_section(options: Mapping[str, Any], algorithm: str) -> dict[str, An
         key: {SHORT_KEYS[key]: config[key]} for key in SHORT_KEYS if isinstance(config.get(key), str | Path)
     }
     for key in [key for key in config if key not in ALIASES and key not in TrainingConfig.model_fields]:
-        section_names = homes_of(key, algorithm)
+        section_names = find_sections(key, algorithm)
         if len(section_names) > 1:
             choices = " or ".join(f"{section}={{{key!r}: ...}}" for section in section_names)
             raise ValueError(f"{key} is an option of {' and of '.join(section_names)}; write {choices}")
@@ -36,7 +36,7 @@ def group_by_section(options: Mapping[str, Any], algorithm: str) -> dict[str, An
     return config
 
 
-def homes_of(key: str, algorithm: str) -> list[str]:
+def find_sections(key: str, algorithm: str) -> list[str]:
     """Return the names of the sections that have a plain key. If the algorithm's own section has it, return only that
     one."""
     known_sections = sections()
@@ -50,20 +50,20 @@ def homes_of(key: str, algorithm: str) -> list[str]:
 
 def merge_into_section(config: dict[str, Any], section: str, keys: Mapping[str, Any]) -> None:
     """Add keys to a section of a config; raise if one of them is set already."""
-    present = config.setdefault(section, {})
-    if not isinstance(present, dict):
+    current_keys = config.setdefault(section, {})
+    if not isinstance(current_keys, dict):
         return  # not a section: the config's own error is clearer
-    if duplicate_keys := sorted(present.keys() & keys.keys()):
+    if duplicate_keys := sorted(current_keys.keys() & keys.keys()):
         raise ValueError(
             f"{', '.join(duplicate_keys)} is given twice, by itself and in {section}; leave one of them out"
         )
-    present |= keys
+    current_keys |= keys
 
 
 def with_options(config: TrainingConfig | None, options: dict[str, Any]) -> TrainingConfig:
     """Return the config with the options applied; an option overrides the config's value."""
-    values = config.model_dump(exclude_unset=True) if config is not None else {}
+    config_dict = config.model_dump(exclude_unset=True) if config is not None else {}
     for section, keys in expand(options).items():
-        is_section = isinstance(keys, Mapping) and isinstance(values.get(section), Mapping)
-        values[section] = values[section] | keys if is_section else keys
-    return TrainingConfig(**values)
+        is_section = isinstance(keys, Mapping) and isinstance(config_dict.get(section), Mapping)
+        config_dict[section] = config_dict[section] | keys if is_section else keys
+    return TrainingConfig(**config_dict)

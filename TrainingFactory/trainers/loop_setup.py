@@ -73,16 +73,16 @@ class PreparedRun:
         return loaded_model, build_sampler.make_chat(self.config, loaded_model, day, self.watcher.say)
 
 
-def make_order(config: TrainingConfig, size: int) -> TaskOrder:
-    return TaskOrder(size, config.training.batch_size, config.training.seed, config.data.shuffle)
+def make_order(config: TrainingConfig, num_rows: int) -> TaskOrder:
+    return TaskOrder(num_rows, config.training.batch_size, config.training.seed, config.data.shuffle)
 
 
-def steps_in(config: TrainingConfig, order: TaskOrder) -> int:
+def count_steps(config: TrainingConfig, order: TaskOrder) -> int:
     return config.training.max_steps or config.training.num_epochs * order.steps_per_epoch
 
 
 async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> TrainingLoop:
-    """Load the model and open everything that the run needs; `exit_stack` closes it at the end of the run."""
+    """Load the model and build the training loop; `exit_stack` closes their resources at the end of the run."""
     config, run, tools, watcher = training.config, training.run, training.tools, training.watcher
     environment = None if training.data.environment is None else await tools.equip(training.data.environment)
     watcher.phase("load")
@@ -92,12 +92,12 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     dataset, heldout = await in_thread(_tokenize, training, loaded_model, chat)
     # The number of rows, and with it that of steps, is known only now: rows that are too long are gone.
     order = training.order if dataset is None else make_order(config, len(dataset))
-    total = steps_in(config, order)
+    steps = count_steps(config, order)
 
     algorithm = make_algorithm(config)
     replayed_run = tools.sampled_ahead  # set to train on recorded groups again instead of sampling
     samples = environment is not None and replayed_run is None
-    local_policy, policy = await training.learners.policy(loaded_model, algorithm, total, samples)
+    local_policy, policy = await training.learners.policy(loaded_model, algorithm, steps, samples)
     exit_stack.push_async_callback(policy.close)
     for rows in (dataset, heldout):
         if rows is not None and "precomputed" in algorithm.needs:
@@ -105,7 +105,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
                 policy, algorithm, rows, config.training.batch_size, watcher
             )
     is_async = config.optimization.effective_max_staleness > 0
-    progress = await restore_progress(run, policy, order, total, training.resuming, is_async, watcher.say)
+    progress = await restore_progress(run, policy, order, steps, training.resuming, is_async, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
 
@@ -118,20 +118,20 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
 
             local_policy.before_step = make_router_check(setup.sampler, local_policy, check_every).measure
     if replayed_run is None:
-        source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, total)
+        source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, steps)
     else:
         filters = EpisodeFilters(config.training.filters)
         source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done, filters)
-        total = min(total, source.steps)
-        no_evaluation = config.training.model_copy(update={"eval_every": None})
-        config = config.model_copy(update={"training": no_evaluation})
+        steps = min(steps, source.steps)
+        training_section = config.training.model_copy(update={"eval_every": None})
+        config = config.model_copy(update={"training": training_section})
 
     earlier_metrics = run.metrics()
     trackers = Trackers(run.path, config)
     exit_stack.callback(trackers.close)
     return TrainingLoop(
         config=config,
-        total=total,
+        total=steps,
         policy=policy,
         sampler=None if setup is None else setup.sampler,
         counts=_sampler_metrics(setup),
@@ -153,7 +153,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         trackers=trackers,
         interrupts=training.interrupts,
         progress=progress,
-        stop_forecast=_forecast_stop(training, local_policy, total, earlier_metrics),
+        stop_forecast=_forecast_stop(training, local_policy, steps, earlier_metrics),
         scores=Scores.from_rows(earlier_metrics, config.training.stop_when),
         saved=progress.done or -1,
     )
@@ -204,7 +204,7 @@ async def _make_rollout_setup(
     samples = KINDS[config.training.algorithm].samples
     max_staleness = config.optimization.effective_max_staleness if samples else 0
     open_episodes = config.training.batch_size * max_leaves(config) * (1 + max_staleness)
-    logs = training.run.path / "engines"
+    log_folder = training.run.path / "engines"
     sampler = await in_thread(
         build_sampler.make_training_sampler,
         config,
@@ -213,7 +213,7 @@ async def _make_rollout_setup(
         open_episodes,
         max_staleness > 0,
         notify,
-        logs,
+        log_folder,
     )
     exit_stack.push_async_callback(sampler.close)
 
@@ -225,9 +225,9 @@ async def _make_rollout_setup(
     if tasks := training.data.tasks or training.data.heldout:
         await check_tools(environment, tasks[0], chat, reward)
 
-    limit = max_concurrent_episodes(config, environment)
+    max_episodes = max_concurrent_episodes(config, environment)
     if config.environment.num_workers is not None and config.compute.backend != "ray":
-        notify(f"environment: at most {limit} episodes at a time")
+        notify(f"environment: at most {max_episodes} episodes at a time")
     return RolloutSetup(
         environment,
         chat,
@@ -236,7 +236,7 @@ async def _make_rollout_setup(
         RewardClock(reward, notify, lambda: build_rewards.judge_metrics(reward)),
         RewardClock(heldout_reward, notify),
         build_rewards.scored_by(config, heldout_reward),
-        asyncio.Semaphore(limit) if max_staleness else None,
+        asyncio.Semaphore(max_episodes) if max_staleness else None,
     )
 
 
@@ -247,7 +247,7 @@ def _make_source(
     ledger: Ledger,
     setup: RolloutSetup | None,
     dataset: TokenizedDataset | None,
-    total: int,
+    steps: int,
 ) -> Source:
     """Return the source of training groups: dataset rows, expert episodes, or episodes sampled by the policy."""
     config, tasks = training.config, training.data.tasks
@@ -274,7 +274,7 @@ def _make_source(
     if not max_staleness:
         return SampledSource(*arguments, **options)
     by_arrival = config.optimization.async_order == "arrival"
-    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, total=total)
+    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, total=steps)
 
 
 def _sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float]]:
@@ -314,16 +314,16 @@ def _make_heldout(
 
 
 def _forecast_stop(
-    training: PreparedRun, policy: LocalPolicy, total: int, earlier_metrics: list[dict[str, Any]]
+    training: PreparedRun, policy: LocalPolicy, steps: int, earlier_metrics: list[dict[str, Any]]
 ) -> StopForecast:
     """Warn if the checkpoints will not fit on the disk. Forecast how long it takes to stop the run, from the size of a
     checkpoint and the time of earlier updates."""
     from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
 
     run, sizes = training.run, checkpoint_bytes(policy.learner)
-    present = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
-    space = CheckpointSpace(training.config.logging, total, *sizes)
-    warning = space.warning(shutil.disk_usage(run.path).free + present, str(run.path))
+    used_bytes = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
+    space = CheckpointSpace(training.config.logging, steps, *sizes)
+    warning = space.warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))
     if warning is not None:
         training.watcher.say(f"WARNING {warning}")
     update_seconds = earlier_metrics[-1].get("seconds/update", 0.0) if earlier_metrics else 0.0

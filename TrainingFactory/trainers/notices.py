@@ -12,7 +12,7 @@ from TrainingFactory.config.not_yet import changed_keys, unimplemented_notices
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.rules.tool_verified import rule_or_verifier
 
-AHEAD = ("async_rollout", "max_staleness", "async_order")
+ASYNC_KEYS = ("async_rollout", "max_staleness", "async_order")
 
 
 def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
@@ -32,8 +32,8 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         if other != name
     ]
     if not kind.samples:
-        grouped = [key for key in changed_keys(config, "training") if key == "training.group_size"]
-        lines.append((grouped, f"{name} samples no groups of episodes"))
+        group_keys = [key for key in changed_keys(config, "training") if key == "training.group_size"]
+        lines.append((group_keys, f"{name} samples no groups of episodes"))
         environment = config.environment
         has_episodes = (
             has_episodes
@@ -41,43 +41,43 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
             or bool(config.tools)
         )
         if not (has_episodes and training.eval_every is not None):
-            expert = kind.demonstrations and config.data.dataset is None
-            used_keys = {"sampling.max_reply_tokens"} if expert else set()
+            uses_expert = kind.demonstrations and config.data.dataset is None
+            used_keys = {"sampling.max_reply_tokens"} if uses_expert else set()
             sampling_keys = [key for key in changed_keys(config, "sampling") if key not in used_keys]
-            if not expert:
+            if not uses_expert:
                 sampling_keys += [
                     key for key in changed_keys(config, "environment") if key == "environment.num_workers"
                 ]
             lines.append((sampling_keys, f"{name} samples only with an environment and training.eval_every"))
-    correction_keys = [key for key in changed_keys(config, "optimization") if key.split(".")[1] in AHEAD]
+    async_keys = [key for key in changed_keys(config, "optimization") if key.split(".")[1] in ASYNC_KEYS]
     if not kind.samples:
-        lines.append((correction_keys, f"{name} does not train on sampled episodes"))
+        lines.append((async_keys, f"{name} does not train on sampled episodes"))
     elif not config.optimization.async_rollout:
-        lines.append((correction_keys, "only used with optimization.async_rollout=true"))
+        lines.append((async_keys, "only used with optimization.async_rollout=true"))
     if importance_cap(config) is None:
-        correction = [
+        keys = [
             key for key in changed_keys(config, "optimization") if "importance" in key or "mismatch" in key
         ]
         reason = "the learner itself samples, so no correction is applied without optimization.importance_cap"
-        lines.append((correction, reason if kind.samples else f"{name} does not train on sampled episodes"))
+        lines.append((keys, reason if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
-        is_local = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
-        of_ray = [key for key in changed_keys(config, "compute") if key not in is_local]
-        lines.append((of_ray, "only used with compute.backend=ray"))
-        remote = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
-        lines.append((remote, "without compute.backend=ray tools run in the run's process"))
+        local_keys = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
+        ray_keys = [key for key in changed_keys(config, "compute") if key not in local_keys]
+        lines.append((ray_keys, "only used with compute.backend=ray"))
+        remote_keys = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
+        lines.append((remote_keys, "without compute.backend=ray tools run in the run's process"))
     if config.compute.learners == 1 or (config.compute.learners is None and launched_process() is None):
-        offload = [
+        offload_keys = [
             key for key in changed_keys(config, "optimization") if key == "optimization.offload_reference"
         ]
-        lines.append((offload, "only used with several learners (compute.learners)"))
+        lines.append((offload_keys, "only used with several learners (compute.learners)"))
     if training.eval_every is None:
         heldout_keys = [key for key in changed_keys(config, "data") if key.startswith("data.heldout")]
         heldout_keys += ["heldout"] if heldout else []
         lines.append((heldout_keys, "nothing is evaluated without training.eval_every"))
     if config.model.adapter is not None:
-        shape = [key for key in changed_keys(config, "lora") if key != "lora.enabled"]
-        lines.append((shape, "model.adapter keeps the shape that it was trained with"))
+        shape_keys = [key for key in changed_keys(config, "lora") if key != "lora.enabled"]
+        lines.append((shape_keys, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
         lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
     lines += _branching_notices(config)
@@ -103,18 +103,18 @@ def _process_notices(config: TrainingConfig, rewarded: bool) -> list[str]:
         unused_key = "optimization.reward_workers: only used with optimization.distributed_reward=true"
         return [unused_key] if optimization.reward_workers is not None else []
     parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
-    types = [(part.get("type", ""), part.get("options") or {}) for part in parts]
-    in_process = [kind for kind, options in types if not _can_run_elsewhere(kind, options)]
-    if rewarded or not in_process:
+    typed_options = [(part.get("type", ""), part.get("options") or {}) for part in parts]
+    local_types = [kind for kind, options in typed_options if not _can_run_in_worker(kind, options)]
+    if rewarded or not local_types:
         return []
-    kinds = ", ".join(dict.fromkeys(in_process))
+    kinds = ", ".join(dict.fromkeys(local_types))
     return [
         f"optimization.distributed_reward: rewards of the type {kinds} stay in the run's process, because they call an "
         "endpoint, or need its tools, models or environments"
     ]
 
 
-def _can_run_elsewhere(kind: str, options: Any) -> bool:
+def _can_run_in_worker(kind: str, options: Any) -> bool:
     if kind not in ("rule_based", "tool_verified"):
         return kind in ("function", "process_reward")
     try:

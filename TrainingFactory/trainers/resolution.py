@@ -87,9 +87,9 @@ def _reject_endpoints(config: TrainingConfig) -> None:
 
 def _note_model(written_config: TrainingConfig, config: TrainingConfig, note: Notify) -> None:
     model = config.model
-    if written_config.model.name != (target := resolve_model(model.name)):
+    if written_config.model.name != (resolved_name := resolve_model(model.name)):
         adapter_note = f" under the adapter {model.adapter}" if model.adapter else ""
-        note(f"model.name {written_config.model.name} is {target}{adapter_note}")
+        note(f"model.name {written_config.model.name} is {resolved_name}{adapter_note}")
 
 
 def validate(resolved: ResolvedConfig) -> RewardFunction | None:

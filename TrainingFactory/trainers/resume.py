@@ -17,7 +17,7 @@ async def restore_progress(
     run: RunFolder,
     policy: Policy,
     order: TaskOrder,
-    total: int,
+    steps: int,
     resuming: bool,
     is_async: bool,
     notify: Callable[[str], None],
@@ -41,7 +41,7 @@ async def restore_progress(
         offsets = state["offsets"]
     await in_thread(run.rewind, offsets)
     if resuming:
-        notify(f"resuming after step {progress.done} of {total}" + ("" if state else ": no checkpoint yet"))
+        notify(f"resuming after step {progress.done} of {steps}" + ("" if state else ": no checkpoint yet"))
     return progress
 
 

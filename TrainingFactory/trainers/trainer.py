@@ -40,8 +40,8 @@ from TrainingFactory.training.dataset import UserObjects, read_objects
 
 
 class Trainer:
-    """Trains with one algorithm. Model, environment, reward, tools and data are each given by name or as Python
-    objects."""
+    """Base class of the trainers, each for one algorithm. Model, environment, reward, tools and data are given by name
+    or as Python objects."""
 
     algorithm: ClassVar[str]
 
@@ -78,19 +78,19 @@ class Trainer:
           `DPOTrainer(beta=0.2)`), or sections (`sampling={"max_tokens": 64}`). They override `config`. `tool_cache`
           may be a `ToolCache`. TRL's names (`train_dataset`, `reward_funcs`, `args=`) are translated."""
         self.objects = UserObjects()
-        dataset = _object_for_id(options, "dataset_id", dataset)
-        environment = _object_for_id(options, "environment_id", environment)
-        from_trl = TRLTranslation(options, self.algorithm, (config or TrainingConfig()).training.group_size)
-        reward_function, tasks, dataset, heldout, name = from_trl.resolve_objects(
+        dataset = _pop_object(options, "dataset_id", dataset)
+        environment = _pop_object(options, "environment_id", environment)
+        trl = TRLTranslation(options, self.algorithm, (config or TrainingConfig()).training.group_size)
+        reward_function, tasks, dataset, heldout, name = trl.resolve_objects(
             reward_function=reward_function, tasks=tasks, dataset=dataset, heldout=heldout, name=name
         )
-        self._notes = from_trl.notes
+        self._notes = trl.notes
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
         keys = self._group_by_section(options)
         merge_into_section(keys, "training", {"algorithm": self.algorithm})
         if model is not None:
-            merge_into_section(keys, "model", _model_section(model))
+            merge_into_section(keys, "model", _as_section(model))
         self._take_reward(reward_function, keys)
         if allocation_id is not None:
             merge_into_section(keys, "compute", {"allocation_id": allocation_id})
@@ -99,7 +99,7 @@ class Trainer:
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
                 merge_into_section(keys, "data", {key: value})
-        self._tasks, self._dataset, self._heldout = map(_rows, (tasks, dataset, heldout))
+        self._tasks, self._dataset, self._heldout = map(_as_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher
         self._run: Path | None = None
@@ -109,14 +109,14 @@ class Trainer:
         """Train and return a report. Options in `config` override those of the trainer. Works in a script, in a
         notebook and inside a running event loop."""
         self._override(config)
-        report = serve_rank(self.config) or self._training().train()
+        report = serve_rank(self.config) or self._make_training().train()
         self._run = report.run
         return report
 
     async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train on the running event loop, for tools and rewards that belong to it."""
         self._override(config)
-        report = serve_rank(self.config) or await self._training().train_async()
+        report = serve_rank(self.config) or await self._make_training().train_async()
         self._run = report.run
         return report
 
@@ -130,22 +130,22 @@ class Trainer:
         return export(str(self._run), path if path is not None else self._run / "model", merge)
 
     def __repr__(self) -> str:
-        facts = ", ".join(f"{name}={value!r}" for name, value in self._facts())
-        return f"{type(self).__name__}({facts})"
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._main_settings())
+        return f"{type(self).__name__}({settings})"
 
     def _repr_html_(self) -> str:
         """Return the trainer for a notebook: a table of what it trains, and charts of its run."""
         rows = RunFolder(self._run).metrics() if self._run is not None else []
-        return run_html(type(self).__name__, self._facts(), rows)
+        return run_html(type(self).__name__, self._main_settings(), rows)
 
-    def _facts(self) -> list[tuple[str, str]]:
+    def _main_settings(self) -> list[tuple[str, str]]:
         """Return the main settings as (name, value as text)."""
         config, objects = self.config, self.objects
         environment = config.environment.environment_id
         if objects.environment is not None:
             environment = getattr(objects.environment, "__name__", type(objects.environment).__name__)
         tools = [entry.name for entry in config.tools] + [_tool_name(entry) for entry in objects.tools]
-        facts = {
+        settings = {
             "model": config.model.name,
             "environment": environment,
             "tools": ", ".join(tools),
@@ -154,13 +154,13 @@ class Trainer:
             "steps": config.training.max_steps,
             "run": self._run,
         }
-        return [(name, str(value)) for name, value in facts.items() if value]
+        return [(name, str(value)) for name, value in settings.items() if value]
 
     def _override(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
             self._use_config(with_options(self.config, self._group_by_section(config)))
 
-    def _training(self) -> Training:
+    def _make_training(self) -> Training:
         """Return the run that `train()` executes: a new one, or with `resume` the existing run of that name."""
         watcher = self._watcher or default_watcher()
         for text in self.notices:
@@ -239,7 +239,7 @@ class Trainer:
         if isinstance(environment, Mapping):
             section = dict(environment)
             tools = as_list(section.pop("tools", ()))
-            if (scenario := _object_for_id(section, "environment_id", None)) is not None:
+            if (scenario := _pop_object(section, "environment_id", None)) is not None:
                 section["environment_id"] = None
                 self.objects.environment = environment_of_scenario(scenario)
             merge_into_section(keys, "environment", section)
@@ -264,7 +264,7 @@ def _tool_name(tool: Tool | ToolSource) -> str:
     return tool.spec.name if isinstance(tool, Tool) else type(tool).__name__
 
 
-def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
+def _pop_object(options: dict[str, Any], key: str, default: Any) -> Any:
     """Remove and return an object of another factory that the caller passed under `key` instead of its id; else return
     `default`."""
     if isinstance(options.get(key), str | Path | None):
@@ -274,7 +274,7 @@ def _object_for_id(options: dict[str, Any], key: str, default: Any) -> Any:
     return options.pop(key)
 
 
-def _rows(source: Any) -> Any:
+def _as_rows(source: Any) -> Any:
     """Return rows that the caller passed as Python objects, as a collection that can be read twice; None for the name
     of a dataset."""
     if isinstance(source, str | Path):
@@ -284,7 +284,7 @@ def _rows(source: Any) -> Any:
     return list(source) if isinstance(source, Iterator) else source
 
 
-def _model_section(model: ModelLike) -> Mapping[str, Any]:
+def _as_section(model: ModelLike) -> Mapping[str, Any]:
     if isinstance(model, Mapping | str | Path):
         return model if isinstance(model, Mapping) else {"name": model}
     from TrainingFactory.models.faces import (

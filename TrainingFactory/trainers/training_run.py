@@ -25,7 +25,7 @@ from TrainingFactory.runs.folder import RESOLVED, RunFolder, TrainingReport, new
 from TrainingFactory.runs.notebook_view import default_watcher
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.trainers.loop_setup import PreparedRun, make_loop, make_order, steps_in
+from TrainingFactory.trainers.loop_setup import PreparedRun, count_steps, make_loop, make_order
 from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate
 from TrainingFactory.training.dataset import UserObjects, check_unchanged, gather_data
 from TrainingFactory.training.interrupts import Interrupts
@@ -64,10 +64,10 @@ class Training(PreparedRun):
             reward = validate(resolved)
             self.tools = RunTools(self.config, self.objects.tools, replay, self.objects.cache)
             with factories.listing_searched_places("datasets"):
-                self.data = gather_data(self.config, self.objects, self._environment(resolved))
+                self.data = gather_data(self.config, self.objects, self._load_environment(resolved))
             self.config = with_vision(self.config, self.data.environment, self.data.tasks, self.data.examples)
             self.order = make_order(self.config, self.data.size)
-            self.total = steps_in(self.config, self.order)  # fewer if rows turn out to be too long
+            self.total = count_steps(self.config, self.order)  # fewer if rows turn out to be too long
             check_steps(self.config, self.total)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
@@ -86,7 +86,7 @@ class Training(PreparedRun):
             self._release()
             raise
 
-    def _environment(self, resolved: ResolvedConfig) -> EnvironmentFactory | None:
+    def _load_environment(self, resolved: ResolvedConfig) -> EnvironmentFactory | None:
         """Return the environment that the config names; None if the caller gave one or the run needs none."""
         config, objects = resolved.config, resolved.objects
         if objects.environment is not None:
@@ -146,17 +146,17 @@ class Training(PreparedRun):
     def _register(self) -> str | None:
         """Register the trained model if `registry.name` is set. A failure is reported as a warning, because the run
         itself is finished."""
-        section, output = self.config.registry, self.config.logging.output_dir
+        section, output_dir = self.config.registry, self.config.logging.output_dir
         if section.name is None:
             return None
         checkpoint = f"{self.run.path}@{section.checkpoint}"
         try:
-            version = ModelRegistry(section.path, output).register(section.name, checkpoint)
+            version = ModelRegistry(section.path, output_dir).register(section.name, checkpoint)
         except (ValueError, OSError) as error:
             option = "" if section.path is None else f" --registry {section.path}"
             self.watcher.say(
                 f"WARNING the run is finished but could not be registered: {error}. Fix the problem, then run: "
-                f"tfactory registry register {section.name} {shlex.quote(checkpoint)} --runs {output}{option}"
+                f"tfactory registry register {section.name} {shlex.quote(checkpoint)} --runs {output_dir}{option}"
             )
             return None
         self.watcher.say(f"registered as {version}")

@@ -14,10 +14,10 @@ from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, RewardType
 from TrainingFactory.rewards.adapt import NoReward, Unscored
 from TrainingFactory.rewards.combined import Combined
-from TrainingFactory.trainers.keywords import TRL_NAMES, homes_of, merge_into_section
+from TrainingFactory.trainers.keywords import TRL_NAMES, find_sections, merge_into_section
 from TrainingFactory.types import Reward
 
-PLAIN = (str, int, float, list, tuple, set, dict)  # TRL's config creates values of other types itself
+PLAIN_TYPES = (str, int, float, list, tuple, set, dict)  # TRL's config creates values of other types itself
 # Read from a config object even if they equal the class's default, because programs rely on these defaults.
 ALWAYS_READ = (
     "per_device_train_batch_size", "num_generations", "num_train_epochs", "learning_rate", "lr_scheduler_type",
@@ -32,22 +32,22 @@ SAME_MEANING = {
     "importance_sampling_level": "grpo.ratio",
 }  # fmt: skip
 # The same for integers, which TRL may write as 1.0.
-COUNTS = {
+INTEGER_OPTIONS = {
     "num_train_epochs": "training.num_epochs", "save_steps": "logging.checkpoint_every",
     "eval_steps": "training.eval_every", "max_tool_calling_iterations": "environment.max_turns",
 }  # fmt: skip
-BATCH = (
+BATCH_OPTIONS = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
 )  # fmt: skip
 # Fields of `peft.LoraConfig`, and those that can be ignored.
-LORA = {
+LORA_FIELDS = {
     "r": "r",
     "lora_alpha": "alpha",
     "lora_dropout": "dropout",
     "use_dora": "dora",
     "use_rslora": "rslora",
 }
-LORA_ABOUT = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type"}
+IGNORED_LORA_FIELDS = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type"}
 # Their name -> our key, and their values -> our values.
 VALUES: dict[str, tuple[str, dict[Any, Any]]] = {
     "lr_scheduler_type": ("training.schedule", {
@@ -65,7 +65,7 @@ VALUES: dict[str, tuple[str, dict[Any, Any]]] = {
         "grpo": "sequence", "dapo": "token", "bnpo": "token", "cispo": "token", "dr_grpo": "constant"}),
 }  # fmt: skip
 # Options without effect on training: reported and ignored.
-NOTES = {
+IGNORED_OPTIONS = {
     "logging_steps": "every step is logged",
     "max_prompt_length": "prompts are never truncated; model.max_length limits the whole conversation",
     "processing_class": "tokenizer and chat template come from the model's folder",
@@ -101,8 +101,8 @@ REMEDIES = {
 
 
 class TRLTranslation:
-    """Replaces TRL's names in a trainer's options by ours. Raises one ValueError for all names without a counterpart.
-    `group_size` is the config's value, used if no option sets it."""
+    """Translation of TRL's names in a trainer's options to ours. It raises one ValueError for all names without a
+    counterpart. `group_size` is the config's value, used if no option sets it."""
 
     def __init__(self, options: dict[str, Any], algorithm: str, group_size: int) -> None:
         self.algorithm, self.samples = algorithm, KINDS[algorithm].samples
@@ -118,19 +118,19 @@ class TRLTranslation:
             raise ValueError(f"{names} is given twice, by itself and in args; leave one of them out")
         self.remaining = {name: value for name, value in (args | keywords).items() if value is not None}
         training = options.get("training")
-        own_options = {**options, **(training if isinstance(training, Mapping) else {})}
+        all_options = {**options, **(training if isinstance(training, Mapping) else {})}
         self._translate_objects()
         self._translate_batch(
-            self.remaining.get("num_generations", own_options.get("group_size", group_size))
+            self.remaining.get("num_generations", all_options.get("group_size", group_size))
         )
         self._translate_loss()
-        texts = [self._translate(name, value, options) for name, value in self.remaining.items()]
-        if problems := [text for text in texts if text]:
+        results = [self._translate(name, value, options) for name, value in self.remaining.items()]
+        if problems := [text for text in results if text]:
             raise ValueError("\n".join(["these options of TRL have no counterpart here:", *problems]))
         for key, value in self.keys.items():
             section, name = key.split(".")
-            present = options.get(section) or {}
-            options[section] = dict(present) if isinstance(present, Mapping) else present
+            current = options.get(section) or {}
+            options[section] = dict(current) if isinstance(current, Mapping) else current
             merge_into_section(options, section, {name: value})
 
     def resolve_objects(self, **user_objects: Any) -> list[Any]:
@@ -148,13 +148,13 @@ class TRLTranslation:
         """Return whether a keyword has TRL's meaning."""
         if name in ("scale_rewards", "beta"):
             return isinstance(value, str) if name == "scale_rewards" else self.algorithm == "grpo"
-        return name in {*TRL_NAMES, *REMEDIES, *NOTES, "per_device_train_batch_size"}
+        return name in {*TRL_NAMES, *REMEDIES, *IGNORED_OPTIONS, "per_device_train_batch_size"}
 
     def _translate_objects(self) -> None:
         """Translate TRL's arguments for data, rewards and adapters into the trainer's parameters and config keys."""
-        remaining, rows = self.remaining, "tasks" if self.samples else "dataset"
+        remaining, data_parameter = self.remaining, "tasks" if self.samples else "dataset"
         for trl_name, own_name in {
-            "train_dataset": rows,
+            "train_dataset": data_parameter,
             "eval_dataset": "heldout",
             "run_name": "name",
         }.items():
@@ -166,49 +166,49 @@ class TRLTranslation:
         elif weights is not None:
             raise ValueError("reward_weights goes with reward_funcs, a list with as many functions")
         if "peft_config" in remaining:
-            self.keys |= _adapter(remaining.pop("peft_config"))
+            self.keys |= _translate_adapter(remaining.pop("peft_config"))
 
-    def _translate_batch(self, members: int) -> None:
-        """Translate batch sizes: TRL counts completions, we count tasks with `members` completions each."""
+    def _translate_batch(self, group_size: int) -> None:
+        """Translate batch sizes: TRL counts completions, we count tasks with `group_size` completions each."""
         remaining = self.remaining
-        sizes = {name: remaining.pop(name) for name in BATCH if name in remaining}
+        sizes = {name: remaining.pop(name) for name in BATCH_OPTIONS if name in remaining}
         if not sizes:
             return
-        rows = _per_update(sizes)
+        update_size = _batch_per_update(sizes)
         if not self.samples:
-            self.keys["training.batch_size"] = rows
+            self.keys["training.batch_size"] = update_size
             return
         steps = sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1))
         generation_size = sizes.get(
             "generation_batch_size", sizes.get("per_device_train_batch_size", 8) * steps
         )
         trl_arguments = ", ".join(f"{name}={value}" for name, value in sizes.items())
-        if generation_size % members or generation_size % rows:
+        if generation_size % group_size or generation_size % update_size:
             raise ValueError(
-                f"{trl_arguments} makes steps of {generation_size} completions, {rows} per update, which is "
-                f"not a multiple of {members} (num_generations); set training.batch_size, the tasks per step, and "
+                f"{trl_arguments} makes steps of {generation_size} completions, {update_size} per update, which is "
+                f"not a multiple of {group_size} (num_generations); set training.batch_size, the tasks per step, and "
                 "training.group_size"
             )
-        tasks, updates = generation_size // members, generation_size // rows
-        self.keys["training.batch_size"] = tasks
-        if updates > 1:
-            self.keys["training.minibatches"] = updates
+        num_tasks, num_updates = generation_size // group_size, generation_size // update_size
+        self.keys["training.batch_size"] = num_tasks
+        if num_updates > 1:
+            self.keys["training.minibatches"] = num_updates
         if remaining.get("max_steps", -1) > 0:  # TRL counts updates
             remaining["max_steps"] = ceil(
-                remaining["max_steps"] / (updates * remaining.get("num_iterations", 1))
+                remaining["max_steps"] / (num_updates * remaining.get("num_iterations", 1))
             )
-        translated = f"training.batch_size={tasks} tasks with {members} episodes each"
-        self.notes.append(f"{trl_arguments} counts completions: {translated}")
+        translation = f"training.batch_size={num_tasks} tasks with {group_size} episodes each"
+        self.notes.append(f"{trl_arguments} counts completions: {translation}")
 
     def _translate_loss(self) -> None:
         """Translate TRL's loss options, one of which may set several of our keys."""
-        remaining, kind = self.remaining, self.remaining.get("loss_type")
-        if self.algorithm == "dpo" and kind is not None:
+        remaining, loss = self.remaining, self.remaining.get("loss_type")
+        if self.algorithm == "dpo" and loss is not None:
             remaining.pop("loss_type")
-            self.keys["dpo.loss_kind"] = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-        if kind == "cispo":
-            self.keys["grpo.loss_kind"] = kind
-        if kind == "dr_grpo":
+            self.keys["dpo.loss_kind"] = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
+        if loss == "cispo":
+            self.keys["grpo.loss_kind"] = loss
+        if loss == "dr_grpo":
             self.keys["grpo.constant_length"] = remaining.get("max_completion_length", 512)
         if self.algorithm == "grpo" and "beta" in remaining:
             self.keys["grpo.kl"] = remaining.pop("beta")
@@ -218,13 +218,13 @@ class TRLTranslation:
 
     def _translate(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
         """Translate one name; return the problem if it has no counterpart."""
-        key, own_value = _key(name, getattr(value, "value", value))  # an enum's value
+        key, own_value = _translate_value(name, getattr(value, "value", value))  # an enum's value
         other_algorithms = {*ALGORITHMS} - {self.algorithm}
         if key is not None and key.split(".")[0] not in other_algorithms:
             self.keys[key] = own_value
-        elif name in NOTES or name.startswith(IGNORED_PREFIXES):
-            self.notes.append(f"{name}: {NOTES.get(name, 'it has no effect here')}")
-        elif name not in VALUES and (name in ALIASES or homes_of(name, self.algorithm)):
+        elif name in IGNORED_OPTIONS or name.startswith(IGNORED_PREFIXES):
+            self.notes.append(f"{name}: {IGNORED_OPTIONS.get(name, 'it has no effect here')}")
+        elif name not in VALUES and (name in ALIASES or find_sections(name, self.algorithm)):
             options[name] = value  # the same name here
         else:
             allowed = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
@@ -232,14 +232,14 @@ class TRLTranslation:
         return None
 
 
-def _key(name: str, value: Any) -> tuple[str | None, Any]:
+def _translate_value(name: str, value: Any) -> tuple[str | None, Any]:
     """Return our config key for a name of TRL (None if there is none), and its value for that key."""
     if name in VALUES:
-        key, translated = VALUES[name]
-        return (key, translated[value]) if value in [*translated] else (None, value)
-    if name in COUNTS and isinstance(value, int | float) and float(value).is_integer():
+        key, value_map = VALUES[name]
+        return (key, value_map[value]) if value in [*value_map] else (None, value)
+    if name in INTEGER_OPTIONS and isinstance(value, int | float) and float(value).is_integer():
         # One more: the turn that answers.
-        return COUNTS[name], int(value) + (name == "max_tool_calling_iterations")
+        return INTEGER_OPTIONS[name], int(value) + (name == "max_tool_calling_iterations")
     if name == "chat_template_kwargs":
         thinking = value.get("enable_thinking") if isinstance(value, Mapping) and len(value) == 1 else None
         return ("model.thinking", thinking) if isinstance(thinking, bool) else (None, value)
@@ -271,30 +271,30 @@ def _changed_fields(args: Any) -> dict[str, Any]:
         for name, value in values.items()
         if name in ALWAYS_READ or value != getattr(defaults, name, ...)
     }
-    if changed_fields.get("generation_batch_size") == _per_update(values):  # which TRL fills in itself
+    if changed_fields.get("generation_batch_size") == _batch_per_update(values):  # which TRL fills in itself
         del changed_fields["generation_batch_size"]
     return {
         name: value
         for name, value in changed_fields.items()
-        if value not in ([], "") and isinstance(value, PLAIN)
+        if value not in ([], "") and isinstance(value, PLAIN_TYPES)
     }
 
 
-def _per_update(sizes: Mapping[str, Any]) -> int:
+def _batch_per_update(sizes: Mapping[str, Any]) -> int:
     return sizes.get("per_device_train_batch_size", 8) * sizes.get("gradient_accumulation_steps", 1)
 
 
-def _adapter(config: Any) -> dict[str, Any]:
+def _translate_adapter(config: Any) -> dict[str, Any]:
     """Translate a `peft.LoraConfig` into the section `lora`; raise for fields without a counterpart."""
     remaining = _changed_fields(config)
     modules = remaining.pop("target_modules", None)
     keys: dict[str, Any] = {
-        f"lora.{LORA[name]}": remaining.pop(name) for name in [*remaining] if name in LORA
+        f"lora.{LORA_FIELDS[name]}": remaining.pop(name) for name in [*remaining] if name in LORA_FIELDS
     }
-    extra = sorted(remaining.keys() - LORA_ABOUT)
-    if extra or getattr(config, "peft_type", "LORA") != "LORA":
-        unsupported = ", ".join(extra) or f"type {config.peft_type}"
-        supported = f"{', '.join(LORA.values())} and target_modules"
+    extra_fields = sorted(remaining.keys() - IGNORED_LORA_FIELDS)
+    if extra_fields or getattr(config, "peft_type", "LORA") != "LORA":
+        unsupported = ", ".join(extra_fields) or f"type {config.peft_type}"
+        supported = f"{', '.join(LORA_FIELDS.values())} and target_modules"
         raise ValueError(
             f"peft_config has {unsupported}, which has no counterpart here; the section lora has {supported}"
         )

@@ -202,7 +202,7 @@ def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
         for size in range(1, len(ids)):
             so_far = reader.text(ids[:size])
             early = reader.find_stop(ids[:size], so_far, stops)
-            assert early == (cut if cut and size >= cut.tokens else None)
+            assert early == (cut if cut and size >= cut.num_tokens else None)
             if early is None:
                 shown = reader.parse_partial(so_far, stops)
                 assert whole.content.startswith(shown.content)

@@ -68,9 +68,9 @@ def test_pictures_are_the_same_pixels_on_every_machine() -> None:
     digests += [kind(task).screenshot().digest for task in kind.tasks("train", 0, 12)]
     canvas = Canvas(160, 64)
     for number, shape in enumerate(SHAPES):
-        canvas.shape(shape, (number * 16, 0), 13, COLORS["blue"])
+        canvas.draw_shape(shape, (number * 16, 0), 13, COLORS["blue"])
     for row in range(2):
-        canvas.text("".join(LETTERS)[row * 19 : (row + 1) * 19], (80, 24 + 20 * row), 2)
+        canvas.draw_text("".join(LETTERS)[row * 19 : (row + 1) * 19], (80, 24 + 20 * row), 2)
     digests.append(canvas.image().digest)
     digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
     assert digest == "c8526fdb030060b37df17c449d53a4b3faf0c16595b60ec9eae936e73bd0bd4d"

@@ -108,7 +108,7 @@ def test_the_reasoning_of_the_agent_stays_with_the_agent() -> None:
     user = SimulatedUser(None, UserBrief(goal="x"))  # type: ignore[arg-type]
     conversation = with_simulated_user(Orders, user)(Task("t", "?"))
     conversation._dialogue = [Message("user", GREETING)]
-    conversation._replies = user.brief.max_turns
+    conversation._num_replies = user.brief.max_turns
     asyncio.run(conversation.step(Message("assistant", "Hm.", reasoning="The user is wrong.")))
     assert [message.content for message in conversation._dialogue] == [f"{GREETING}\n\nHm."]
 

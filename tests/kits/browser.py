@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kits.waiting import HANG
-from TrainingFactory.envs.web_page.devtools import TAKE_PIPES
+from TrainingFactory.envs.web_page.devtools import LAUNCH_SCRIPT
 
 PROGRAM = Path(__file__).resolve().parents[2] / ".servers" / "chromium" / "browser"
 FLAGS = [
@@ -45,7 +45,7 @@ class Browser:
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-browser-")
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
-        begin = [sys.executable, "-I", "-S", "-c", TAKE_PIPES, str(commands), str(answers)]
+        begin = [sys.executable, "-I", "-S", "-c", LAUNCH_SCRIPT, str(commands), str(answers)]
         self._process = subprocess.Popen(
             [*begin, str(PROGRAM), *FLAGS, f"--user-data-dir={self._folder.name}"],
             stdin=subprocess.DEVNULL,

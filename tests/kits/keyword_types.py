@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator
 
 from TrainingFactory.config.names import ALIASES
 from TrainingFactory.config.schema import ALGORITHMS, TrainingConfig, sections
-from TrainingFactory.trainers.keywords import TRL_NAMES, homes_of
+from TrainingFactory.trainers.keywords import TRL_NAMES, find_sections
 from TrainingFactory.trainers.trainer import Trainer
 
 PATH = Path(__file__).resolve().parents[2] / "TrainingFactory" / "trainers" / "keyword_types.pyi"
@@ -92,7 +92,7 @@ def common_keywords() -> dict[str, str]:
             found[alias] = type_text(field.annotation, field.metadata)
     for section in common.values():
         for name, field in section.model_fields.items():
-            if len(homes_of(name, "sft")) == 1 and name not in found:
+            if len(find_sections(name, "sft")) == 1 and name not in found:
                 found[name] = type_text(field.annotation, field.metadata)
     found = {name: WIDER.get(name, text) for name, text in found.items()}
     return {name: found[name] for name in found if name not in ("model", "environment")}

@@ -17,7 +17,7 @@ import torch
 from benchmarks.retrieval import QUESTIONS, hits_at, passages
 from tests.kits.cli import Run
 from TrainingFactory.retrieval import RetrievalTool, SentenceEncoder
-from TrainingFactory.retrieval.encoder import _load
+from TrainingFactory.retrieval.encoder import _load_encoder
 from TrainingFactory.tools.making import make_tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def corpus(tmp_path: Path) -> Path:
 
 def alone(text: str, max_tokens: int = 256) -> np.ndarray:
     """The vector of one text by the definition, without batches and padding."""
-    tokenizer, model = _load(ENCODER, "cpu", "test")
+    tokenizer, model = _load_encoder(ENCODER, "cpu", "test")
     ids = tokenizer(text, truncation=True, max_length=max_tokens, return_tensors="pt")
     with torch.no_grad():
         mean = model(**ids).last_hidden_state[0].mean(0).numpy()

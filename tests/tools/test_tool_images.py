@@ -19,7 +19,7 @@ from tests.kits.tools import call
 from TrainingFactory.common.images import ImageStore, read_image, split_text
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.envs import ToolEnvironment
-from TrainingFactory.envs.process.environment import _message
+from TrainingFactory.envs.process.environment import _parse_message
 from TrainingFactory.rollout.episode import announce_placeholders
 from TrainingFactory.rollout.folding import ContextTurn, _without_results
 from TrainingFactory.rollout.metrics import rollout_metrics
@@ -193,10 +193,12 @@ def test_an_environment_may_reply_with_images() -> None:
 
 def test_processes_send_images_as_parts_and_folding_drops_them() -> None:
     part = {"type": "image", "source": {"type": "base64", "data": base64.b64encode(A.data).decode()}}
-    message = _message({"role": "tool", "content": ["see", part], "tool_call_id": "c"})
+    message = _parse_message({"role": "tool", "content": ["see", part], "tool_call_id": "c"})
     assert shown(message) == ["see", A] and message.tool_call_id == "c"
     with pytest.raises(ValueError, match="only data: URLs"):
-        _message({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]})
+        _parse_message(
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}
+        )
     turn = _without_results(ContextTurn(Message("assistant", "x"), [message]), "a long placeholder")
     assert shown(turn.replies[0]) == ["a long placeholder"]
 

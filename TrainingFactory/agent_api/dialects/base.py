@@ -65,7 +65,7 @@ class ResponseHead:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
-    def own_fields(self) -> dict[str, str]:
+    def extra_fields(self) -> dict[str, str]:
         return {} if self.folded is None else {"folded": self.folded}
 
 
@@ -109,7 +109,7 @@ class Dialect(ABC):
 
 
 class StrictBody(BaseModel):
-    """Rejects unknown fields. A field that is null counts as missing."""
+    """Request body that rejects unknown fields and treats null as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -126,8 +126,8 @@ class StrictBody(BaseModel):
 
 
 class LenientBody(BaseModel):
-    """Ignores unknown fields and notes their names in the validation context, which is a set. A field that is null
-    counts as missing; an unknown field with an empty value is not noted."""
+    """Request body that ignores unknown fields and treats null as a missing field. It adds the names of unknown fields
+    with a value to the validation context, which is a set."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -153,10 +153,10 @@ class LenientBody(BaseModel):
         return name
 
 
-def validate(kind: type[Body], data: Any, ignored: set[str] | None = None) -> Body:
+def validate(body_type: type[Body], body: Any, ignored: set[str] | None = None) -> Body:
     """Validate a body; raise ApiError for its first problem."""
     try:
-        return kind.model_validate(data, context=ignored)
+        return body_type.model_validate(body, context=ignored)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
     except RecursionError as error:
@@ -173,7 +173,7 @@ def unsupported(param: str, value: Any, hint: str) -> ApiError:
 
 
 class ImageParts:
-    """Reads the images of one request."""
+    """Reader of the images of one request, which limits their number."""
 
     def __init__(self, sees_images: bool) -> None:
         self._sees_images, self._count = sees_images, 0
@@ -235,11 +235,11 @@ class SentText:
     """The reasoning and content of a choice that a stream has already sent."""
 
     def __init__(self) -> None:
-        self._sent = {"reasoning": "", "content": ""}
+        self._sent_by_kind = {"reasoning": "", "content": ""}
 
     def new_text(self, message: Message) -> Iterator[tuple[str, str]]:
         """Yield "reasoning" or "content", with the part of that text that has not been sent yet."""
         for kind, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
-            if len(text) > len(self._sent[kind]):
-                yield kind, text[len(self._sent[kind]) :]
-                self._sent[kind] = text
+            if len(text) > len(self._sent_by_kind[kind]):
+                yield kind, text[len(self._sent_by_kind[kind]) :]
+                self._sent_by_kind[kind] = text

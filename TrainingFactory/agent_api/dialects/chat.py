@@ -64,11 +64,11 @@ class _Part(_Row):
         return self
 
 
-def _parts(content: Any) -> Any:
+def _as_parts(content: Any) -> Any:
     return [{"text": content}] if isinstance(content, str) else content
 
 
-def _arguments(value: Any) -> Any:
+def _load_arguments(value: Any) -> Any:
     return json.loads(value) if value and isinstance(value, str) else value or {}
 
 
@@ -76,21 +76,21 @@ class _History(_Row):
     provider_specific_fields: Any = None  # LiteLLM's copy of fields of an earlier answer; ignored
 
 
-class _Called(_History):
+class _FunctionCall(_History):
     name: str
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], BeforeValidator(_load_arguments)] = Field(default_factory=dict)
 
 
 class _Call(_History):
     id: Text
     type: Literal["function"] = "function"
-    function: _Called
+    function: _FunctionCall
     index: int | None = None
 
 
 class _Message(_History):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part] | None, BeforeValidator(_parts)] = None
+    content: Annotated[list[_Part] | None, BeforeValidator(_as_parts)] = None
     name: str | None = None
     tool_calls: list[_Call] = Field(default_factory=list)
     tool_call_id: str | None = None
@@ -176,9 +176,9 @@ class ChatDialect(Dialect):
         settings = request.model_dump(include={*SAMPLING_FIELDS, "seed", "stream"}, exclude_unset=True)
         limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
         parsed = ParsedRequest(
-            _messages(request.messages, ImageParts(sees_images)), tools, sampling_params(defaults, settings), request,
-            request.model, request.n, stop=request.stop, logprobs=request.logprobs, stream=request.stream,
-            settings=settings, limits=limits, ignored=ignored,
+            _read_messages(request.messages, ImageParts(sees_images)), tools, sampling_params(defaults, settings),
+            request, request.model, request.n, stop=request.stop, logprobs=request.logprobs,
+            stream=request.stream, settings=settings, limits=limits, ignored=ignored,
         )  # fmt: skip
         if request.seed is not None:
             parsed.seed = request.seed
@@ -190,13 +190,13 @@ class ChatDialect(Dialect):
         rows = [
             {
                 "index": index,
-                "message": _message_row(choice.message),
+                "message": _message_to_dict(choice.message),
                 "finish_reason": choice.finish,
                 "logprobs": choice.logprobs,
             }
             for index, choice in enumerate(choices)
         ]
-        return _head_fields(head, "chat.completion") | {"choices": rows, "usage": _usage(head, choices)}
+        return _head_fields(head, "chat.completion") | {"choices": rows, "usage": _make_usage(head, choices)}
 
     def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
         return _ChatEvents(self, request, head)
@@ -208,29 +208,31 @@ class ChatDialect(Dialect):
 class _ChatEvents(EventWriter):
     def __init__(self, dialect: ChatDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._head = dialect, head
-        self._with_usage = request.body.stream_options.include_usage
+        self._includes_usage = request.body.stream_options.include_usage
         self._fields = _head_fields(head, "chat.completion.chunk")
-        self._fields |= {"usage": None} if self._with_usage else {}
-        self._sent = [SentText() for _ in range(request.n)]
+        self._fields |= {"usage": None} if self._includes_usage else {}
+        self._sent_texts = [SentText() for _ in range(request.n)]
 
     def begin(self) -> Iterable[StreamEvent]:
-        return [self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent))]
+        return [
+            self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent_texts))
+        ]
 
     def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
         return [
             self._delta(index, {DELTA_FIELDS[kind]: text})
-            for kind, text in self._sent[index].new_text(message)
+            for kind, text in self._sent_texts[index].new_text(message)
         ]
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         yield from self.partial(index, choice.message)
-        for number, call in enumerate(_message_row(choice.message).get("tool_calls", [])):
-            yield self._delta(index, {"tool_calls": [{"index": number} | call]})
+        for call_index, call in enumerate(_message_to_dict(choice.message).get("tool_calls", [])):
+            yield self._delta(index, {"tool_calls": [{"index": call_index} | call]})
         yield self._delta(index, {}, choice.finish, choice.logprobs)
 
     def end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
-        if self._with_usage:
-            yield json.dumps(self._fields | {"choices": [], "usage": _usage(self._head, choices)})
+        if self._includes_usage:
+            yield json.dumps(self._fields | {"choices": [], "usage": _make_usage(self._head, choices)})
         yield "[DONE]"
 
     def error(self, error: ApiError) -> Iterable[StreamEvent]:
@@ -247,17 +249,17 @@ def _head_fields(head: ResponseHead, kind: str) -> dict[str, Any]:
     """Return the common fields of a response, or of every chunk of a stream."""
     fields = {"id": f"chatcmpl-{head.id}", "object": kind, "created": head.created, "model": head.model}
     fields |= {} if head.version is None else {"system_fingerprint": head.version}
-    return fields | head.own_fields
+    return fields | head.extra_fields
 
 
-def _messages(rows: list[_Message], images: ImageParts) -> list[Message]:
+def _read_messages(rows: list[_Message], images: ImageParts) -> list[Message]:
     messages: list[Message] = []
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
-    for number, row in enumerate(rows):
+    for index, row in enumerate(rows):
         calls = [ToolCall(call.function.name, call.function.arguments, call.id) for call in row.tool_calls]
         names |= {call.id: call.name for call in calls}
         reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
-        param = f"messages[{number}]"
+        param = f"messages[{index}]"
         if calls and row.role != "assistant":
             raise ApiError(f"{param} has tool_calls, but its role is not assistant", f"{param}.tool_calls")
         if row.content is None and not calls and reasoning is None:
@@ -265,14 +267,14 @@ def _messages(rows: list[_Message], images: ImageParts) -> list[Message]:
         if row.role == "tool" and row.tool_call_id not in names:
             raise ApiError(f"{param} has a tool_call_id that matches no tool call", f"{param}.tool_call_id")
         role = "system" if row.role == "developer" else row.role
-        pieces = _pieces(row.content or (), f"{param}.content", images)
+        pieces = _read_pieces(row.content or (), f"{param}.content", images)
         name = names[row.tool_call_id or ""] if role == "tool" else row.name
         fields = {"tool_calls": calls, "tool_call_id": row.tool_call_id, "name": name, "reasoning": reasoning}
         messages.append(message_of_pieces(role, pieces, f"{param}.content", "", **fields))
     return messages
 
 
-def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
+def _read_pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
     for index, part in enumerate(parts):
         if part.image_url is None:
             yield part.text
@@ -281,7 +283,7 @@ def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[
             yield images.read(fields, f"{param}[{index}].type", part.type, "Send text only")
 
 
-def _message_row(message: Message) -> dict[str, Any]:
+def _message_to_dict(message: Message) -> dict[str, Any]:
     row = message_to_dict(message) | {"refusal": None}
     if not message.reasoning:
         row.pop("reasoning_content", None)
@@ -290,7 +292,7 @@ def _message_row(message: Message) -> dict[str, Any]:
     return row
 
 
-def _usage(head: ResponseHead, choices: Sequence[SampledChoice]) -> dict[str, int]:
+def _make_usage(head: ResponseHead, choices: Sequence[SampledChoice]) -> dict[str, int]:
     num_sampled = sum(choice.tokens for choice in choices)
     total = head.prompt_tokens + num_sampled
     return {"prompt_tokens": head.prompt_tokens, "completion_tokens": num_sampled, "total_tokens": total}

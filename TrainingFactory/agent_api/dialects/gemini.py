@@ -44,10 +44,10 @@ ERROR_STATUS = {
     503: "UNAVAILABLE",
 }
 FINISH_REASONS = {"stop": "STOP", "tool_calls": "STOP", "length": "MAX_TOKENS"}
-PARTS = "Send text, function_call and function_response parts"
+PARTS_HINT = "Send text, function_call and function_response parts"
 RESULT_FIELDS = {"result", "output", "error"}  # a function response with one of these, a text, is that text
 # Fields of the generation config whose other values would need what this server does not have.
-NEUTRAL = {
+NEUTRAL_VALUES = {
     "response_mime_type": ("text/plain", "Ask for the format in the contents"),
     "response_schema": (None, "Ask for the format in the contents"),
     "response_json_schema": (None, "Ask for the format in the contents"),
@@ -78,7 +78,7 @@ class _Body(LenientBody):
         return SNAKE_CASE.get(name, name)
 
 
-def _whole(value: Any) -> Any:
+def _as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -107,21 +107,21 @@ class _Part(_Body):
     code_execution_result: Any = None
 
 
-def _parts(parts: Any) -> Any:
+def _as_parts(parts: Any) -> Any:
     return [{"text": parts}] if isinstance(parts, str) else [parts] if isinstance(parts, dict) else parts
 
 
 class _Content(_Body):
     role: Literal["user", "model", "function", "system"] = "user"
-    parts: Annotated[list[_Part], BeforeValidator(_parts)] = Field(default_factory=list)
+    parts: Annotated[list[_Part], BeforeValidator(_as_parts)] = Field(default_factory=list)
 
 
-def _content(content: Any) -> Any:
+def _as_content(content: Any) -> Any:
     return {"parts": content} if isinstance(content, str) else content
 
 
-def _contents(contents: Any) -> Any:
-    return contents if isinstance(contents, list) else [_content(contents)]
+def _as_contents(contents: Any) -> Any:
+    return contents if isinstance(contents, list) else [_as_content(contents)]
 
 
 class _Declaration(_Body):
@@ -154,9 +154,9 @@ class _Thinking(_Body):
 class _Generation(_Body):
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_whole)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_as_integer)] | None = None
     seed: Seed | None = None
-    max_output_tokens: Annotated[Count, BeforeValidator(_whole)] | None = None
+    max_output_tokens: Annotated[Count, BeforeValidator(_as_integer)] | None = None
     stop_sequences: StopStrings = Field(default_factory=list)
     candidate_count: Annotated[int, Field(ge=1)] = 1
     response_logprobs: bool = False
@@ -173,9 +173,9 @@ class _Generation(_Body):
 class GeminiBody(_Body):
     """The body of `POST /v1beta/models/NAME:generateContent`."""
 
-    contents: Annotated[list[_Content], Field(min_length=1), BeforeValidator(_contents)]
+    contents: Annotated[list[_Content], Field(min_length=1), BeforeValidator(_as_contents)]
     model: str | None = None
-    system_instruction: Annotated[_Content | None, BeforeValidator(_content)] = None
+    system_instruction: Annotated[_Content | None, BeforeValidator(_as_content)] = None
     tools: list[_Tool] = Field(default_factory=list)
     tool_config: _ToolConfig = Field(default_factory=_ToolConfig)
     generation_config: _Generation = Field(default_factory=_Generation)
@@ -201,20 +201,20 @@ class GeminiDialect(Dialect):
             data = data["generateContentRequest"]
         request = validate(GeminiBody, data, ignored)
         generation = request.generation_config
-        for field, (neutral, hint) in NEUTRAL.items():
+        for field, (neutral, hint) in NEUTRAL_VALUES.items():
             if getattr(generation, field) != neutral:
                 raise unsupported(f"generation_config.{field}", getattr(generation, field), hint)
         if request.cached_content is not None:
             raise unsupported("cached_content", request.cached_content, "Send the whole contents")
-        names = {"temperature", "top_p", "top_k", "seed"}
-        settings = generation.model_dump(include=names, exclude_unset=True) | (
+        fields = {"temperature", "top_p", "top_k", "seed"}
+        settings = generation.model_dump(include=fields, exclude_unset=True) | (
             {"stream": True} if stream else {}
         )
-        messages = list(merge_messages(_messages(request, ImageParts(sees_images))))
+        messages = list(merge_messages(_read_messages(request, ImageParts(sees_images))))
         num_calls = sum(len(message.tool_calls) for message in messages)
         limit = generation.max_output_tokens
         parsed = ParsedRequest(
-            messages, _tools(request), sampling_params(defaults, settings), request,
+            messages, _read_tools(request), sampling_params(defaults, settings), request,
             model.removeprefix("models/") if model else None, generation.candidate_count,
             stop=generation.stop_sequences, logprobs=generation.response_logprobs, stream=bool(stream),
             settings=settings, limits={} if limit is None else {"max_output_tokens": limit}, clamp=True,
@@ -228,19 +228,19 @@ class GeminiDialect(Dialect):
         self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         candidates = [
-            _candidate(index, _message_parts(request, choice.message), choice)
+            _make_candidate(index, _message_parts(request, choice.message), choice)
             for index, choice in enumerate(choices)
         ]
-        return _chunk(head, candidates, sum(choice.tokens for choice in choices))
+        return _make_chunk(head, candidates, sum(choice.tokens for choice in choices))
 
     def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
         return _GeminiEvents(self, request, head)
 
     def error(self, error: ApiError) -> dict[str, Any]:
         status = ERROR_STATUS.get(error.status, "INVALID_ARGUMENT")
-        info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": error.code.upper()}
-        info |= {} if error.param is None else {"metadata": {"field": error.param}}
-        fields = {"code": error.status, "message": error.message, "status": status, "details": [info]}
+        error_info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": error.code.upper()}
+        error_info |= {} if error.param is None else {"metadata": {"field": error.param}}
+        fields = {"code": error.status, "message": error.message, "status": status, "details": [error_info]}
         return {"error": fields}
 
     def token_count(self, tokens: int) -> dict[str, Any]:
@@ -250,17 +250,17 @@ class GeminiDialect(Dialect):
 class _GeminiEvents(EventWriter):
     def __init__(self, dialect: GeminiDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
-        self._sent = [SentText() for _ in range(request.n)]
-        self._tokens = 0  # of finished choices
+        self._sent_texts = [SentText() for _ in range(request.n)]
+        self._num_tokens = 0  # of finished choices
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
         if parts := self._new_parts(index, message):
-            yield self._event(_candidate(index, parts, None))
+            yield self._event(_make_candidate(index, parts, None))
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
-        self._tokens += choice.tokens
+        self._num_tokens += choice.tokens
         parts = self._new_parts(index, choice.message) + _call_parts(choice.message)
-        yield self._event(_candidate(index, parts, choice))
+        yield self._event(_make_candidate(index, parts, choice))
 
     def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
         return ()
@@ -269,21 +269,21 @@ class _GeminiEvents(EventWriter):
         return [self._dialect.error_event(error)]
 
     def _new_parts(self, index: int, message: Message) -> list[dict[str, Any]]:
-        new_texts = self._sent[index].new_text(message)
+        new_texts = self._sent_texts[index].new_text(message)
         return [part for kind, text in new_texts for part in _text_parts(self._request, kind, text)]
 
     def _event(self, candidate: dict[str, Any]) -> StreamEvent:
-        return json.dumps(_chunk(self._head, [candidate], self._tokens))
+        return json.dumps(_make_chunk(self._head, [candidate], self._num_tokens))
 
 
-def _chunk(head: ResponseHead, candidates: list[dict[str, Any]], num_sampled: int) -> dict[str, Any]:
+def _make_chunk(head: ResponseHead, candidates: list[dict[str, Any]], num_sampled: int) -> dict[str, Any]:
     usage = {"promptTokenCount": head.prompt_tokens, "candidatesTokenCount": num_sampled}
     usage["totalTokenCount"] = head.prompt_tokens + num_sampled
-    names = {"modelVersion": head.version or head.model, "responseId": head.id}
-    return {"candidates": candidates, "usageMetadata": usage} | names | head.own_fields
+    head_fields = {"modelVersion": head.version or head.model, "responseId": head.id}
+    return {"candidates": candidates, "usageMetadata": usage} | head_fields | head.extra_fields
 
 
-def _candidate(index: int, parts: list[dict[str, Any]], choice: SampledChoice | None) -> dict[str, Any]:
+def _make_candidate(index: int, parts: list[dict[str, Any]], choice: SampledChoice | None) -> dict[str, Any]:
     candidate: dict[str, Any] = {
         "content": {"role": "model", "parts": parts or [{"text": ""}]},
         "index": index,
@@ -318,30 +318,30 @@ def _call_parts(message: Message) -> list[dict[str, Any]]:
     ]
 
 
-def _messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]:
+def _read_messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]:
     if request.system_instruction is not None:
-        pieces = _pieces(request.system_instruction, "system_instruction", images)
+        pieces = _read_pieces(request.system_instruction, "system_instruction", images)
         yield message_of_pieces("system", pieces, "system_instruction")
     num_calls, open_calls = 0, list[ToolCall]()  # calls without a result
-    for number, content in enumerate(request.contents):
-        param = f"contents[{number}]"
+    for content_index, content in enumerate(request.contents):
+        param = f"contents[{content_index}]"
         if content.role == "model":
-            message = _model_message(content, param, num_calls)
+            message = _read_model_message(content, param, num_calls)
             num_calls += len(message.tool_calls)
             open_calls += message.tool_calls
             yield message
             continue
-        results = 0
+        num_results = 0
         for index, part in enumerate(content.parts):
             if part.function_response is not None:
-                results += 1
-                yield _tool_message(part.function_response, open_calls, f"{param}.parts[{index}]", images)
-        pieces = list(_pieces(content, param, images))
-        if pieces or not results:
+                num_results += 1
+                yield _read_result(part.function_response, open_calls, f"{param}.parts[{index}]", images)
+        pieces = list(_read_pieces(content, param, images))
+        if pieces or not num_results:
             yield message_of_pieces("system" if content.role == "system" else "user", pieces, param)
 
 
-def _model_message(content: _Content, param: str, num_calls: int) -> Message:
+def _read_model_message(content: _Content, param: str, num_calls: int) -> Message:
     message, thoughts = Message("assistant"), list[str]()
     for index, part in enumerate(content.parts):
         if part.function_call is not None:
@@ -358,12 +358,12 @@ def _model_message(content: _Content, param: str, num_calls: int) -> Message:
     return message
 
 
-def _tool_message(
+def _read_result(
     response: _FunctionResponse, open_calls: list[ToolCall], param: str, images: ImageParts
 ) -> Message:
     """Return the result of the first open call with the response's id, or with its name if it has no id."""
     image_param = f"{param}.function_response.parts"
-    images_in_order = [images.read(part, image_param, str(part), "Send text only") for part in response.parts]
+    result_images = [images.read(part, image_param, str(part), "Send text only") for part in response.parts]
     for call in open_calls:
         if response.id == call.id or (response.id is None and response.name == call.name):
             open_calls.remove(call)
@@ -375,17 +375,17 @@ def _tool_message(
     is_text = name in RESULT_FIELDS and isinstance(value, str)
     text = str(value) if is_text else json.dumps(response.response, ensure_ascii=False)
     return message_of_pieces(
-        "tool", [text, *images_in_order], image_param, tool_call_id=call.id, name=call.name
+        "tool", [text, *result_images], image_param, tool_call_id=call.id, name=call.name
     )
 
 
-def _pieces(content: _Content, param: str, images: ImageParts) -> Iterator[str | Image]:
+def _read_pieces(content: _Content, param: str, images: ImageParts) -> Iterator[str | Image]:
     for index, part in enumerate(content.parts):
         if part.text is not None:
             yield part.text
         elif isinstance(part.inline_data, dict) and _is_image(part.inline_data):
             fields = {"inline_data": part.inline_data}
-            yield images.read(fields, f"{param}.parts[{index}]", "inline_data", PARTS)
+            yield images.read(fields, f"{param}.parts[{index}]", "inline_data", PARTS_HINT)
         elif part.function_response is None:
             _check_supported(part, f"{param}.parts[{index}]")
 
@@ -399,29 +399,29 @@ def _check_supported(part: _Part, param: str) -> None:
     """Raise ApiError for a part of an unsupported kind. A part with only a thought's signature is accepted."""
     kind = next((name for name in part.model_fields_set if name != "thought_signature"), None)
     if kind is not None or part.thought_signature is None:
-        raise unsupported(param, kind or "an empty part", PARTS)
+        raise unsupported(param, kind or "an empty part", PARTS_HINT)
 
 
-def _tools(request: GeminiBody) -> list[ToolSpec]:
-    """Return the functions that the client runs. Tools that run at the provider are noted as unknown fields."""
+def _read_tools(request: GeminiBody) -> list[ToolSpec]:
+    """Return the functions that the client runs. Tools that run at the provider count as unknown fields."""
     mode = request.tool_config.function_calling_config.mode.upper()
     if mode not in ("AUTO", "NONE", "VALIDATED", "MODE_UNSPECIFIED"):
         raise unsupported("tool_config.function_calling_config.mode", mode, "Use AUTO or NONE")
     specs: list[ToolSpec] = []
     for row in (row for tool in request.tools for row in tool.function_declarations):
         spec = ToolSpec(row.name, row.description)
-        spec.parameters = row.parameters_json_schema or _json_schema(row.parameters) or spec.parameters
+        spec.parameters = row.parameters_json_schema or _to_json_schema(row.parameters) or spec.parameters
         specs.append(spec)
     return [] if mode == "NONE" else specs
 
 
-def _json_schema(schema: Any) -> Any:
+def _to_json_schema(schema: Any) -> Any:
     """Convert Gemini's schema, whose types are upper-case, to a JSON schema."""
     if isinstance(schema, list):
-        return [_json_schema(value) for value in schema]
+        return [_to_json_schema(value) for value in schema]
     if not isinstance(schema, dict):
         return schema
-    converted = {name: _json_schema(value) for name, value in schema.items()}
+    converted = {name: _to_json_schema(value) for name, value in schema.items()}
     if isinstance(kind := schema.get("type"), str):
         converted["type"] = kind.lower()
     return converted

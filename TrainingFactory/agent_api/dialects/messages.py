@@ -39,11 +39,11 @@ ERROR_TYPES = {
     503: "overloaded_error",
 }
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
-BLOCKS = "Send text, thinking, tool_use and tool_result blocks"
+BLOCKS_HINT = "Send text, thinking, tool_use and tool_result blocks"
 SIGNATURE = "unsigned"  # of thinking blocks; clients send it back unread
 
 
-def _blocks(content: Any) -> Any:
+def _as_blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
@@ -59,13 +59,13 @@ class _Block(LenientBody):
     input: dict[str, Any] | None = None
     tool_use_id: Text | None = None
     is_error: bool = False  # not shown to the model: the content says what failed
-    content: Annotated[list[_Block] | None, BeforeValidator(_blocks)] = None
+    content: Annotated[list[_Block] | None, BeforeValidator(_as_blocks)] = None
     cache_control: Any = None
 
 
 class _Message(LenientBody):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[list[_Block], BeforeValidator(_blocks)]
+    content: Annotated[list[_Block], BeforeValidator(_as_blocks)]
 
 
 class _Tool(LenientBody):
@@ -98,7 +98,7 @@ class MessagesBody(LenientBody):
     messages: Annotated[list[_Message], Field(min_length=1)]
     model: str | None = None
     max_tokens: Count | None = None
-    system: Annotated[list[_Block], BeforeValidator(_blocks)] = Field(default_factory=list)
+    system: Annotated[list[_Block], BeforeValidator(_as_blocks)] = Field(default_factory=list)
     tools: list[_Tool] = Field(default_factory=list)
     tool_choice: _ToolChoice = Field(default_factory=_ToolChoice)
     thinking: _Thinking | None = None
@@ -140,15 +140,15 @@ class MessagesDialect(Dialect):
             )
         settings = request.model_dump(include={"temperature", "top_p", "top_k", "stream"}, exclude_unset=True)
         images = ImageParts(sees_images)
-        system = message_of_pieces("system", _pieces(request.system, "system", images), "system").content
-        messages = list(merge_messages(_messages(system, request.messages, images)))
+        system = message_of_pieces("system", _read_pieces(request.system, "system", images), "system").content
+        messages = list(merge_messages(_read_messages(system, request.messages, images)))
         if messages[-1].role == "assistant":
             text = (
                 "the last message has the role assistant, but this server cannot continue a prefilled answer"
             )
             raise ApiError(f"{text}. End with a user message", f"messages[{len(request.messages) - 1}].role")
         return ParsedRequest(
-            messages, _tools(request, ignored), sampling_params(defaults, settings), request, request.model,
+            messages, _read_tools(request, ignored), sampling_params(defaults, settings), request, request.model,
             stop=request.stop_sequences, stream=request.stream, settings=settings, clamp=True, ignored=ignored,
             limits={} if request.max_tokens is None else {"max_tokens": request.max_tokens},
             call_id=lambda number: random_call_id(number).replace("call", "toolu"),
@@ -177,7 +177,7 @@ class MessagesDialect(Dialect):
         return {"type": "error", "error": detail}
 
     def error_event(self, error: ApiError) -> StreamEvent:
-        return _event(self.error(error))
+        return _encode_event(self.error(error))
 
     def token_count(self, tokens: int) -> dict[str, Any]:
         return {"input_tokens": tokens}
@@ -186,21 +186,21 @@ class MessagesDialect(Dialect):
 class _MessagesEvents(EventWriter):
     def __init__(self, dialect: MessagesDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
-        self._sent = SentText()
-        self._open: str | None = None  # kind of the open block
+        self._sent_text = SentText()
+        self._open_kind: str | None = None  # kind of the open block
         self._index = -1  # of the last block
 
     def begin(self) -> Iterable[StreamEvent]:
         usage = _make_usage(self._head, 0)
         message = _head_fields(self._head) | {"content": [], "stop_reason": None, "stop_sequence": None}
-        return [_event({"type": "message_start", "message": message | {"usage": usage}})]
+        return [_encode_event({"type": "message_start", "message": message | {"usage": usage}})]
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        for kind, text in self._sent.new_text(message):
+        for kind, text in self._sent_text.new_text(message):
             if kind == "content":
-                yield from self._text("text", text)
+                yield from self._text_events("text", text)
             elif self._request.body.shows_thinking:
-                yield from self._text("thinking", text)
+                yield from self._text_events("thinking", text)
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         yield from self.partial(0, choice.message)
@@ -215,50 +215,50 @@ class _MessagesEvents(EventWriter):
         fields = _end_fields(self._request, self._head, choices[0])
         usage = fields.pop("usage")
         return [
-            _event({"type": "message_delta", "delta": fields, "usage": usage}),
-            _event({"type": "message_stop"}),
+            _encode_event({"type": "message_delta", "delta": fields, "usage": usage}),
+            _encode_event({"type": "message_stop"}),
         ]
 
     def error(self, error: ApiError) -> Iterable[StreamEvent]:
         return [self._dialect.error_event(error)]
 
-    def _text(self, kind: str, text: str) -> Iterator[StreamEvent]:
-        if self._open != kind:
+    def _text_events(self, kind: str, text: str) -> Iterator[StreamEvent]:
+        if self._open_kind != kind:
             yield from self._close()
-            self._open = kind
+            self._open_kind = kind
             yield self._start({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
         yield self._delta({"type": f"{kind}_delta", kind: text})
 
     def _close(self) -> Iterator[StreamEvent]:
-        if self._open == "thinking":
+        if self._open_kind == "thinking":
             yield self._delta({"type": "signature_delta", "signature": SIGNATURE})
-        if self._open is not None:
+        if self._open_kind is not None:
             yield self._stop()
-        self._open = None
+        self._open_kind = None
 
     def _start(self, block: dict[str, Any]) -> StreamEvent:
         self._index += 1
-        return _event({"type": "content_block_start", "index": self._index, "content_block": block})
+        return _encode_event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _delta(self, delta: dict[str, Any]) -> StreamEvent:
-        return _event({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return _encode_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _stop(self) -> StreamEvent:
-        return _event({"type": "content_block_stop", "index": self._index})
+        return _encode_event({"type": "content_block_stop", "index": self._index})
 
 
-def _event(fields: dict[str, Any]) -> StreamEvent:
+def _encode_event(fields: dict[str, Any]) -> StreamEvent:
     return {"event": fields["type"], "data": json.dumps(fields)}
 
 
-def _messages(system: str, rows: Sequence[_Message], images: ImageParts) -> Iterator[Message]:
+def _read_messages(system: str, rows: Sequence[_Message], images: ImageParts) -> Iterator[Message]:
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
     if system:
         yield Message("system", system)
-    for number, row in enumerate(rows):
-        param = f"messages[{number}]"
+    for row_index, row in enumerate(rows):
+        param = f"messages[{row_index}]"
         if row.role == "assistant":
-            message = _assistant_message(row.content, f"{param}.content")
+            message = _read_assistant_message(row.content, f"{param}.content")
             names |= {call.id: call.name for call in message.tool_calls}
             yield message
             continue
@@ -267,22 +267,22 @@ def _messages(system: str, rows: Sequence[_Message], images: ImageParts) -> Iter
             raise ApiError(f"{param} has tool results, but its role is not user", f"{param}.role")
         for index, block in enumerate(row.content):
             if block.type == "tool_result":
-                yield _tool_result(block, names, f"{param}.content[{index}]", images)
-        pieces = list(_pieces(row.content, f"{param}.content", images, skipped="tool_result"))
+                yield _read_tool_result(block, names, f"{param}.content[{index}]", images)
+        pieces = list(_read_pieces(row.content, f"{param}.content", images, skipped="tool_result"))
         if pieces or not results:
             yield message_of_pieces(row.role, pieces, f"{param}.content")
 
 
-def _assistant_message(blocks: Sequence[_Block], param: str) -> Message:
+def _read_assistant_message(blocks: Sequence[_Block], param: str) -> Message:
     message, thoughts = Message("assistant"), list[str]()
     for index, block in enumerate(blocks):
         block_param = f"{param}[{index}]"
         if block.type == "text":
-            message.content += _field(block, "text", block_param)
+            message.content += _get_field(block, "text", block_param)
         elif block.type == "thinking":
-            thoughts.append(_field(block, "thinking", block_param))
+            thoughts.append(_get_field(block, "thinking", block_param))
         elif block.type == "tool_use":
-            name, call_id = _field(block, "name", block_param), _field(block, "id", block_param)
+            name, call_id = _get_field(block, "name", block_param), _get_field(block, "id", block_param)
             message.tool_calls.append(ToolCall(name, block.input or {}, call_id))
         elif block.type != "redacted_thinking":  # has no text
             raise _unknown_block(block, block_param)
@@ -290,29 +290,29 @@ def _assistant_message(blocks: Sequence[_Block], param: str) -> Message:
     return message
 
 
-def _tool_result(block: _Block, names: dict[str, str], param: str, images: ImageParts) -> Message:
-    call_id = _field(block, "tool_use_id", param)
+def _read_tool_result(block: _Block, names: dict[str, str], param: str, images: ImageParts) -> Message:
+    call_id = _get_field(block, "tool_use_id", param)
     if call_id not in names:
         raise ApiError(f"{param} has a tool_use_id that matches no tool_use block", f"{param}.tool_use_id")
-    pieces = _pieces(block.content or (), f"{param}.content", images)
+    pieces = _read_pieces(block.content or (), f"{param}.content", images)
     return message_of_pieces("tool", pieces, f"{param}.content", tool_call_id=call_id, name=names[call_id])
 
 
-def _pieces(
+def _read_pieces(
     blocks: Iterable[_Block], param: str, images: ImageParts, skipped: str = ""
 ) -> Iterator[str | Image]:
     """Yield the texts and images of blocks; raise ApiError for any other block."""
     for index, block in enumerate(blocks):
         if block.type == "text":
-            yield _field(block, "text", f"{param}[{index}]")
+            yield _get_field(block, "text", f"{param}[{index}]")
         elif block.type == "image":
             fields = {"type": "image", "source": block.source}
-            yield images.read(fields, f"{param}[{index}].type", "image", BLOCKS)
+            yield images.read(fields, f"{param}[{index}].type", "image", BLOCKS_HINT)
         elif block.type != skipped:
             raise _unknown_block(block, f"{param}[{index}]")
 
 
-def _field(block: _Block, name: str, param: str) -> str:
+def _get_field(block: _Block, name: str, param: str) -> str:
     value = getattr(block, name)
     if value is None:
         text = f"{param}.{name} is missing in a block of type {block.type}"
@@ -321,24 +321,24 @@ def _field(block: _Block, name: str, param: str) -> str:
 
 
 def _unknown_block(block: _Block, param: str) -> ApiError:
-    return unsupported(f"{param}.type", block.type, BLOCKS)
+    return unsupported(f"{param}.type", block.type, BLOCKS_HINT)
 
 
-def _tools(request: MessagesBody, ignored: set[str]) -> list[ToolSpec]:
-    """Return the tools that the client runs. Tools that run at the provider are left out and noted."""
+def _read_tools(request: MessagesBody, ignored: set[str]) -> list[ToolSpec]:
+    """Return the tools that the client runs. Add the names of tools that run at the provider to `ignored`."""
     choice = request.tool_choice
     if choice.type not in ("auto", "none"):
         raise unsupported("tool_choice.type", choice.type, "Use auto or none")
     if choice.disable_parallel_tool_use:
         raise unsupported("tool_choice.disable_parallel_tool_use", True, "Leave it out")
     specs: list[ToolSpec] = []
-    for number, tool in enumerate(request.tools):
+    for index, tool in enumerate(request.tools):
         if tool.type != "custom":
             ignored.add(f"tool {tool.type}")
             continue
         for name in ("name", "input_schema"):
             if getattr(tool, name) is None:
-                param = f"tools[{number}].{name}"
+                param = f"tools[{index}].{name}"
                 raise ApiError(f"{param} is missing", param, code="missing_required_parameter")
         specs.append(ToolSpec(tool.name or "", tool.description, tool.input_schema or {}))
     return specs if choice.type == "auto" else []
@@ -350,7 +350,7 @@ def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _head_fields(head: ResponseHead) -> dict[str, Any]:
     fields = {"id": f"msg_{head.id}", "type": "message", "role": "assistant", "model": head.model}
-    return fields | head.own_fields
+    return fields | head.extra_fields
 
 
 def _end_fields(request: ParsedRequest, head: ResponseHead, choice: SampledChoice) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from TrainingFactory.types import Image, Message, SamplingParams, ToolCall, Tool
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal", "reasoning_text")
 LOGPROBS = "message.output_text.logprobs"  # value of `include`
 # Fields whose other values would need what this server does not have.
-NEUTRAL = {
+NEUTRAL_VALUES = {
     "previous_response_id": (None, "Send the whole conversation as input"),
     "conversation": (None, "Send the whole conversation as input"),
     "prompt": (None, "Send instructions and input"),
@@ -52,11 +52,11 @@ class _Part(LenientBody):
     logprobs: Any = None
 
 
-def _parts(content: Any) -> Any:
+def _as_parts(content: Any) -> Any:
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
-Parts = Annotated[list[_Part] | None, BeforeValidator(_parts)]
+Parts = Annotated[list[_Part] | None, BeforeValidator(_as_parts)]
 
 
 class _Item(LenientBody):
@@ -91,14 +91,14 @@ class _TextOptions(LenientBody):
     format: _Format = Field(default_factory=_Format)
 
 
-def _items(value: Any) -> Any:
+def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class ResponsesBody(LenientBody):
     """The body of `POST /v1/responses`."""
 
-    input: Annotated[list[_Item], Field(min_length=1), BeforeValidator(_items)]
+    input: Annotated[list[_Item], Field(min_length=1), BeforeValidator(_as_items)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Count | None = None
@@ -140,18 +140,18 @@ class ResponsesDialect(Dialect):
     ) -> ParsedRequest:
         ignored: set[str] = set()
         request = validate(ResponsesBody, load_body(body, "input", context), ignored)
-        for field, (neutral, hint) in NEUTRAL.items():
+        for field, (neutral, hint) in NEUTRAL_VALUES.items():
             if getattr(request, field) != neutral:
                 raise unsupported(field, getattr(request, field), hint)
         if request.text.format.type != "text":
             raise unsupported("text.format.type", request.text.format.type, "Ask for the format in a message")
         settings = request.model_dump(include={"temperature", "top_p", "stream"}, exclude_unset=True)
         messages = list(
-            merge_messages(_messages(request.instructions, request.input, ImageParts(sees_images)))
+            merge_messages(_read_messages(request.instructions, request.input, ImageParts(sees_images)))
         )
         limit = request.max_output_tokens
         return ParsedRequest(
-            messages, _tools(request, ignored), sampling_params(defaults, settings), request, request.model,
+            messages, _read_tools(request, ignored), sampling_params(defaults, settings), request, request.model,
             logprobs=LOGPROBS in request.include, stream=request.stream, settings=settings, ignored=ignored,
             limits={} if limit is None else {"max_output_tokens": limit},
         )  # fmt: skip
@@ -160,8 +160,8 @@ class ResponsesDialect(Dialect):
         self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         [choice] = choices
-        items = [item | {"status": "completed"} for item in _output(head, choice)]
-        return _response(request, head, items, choice)
+        items = [item | {"status": "completed"} for item in _output_items(head, choice)]
+        return _make_response(request, head, items, choice)
 
     def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
         return _ResponsesEvents(self, request, head)
@@ -169,9 +169,9 @@ class ResponsesDialect(Dialect):
     def error(self, error: ApiError) -> dict[str, Any]:
         return error.body
 
-    def error_event(self, error: ApiError, number: int = 0) -> StreamEvent:
+    def error_event(self, error: ApiError, sequence_number: int = 0) -> StreamEvent:
         fields = {"code": error.code, "message": error.message, "param": error.param}
-        return _event({"type": "error", "sequence_number": number} | fields)
+        return _encode_event({"type": "error", "sequence_number": sequence_number} | fields)
 
     def token_count(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
@@ -180,91 +180,91 @@ class ResponsesDialect(Dialect):
 class _ResponsesEvents(EventWriter):
     def __init__(self, dialect: ResponsesDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._request, self._head = dialect, request, head
-        self._sent = SentText()
-        self._number = -1  # of the last event
+        self._sent_text = SentText()
+        self._sequence_number = -1  # of the last event
         self._index = -1  # of the last output item
-        self._open: str | None = None  # kind of the open item: reasoning or content
+        self._open_kind: str | None = None  # kind of the open item: reasoning or content
         self._text = ""  # of the open item
 
     def begin(self) -> Iterable[StreamEvent]:
-        response = _response(self._request, self._head, [], None)
+        response = _make_response(self._request, self._head, [], None)
         return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
 
     def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        for kind, text in self._sent.new_text(message):
-            if self._open != kind:
+        for kind, text in self._sent_text.new_text(message):
+            if self._open_kind != kind:
                 yield from self._close(None)
                 yield from self._begin_text(kind)
             self._text += text
             name = "reasoning_text" if kind == "reasoning" else "output_text"
-            yield self._part_event(f"response.{name}.delta", delta=text, **_logprobs(kind, None))
+            yield self._part_event(f"response.{name}.delta", delta=text, **_logprob_fields(kind, None))
 
     def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         yield from self.partial(0, choice.message)
-        if self._open != "content" and not choice.message.tool_calls:  # an empty message
+        if self._open_kind != "content" and not choice.message.tool_calls:  # an empty message
             yield from self._close(None)
             yield from self._begin_text("content")
         yield from self._close(choice)
         for call in choice.message.tool_calls:
             item = _call_item(call)
             arguments = item["arguments"]
-            yield self._added(item | {"arguments": "", "status": "in_progress"})
+            yield self._added_event(item | {"arguments": "", "status": "in_progress"})
             item_fields = {"item_id": item["id"], "output_index": self._index}
             name = "response.function_call_arguments"
             yield self._event(f"{name}.delta", delta=arguments, **item_fields)
             yield self._event(f"{name}.done", arguments=arguments, name=call.name, **item_fields)
-            yield self._done(item | {"status": "completed"})
+            yield self._done_event(item | {"status": "completed"})
 
     def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
         response = self._dialect.response(self._request, self._head, choices)
         return [self._event(f"response.{response['status']}", response=response)]
 
     def error(self, error: ApiError) -> Iterator[StreamEvent]:
-        self._number += 1
-        yield self._dialect.error_event(error, self._number)
-        response = _response(self._request, self._head, [], None) | {"status": "failed"}
+        self._sequence_number += 1
+        yield self._dialect.error_event(error, self._sequence_number)
+        response = _make_response(self._request, self._head, [], None) | {"status": "failed"}
         response["error"] = {"code": error.code, "message": error.message}
         yield self._event("response.failed", response=response)
 
     def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
-        self._open, self._text = kind, ""
+        self._open_kind, self._text = kind, ""
         item = _text_item(self._head, kind, "") | {"content": [], "status": "in_progress"}
-        yield self._added(item)
+        yield self._added_event(item)
         yield self._part_event("response.content_part.added", part=_text_part(kind, ""))
 
     def _close(self, choice: SampledChoice | None) -> Iterator[StreamEvent]:
         """Return the events that end the open item; `choice` has the log-probs of its content."""
-        if self._open is None:
+        if self._open_kind is None:
             return
-        kind, text = self._open, self._text
+        kind, text = self._open_kind, self._text
         name = "reasoning_text" if kind == "reasoning" else "output_text"
-        yield self._part_event(f"response.{name}.done", text=text, **_logprobs(kind, choice))
+        yield self._part_event(f"response.{name}.done", text=text, **_logprob_fields(kind, choice))
         item = _text_item(self._head, kind, text, choice)
         yield self._part_event("response.content_part.done", part=item["content"][0])
-        yield self._done(item | {"status": "completed"})
-        self._open = None
+        yield self._done_event(item | {"status": "completed"})
+        self._open_kind = None
 
-    def _added(self, item: dict[str, Any]) -> StreamEvent:
+    def _added_event(self, item: dict[str, Any]) -> StreamEvent:
         self._index += 1
         return self._event("response.output_item.added", item=item, output_index=self._index)
 
-    def _done(self, item: dict[str, Any]) -> StreamEvent:
+    def _done_event(self, item: dict[str, Any]) -> StreamEvent:
         return self._event("response.output_item.done", item=item, output_index=self._index)
 
     def _part_event(self, kind: str, /, **fields: Any) -> StreamEvent:
-        item_id = _item_id(self._head, self._open or "")
+        item_id = _item_id(self._head, self._open_kind or "")
         return self._event(kind, item_id=item_id, output_index=self._index, content_index=0, **fields)
 
     def _event(self, kind: str, /, **fields: Any) -> StreamEvent:
-        self._number += 1
-        return _event({"type": kind, "sequence_number": self._number} | fields)
+        self._sequence_number += 1
+        return _encode_event({"type": kind, "sequence_number": self._sequence_number} | fields)
 
 
-def _event(fields: dict[str, Any]) -> StreamEvent:
+def _encode_event(fields: dict[str, Any]) -> StreamEvent:
     return {"event": fields["type"], "data": json.dumps(fields)}
 
 
-def _logprobs(kind: str, choice: SampledChoice | None) -> dict[str, Any]:
+def _logprob_fields(kind: str, choice: SampledChoice | None) -> dict[str, Any]:
     """Return the field `logprobs` for the parts and events of a message; empty for reasoning, which has no such
     field."""
     if kind == "reasoning":
@@ -280,7 +280,7 @@ def _item_id(head: ResponseHead, kind: str) -> str:
 def _text_part(kind: str, text: str, choice: SampledChoice | None = None) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": []} | _logprobs(kind, choice)
+    return {"type": "output_text", "text": text, "annotations": []} | _logprob_fields(kind, choice)
 
 
 def _text_item(
@@ -297,7 +297,7 @@ def _call_item(call: ToolCall) -> dict[str, Any]:
     return fields | {"name": call.name, "arguments": arguments}
 
 
-def _output(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any]]:
+def _output_items(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any]]:
     message = choice.message
     if message.reasoning:
         yield _text_item(head, "reasoning", message.reasoning)
@@ -306,13 +306,13 @@ def _output(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any
     yield from map(_call_item, message.tool_calls)
 
 
-def _response(
+def _make_response(
     request: ParsedRequest, head: ResponseHead, items: list[dict[str, Any]], choice: SampledChoice | None
 ) -> dict[str, Any]:
-    """Return the response object; without a choice, that of a response in progress."""
+    """Return the response object, with the status `in_progress` if there is no choice."""
     body: ResponsesBody = request.body
     status = "in_progress" if choice is None else "incomplete" if choice.finish == "length" else "completed"
-    usage = None if choice is None else _usage(head.prompt_tokens, choice.tokens)
+    usage = None if choice is None else _make_usage(head.prompt_tokens, choice.tokens)
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -334,42 +334,42 @@ def _response(
         "top_p": request.params.top_p,
         "truncation": "disabled",
         "usage": usage,
-    } | head.own_fields
+    } | head.extra_fields
 
 
-def _usage(prompt: int, num_sampled: int) -> dict[str, Any]:
+def _make_usage(prompt_tokens: int, num_sampled: int) -> dict[str, Any]:
     return {
-        "input_tokens": prompt,
+        "input_tokens": prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": num_sampled,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + num_sampled,
+        "total_tokens": prompt_tokens + num_sampled,
     }
 
 
-def _messages(instructions: str | None, items: Sequence[_Item], images: ImageParts) -> Iterator[Message]:
+def _read_messages(instructions: str | None, items: Sequence[_Item], images: ImageParts) -> Iterator[Message]:
     names: dict[str, str] = {}  # id of a tool call -> name of the tool
     if instructions:
         yield Message("system", instructions)
-    for number, item in enumerate(items):
-        param = f"input[{number}]"
+    for index, item in enumerate(items):
+        param = f"input[{index}]"
         if item.type == "message":
-            yield _message(item, param, images)
+            yield _read_message(item, param, images)
         elif item.type == "reasoning":
-            pieces = _pieces(item.content or (), f"{param}.content", images)
+            pieces = _read_pieces(item.content or (), f"{param}.content", images)
             text = message_of_pieces("assistant", pieces, f"{param}.content", "").content
             yield Message("assistant", reasoning=text or None)
         elif item.type == "function_call":
             call = ToolCall(
-                _field(item, "name", param), _arguments(item, param), _field(item, "call_id", param)
+                _get_field(item, "name", param), _arguments(item, param), _get_field(item, "call_id", param)
             )
             names[call.id] = call.name
             yield Message("assistant", tool_calls=[call])
         elif item.type == "function_call_output":
-            call_id = _field(item, "call_id", param)
+            call_id = _get_field(item, "call_id", param)
             if call_id not in names:
                 raise ApiError(f"{param} has a call_id that matches no function_call", f"{param}.call_id")
-            pieces = _pieces(_field(item, "output", param), f"{param}.output", images)
+            pieces = _read_pieces(_get_field(item, "output", param), f"{param}.output", images)
             fields = {"tool_call_id": call_id, "name": names[call_id]}
             yield message_of_pieces("tool", pieces, f"{param}.output", **fields)
         else:
@@ -377,14 +377,14 @@ def _messages(instructions: str | None, items: Sequence[_Item], images: ImagePar
             raise unsupported(f"{param}.type", item.type, hint)
 
 
-def _message(item: _Item, param: str, images: ImageParts) -> Message:
-    role = _field(item, "role", param)
-    pieces = _pieces(_field(item, "content", param), f"{param}.content", images)
+def _read_message(item: _Item, param: str, images: ImageParts) -> Message:
+    role = _get_field(item, "role", param)
+    pieces = _read_pieces(_get_field(item, "content", param), f"{param}.content", images)
     separator = "" if role == "assistant" else "\n\n"
     return message_of_pieces("system" if role == "developer" else role, pieces, f"{param}.content", separator)
 
 
-def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
+def _read_pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
     for index, part in enumerate(parts):
         if part.type == "input_image":
             fields = {"type": "input_image", "image_url": part.image_url}
@@ -399,7 +399,7 @@ def _pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[
         yield text
 
 
-def _field(item: _Item, name: str, param: str) -> Any:
+def _get_field(item: _Item, name: str, param: str) -> Any:
     value = getattr(item, name)
     if value is None:
         text = f"{param}.{name} is missing in an item of type {item.type}"
@@ -417,16 +417,16 @@ def _arguments(item: _Item, param: str) -> dict[str, Any]:
     return arguments
 
 
-def _tools(request: ResponsesBody, ignored: set[str]) -> list[ToolSpec]:
-    """Return the functions that the client runs. Tools that run at the provider are left out and noted."""
+def _read_tools(request: ResponsesBody, ignored: set[str]) -> list[ToolSpec]:
+    """Return the functions that the client runs. Add the names of tools that run at the provider to `ignored`."""
     if request.tool_choice not in ("auto", "none"):
         raise unsupported("tool_choice", request.tool_choice, "Use auto or none")
     specs: list[ToolSpec] = []
-    for number, tool in enumerate(request.tools):
+    for index, tool in enumerate(request.tools):
         if tool.type != "function":
             ignored.add(f"tool {tool.type}")
         elif tool.name is None:
-            param = f"tools[{number}].name"
+            param = f"tools[{index}].name"
             raise ApiError(f"{param} is missing", param, code="missing_required_parameter")
         else:
             spec = ToolSpec(tool.name, tool.description)

@@ -53,7 +53,7 @@ def check_size(body: bytes, context: int, sees_images: bool = False) -> None:
     """Raise ApiError if the body is too large for a context of `context` tokens, before the body is parsed. Images take
     few tokens, so with `sees_images` only the server limits the body."""
     if not sees_images and len(body) > max(SMALL_BODY, context * MAX_BYTES_PER_TOKEN):
-        raise _too_long(f"the body has {len(body)} bytes", context)
+        raise _too_long_error(f"the body has {len(body)} bytes", context)
 
 
 def load_body(body: bytes, messages_field: str, context: int) -> Any:
@@ -64,18 +64,18 @@ def load_body(body: bytes, messages_field: str, context: int) -> Any:
         raise ApiError(f"the body is not valid JSON: {error}", "body", code="invalid_json") from error
     rows = data.get(messages_field) if isinstance(data, dict) else None
     if isinstance(rows, list) and len(rows) > context // MIN_MESSAGE_TOKENS:
-        raise _too_long(f"there are {len(rows)} messages", context)
+        raise _too_long_error(f"there are {len(rows)} messages", context)
     return data
 
 
 def sampling_params(defaults: SamplingParams, settings: dict[str, Any]) -> SamplingParams:
     """Return the sampling parameters of a request; `defaults` apply to parameters that the client omits."""
-    values = {name: settings[name] for name in SAMPLING_FIELDS if name in settings}
+    overrides = {name: settings[name] for name in SAMPLING_FIELDS if name in settings}
     # Below the minimum, only the most likely token remains in any case.
-    values["top_p"] = max(values.get("top_p", defaults.top_p), MIN_TOP_P)
-    return replace(defaults, **values)
+    overrides["top_p"] = max(overrides.get("top_p", defaults.top_p), MIN_TOP_P)
+    return replace(defaults, **overrides)
 
 
-def _too_long(size: str, context: int) -> ApiError:
-    text = f"{size}, too many for the model's context of {context} tokens. Shorten the messages"
+def _too_long_error(problem: str, context: int) -> ApiError:
+    text = f"{problem}, too many for the model's context of {context} tokens. Shorten the messages"
     return ApiError(text, "messages", code="context_length_exceeded")

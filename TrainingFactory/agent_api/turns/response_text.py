@@ -23,13 +23,13 @@ class StopMatch:
     """The position of a stop string in the text and tokens of a turn."""
 
     start: int  # index in the text
-    tokens: int  # number of tokens up to and including the stop string
-    stop: str
+    num_tokens: int  # up to and including the stop string
+    stop_string: str
 
 
 class TurnReader:
-    """Parses a turn while it is sampled. Unlike `ChatFormat.parse`, it keeps a closing think tag without an opening one
-    as text, because the text before it may have been streamed already."""
+    """Parser of an unfinished turn. Unlike `ChatFormat.parse`, it keeps a closing think tag without an opening one as
+    text, because the text before it may have been streamed already."""
 
     def __init__(self, chat: TemplateChatFormat, prompt: Sequence[int], tools: Sequence[ToolSpec]) -> None:
         self._chat, self._prompt, self._tools = chat, prompt, tools
@@ -67,8 +67,8 @@ class TurnReader:
         stripped = text.lstrip()
         if not (self._starts_in_thought or stripped.startswith(self._think_start)):
             return None, text
-        thought, _, rest = stripped.removeprefix(self._think_start).partition(self._think_end)
-        return thought.strip(), rest
+        thought, _, answer = stripped.removeprefix(self._think_start).partition(self._think_end)
+        return thought.strip(), answer
 
     def find_stop(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> StopMatch | None:
         """Return the stop string that was complete first, so that the result does not depend on the chunk size."""
@@ -78,11 +78,11 @@ class TurnReader:
         end, start = min(matches)
         return StopMatch(start, self._count_tokens_for(token_ids, end), text[start:end])
 
-    def _count_tokens_for(self, token_ids: Sequence[int], characters: int) -> int:
-        """Return the number of tokens after which the text has at least `characters` whole characters."""
+    def _count_tokens_for(self, token_ids: Sequence[int], num_characters: int) -> int:
+        """Return the number of tokens after which the text has at least `num_characters` whole characters."""
 
         def has_characters(size: int) -> bool:
-            return len(self.text(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= characters
+            return len(self.text(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= num_characters
 
         return 1 + bisect_left(range(1, len(token_ids)), True, key=has_characters)
 
@@ -90,10 +90,10 @@ class TurnReader:
         """Return one entry per token of the text, without the stop token and stop string."""
         ids = completion.token_ids
         if stop_match is not None:
-            count = 0 if stop_match.start == 0 else self._count_tokens_for(ids, stop_match.start)
+            num_tokens = 0 if stop_match.start == 0 else self._count_tokens_for(ids, stop_match.start)
         else:
-            count = len(ids) - (completion.finish == "stop")
-        return [self._entry(ids[i], completion.logprobs[i]) for i in range(count)]
+            num_tokens = len(ids) - (completion.finish == "stop")
+        return [self._entry(ids[i], completion.logprobs[i]) for i in range(num_tokens)]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self._chat.decode([token_id])

@@ -36,7 +36,7 @@ ChoiceSampler = Callable[[int, OnPartial | None], Coroutine[Any, Any, SampledCho
 
 
 class EventWriter(ABC):
-    """Writes the events of one stream."""
+    """Writer of the events of one stream."""
 
     def begin(self) -> Iterable[StreamEvent]:
         """Return the events before the first token."""
@@ -71,9 +71,9 @@ async def sample_choice(
     stop string."""
     reader = TurnReader(chat, prompt, request.tools)
     ids, logprobs, versions = list[int](), list[float](), list[int]()
-    piece = CHUNK_TOKENS if on_partial is not None or request.stop else request.max_tokens
+    chunk_size = CHUNK_TOKENS if on_partial is not None or request.stop else request.max_tokens
     while True:
-        size = min(piece, request.max_tokens - len(ids))
+        size = min(chunk_size, request.max_tokens - len(ids))
         chunk = await session.sample(prompt + ids, dataclasses.replace(params, max_tokens=size))
         ids += chunk.token_ids
         logprobs += chunk.logprobs
@@ -85,8 +85,8 @@ async def sample_choice(
         if on_partial is not None:
             on_partial(reader.parse_partial(text, request.stop))
     message = reader.message(ids, text if stop_match is None else text[: stop_match.start])
-    for number, call in enumerate(message.tool_calls):
-        call.id = request.call_id(number)
+    for index, call in enumerate(message.tool_calls):
+        call.id = request.call_id(index)
     is_finished = stop_match is not None or chunk.finish == "stop"
     finish = "length" if not is_finished else "tool_calls" if message.tool_calls else "stop"
     completion = Completion(ids, logprobs, chunk.finish, versions[0])
@@ -95,20 +95,20 @@ async def sample_choice(
     )
     if stop_match is not None:
         ids, logprobs, versions = (
-            ids[: stop_match.tokens],
-            logprobs[: stop_match.tokens],
-            versions[: stop_match.tokens],
+            ids[: stop_match.num_tokens],
+            logprobs[: stop_match.num_tokens],
+            versions[: stop_match.num_tokens],
         )
         completion = Completion(ids, logprobs, "length", versions[0])
     completion.versions = versions if len(set(versions)) > 1 else None
-    stop_string = None if stop_match is None else stop_match.stop
+    stop_string = None if stop_match is None else stop_match.stop_string
     return SampledChoice(message, finish, len(ids), choice_logprobs, stop_string), completion
 
 
 async def complete(n: int, choose: ChoiceSampler) -> list[SampledChoice]:
     """Sample all choices concurrently."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(choose(number, None)) for number in range(n)]
+        tasks = [group.create_task(choose(index, None)) for index in range(n)]
     return [task.result() for task in tasks]
 
 
@@ -119,33 +119,33 @@ async def stream(
     the same time are sent together, because sending costs more than writing. The caller must close the generator."""
     queue: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
-    async def run_choice(number: int) -> None:
+    async def run_choice(index: int) -> None:
         try:
-            choice = await choose(number, lambda message: queue.put_nowait((number, message)))
-            queue.put_nowait((number, choice))
+            choice = await choose(index, lambda message: queue.put_nowait((index, message)))
+            queue.put_nowait((index, choice))
         except Exception as error:
             queue.put_nowait(error)
 
     with context:
-        tasks = [asyncio.create_task(run_choice(number)) for number in range(n)]
+        tasks = [asyncio.create_task(run_choice(index)) for index in range(n)]
         choices: dict[int, SampledChoice] = {}
         try:
             if first_chunk := encode_events(writer.begin()):
                 yield first_chunk
             while len(choices) < n:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    events = writer.error(as_api_error(item))
-                elif isinstance(item[1], SampledChoice):
-                    choices[item[0]] = item[1]
-                    events = writer.finish(item[0], item[1])
+                update = await queue.get()
+                if isinstance(update, Exception):
+                    events = writer.error(as_api_error(update))
+                elif isinstance(update[1], SampledChoice):
+                    choices[update[0]] = update[1]
+                    events = writer.finish(update[0], update[1])
                 else:
-                    events = writer.partial(item[0], item[1])
+                    events = writer.partial(update[0], update[1])
                 if len(choices) == n:
-                    events = [*events, *writer.end([choices[number] for number in range(n)])]
+                    events = [*events, *writer.end([choices[index] for index in range(n)])]
                 if chunk := encode_events(events):
                     yield chunk
-                if isinstance(item, Exception):
+                if isinstance(update, Exception):
                     return
         finally:
             for task in tasks:

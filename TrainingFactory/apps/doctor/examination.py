@@ -37,7 +37,7 @@ from TrainingFactory.runs.finding_rules import FindingTracker
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.trainers.loop_setup import make_loop, make_order, steps_in
+from TrainingFactory.trainers.loop_setup import count_steps, make_loop, make_order
 from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.trainers.training_run import Training
 from TrainingFactory.training.loop import TrainingLoop
@@ -185,7 +185,7 @@ class DryRun(Training):
 
     async def play(self) -> None:
         """Assemble the run and execute its first step."""
-        total = steps_in(self.requested, make_order(self.requested, self.data.size))
+        total = count_steps(self.requested, make_order(self.requested, self.data.size))
         self.diagnosis.tried("config", lambda: check_steps(self.requested, total))
         async with AsyncExitStack() as stack:
             stack.callback(self.run.unlock)

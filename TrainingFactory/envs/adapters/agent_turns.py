@@ -52,16 +52,16 @@ class AgentEpisode:
 
     async def _next_request(self) -> dict[str, Any] | None:
         """Return the next request; None if the run ends before it."""
-        waiting = asyncio.ensure_future(self._requests.get())
-        await asyncio.wait([waiting, self._run], return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            return waiting.result()
-        waiting.cancel()
+        queue_task = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait([queue_task, self._run], return_when=asyncio.FIRST_COMPLETED)
+        if queue_task.done():
+            return queue_task.result()
+        queue_task.cancel()
         return None
 
     async def step(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._turn is not None
-        calls = [_tool_call(call) for call in message["tool_calls"]]
+        calls = [_to_chat_call(call) for call in message["tool_calls"]]
         turn = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
         self._turn.set_result(turn)
         request = await self._next_request()
@@ -70,14 +70,14 @@ class AgentEpisode:
             if problem := self.problem(result):
                 raise RuntimeError(problem)
             return {"done": True, **self.ending(result)}
-        num_known = len(self._history)
+        num_old = len(self._history)
         messages = request["messages"]
-        if messages[:num_known] != self._history or [
-            row["role"] for row in messages[num_known : num_known + 1]
+        if messages[:num_old] != self._history or [
+            row["role"] for row in messages[num_old : num_old + 1]
         ] != ["assistant"]:
             raise RuntimeError("the agent changed earlier messages; run it as a program: environment.command")
         self._history = messages
-        return {"messages": [plain_message(row) for row in messages[num_known + 1 :]]}
+        return {"messages": [plain_message(row) for row in messages[num_old + 1 :]]}
 
     async def finish(self) -> Any:
         """Refuse further requests, wait for the end of the run, and return its result."""
@@ -98,7 +98,7 @@ class AgentEpisode:
             self._turn.set_result(None)
 
 
-def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+def _to_chat_call(call: dict[str, Any]) -> dict[str, Any]:
     function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
     return {"id": call["id"], "type": "function", "function": function}
 

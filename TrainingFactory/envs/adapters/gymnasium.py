@@ -19,7 +19,7 @@ ACTION_NAMES = {
 INSTRUCTIONS = {
     "FrozenLake": "Walk from S to G over the frozen lake. F is ice, H is a hole. Brackets mark where you stand.",
 }
-HIGHLIGHTED = re.compile(r"(?:\x1b\[[0-9;]*m)+(.)(?:\x1b\[0m)+")  # a coloured cell of a rendered board
+HIGHLIGHTED_CELL = re.compile(r"(?:\x1b\[[0-9;]*m)+(.)(?:\x1b\[0m)+")  # a coloured cell of a rendered board
 MAX_VALUES = 256  # of an observation; larger ones are images
 MAX_TASKS = 2**31 - 1  # seeds of numpy
 
@@ -34,25 +34,25 @@ class Adapter:
         self.actions = self.arguments.pop("actions", "text")
         if self.actions not in ("text", "tools"):
             raise ValueError(f"environment.options.args.actions is {self.actions!r}; use text or tools")
-        self.mode: dict[str, str] = {}
+        self.render_args: dict[str, str] = {}
         environment = self.make()
         if "ansi" in environment.metadata.get("render_modes", []):
             environment.close()
-            self.mode = {"render_mode": "ansi"}
+            self.render_args = {"render_mode": "ansi"}
             environment = self.make()
-        base = name.rpartition("/")[2]
-        self.action = ActionFormat(environment.action_space, _name_actions(ACTION_NAMES, base, []))
-        size = math.prod(getattr(environment.observation_space, "shape", None) or ())
-        if size > MAX_VALUES and not self.mode:
-            raise ValueError(f"{name}: an observation has {size} values; images are not supported")
+        base_name = name.rpartition("/")[2]
+        self.action = ActionFormat(environment.action_space, _find_by_prefix(ACTION_NAMES, base_name, []))
+        num_values = math.prod(getattr(environment.observation_space, "shape", None) or ())
+        if num_values > MAX_VALUES and not self.render_args:
+            raise ValueError(f"{name}: an observation has {num_values} values; images are not supported")
         reply = "Call act with" if self.actions == "tools" else "Answer with"
-        instructions = _name_actions(INSTRUCTIONS, base, f"You act in the environment {name}.")
+        instructions = _find_by_prefix(INSTRUCTIONS, base_name, f"You act in the environment {name}.")
         self.system_prompt = f"{instructions} {reply} {self.action.description}."
         environment.close()
 
     def make(self) -> Any:
         try:
-            return self.gym.make(self.name, **self.mode, **self.arguments)
+            return self.gym.make(self.name, **self.render_args, **self.arguments)
         except (self.gym.error.Error, TypeError, ImportError) as error:
             raise ValueError(f"gymnasium:{self.name}: {error}") from error
 
@@ -67,9 +67,10 @@ class Adapter:
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks, each with its own seed. The splits have different seeds."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
-        for number in range(count):
-            value = (first_seed + number) % MAX_TASKS
-            yield {"id": f"{self.name}-{value}", "prompt": self.system_prompt, "metadata": {"seed": value}}
+        for index in range(count):
+            task_seed = (first_seed + index) % MAX_TASKS
+            metadata = {"seed": task_seed}
+            yield {"id": f"{self.name}-{task_seed}", "prompt": self.system_prompt, "metadata": metadata}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         return Episode(self, task.get("metadata", {}).get("seed", seed))
@@ -82,34 +83,35 @@ class Episode:
         observation, _ = self._environment.reset(seed=seed)
         self.messages = [
             {"role": "system", "content": adapter.system_prompt},
-            {"role": "user", "content": self._text(observation)},
+            {"role": "user", "content": self._render(observation)},
         ]
         self._invalid_actions = 0
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         calls = message["tool_calls"]
         if self._adapter.actions == "tools" and not calls:
-            return self._reply("user", f"Call act with {self._adapter.action.description}.", 0.0, invalid=1)
+            content = f"Call act with {self._adapter.action.description}."
+            return self._reply("user", content, 0.0, num_invalid=1)
         if not calls:
             return self._act(message["content"], "user", {})
-        rewards, replies, last_info = 0.0, [], {}
+        total_reward, replies, answer = 0.0, [], {}
         for call in calls:
             keys = {"tool_call_id": call["id"], "name": call["name"]}
-            last_info = self._act(call["arguments"]["action"], "tool", keys)
-            rewards += last_info["reward"]
-            replies += last_info["messages"]
-            if last_info["done"]:
+            answer = self._act(call["arguments"]["action"], "tool", keys)
+            total_reward += answer["reward"]
+            replies += answer["messages"]
+            if answer["done"]:
                 break
-        return {**last_info, "messages": replies, "reward": rewards}
+        return {**answer, "messages": replies, "reward": total_reward}
 
-    def _act(self, text: Any, role: str, keys: dict[str, str]) -> dict[str, Any]:
+    def _act(self, action_text: Any, role: str, keys: dict[str, str]) -> dict[str, Any]:
         try:
-            action = self._adapter.action.parse(text)
+            action = self._adapter.action.parse(action_text)
         except ValueError as error:
-            return self._reply(role, str(error), 0.0, keys=keys, invalid=1)
+            return self._reply(role, str(error), 0.0, keys=keys, num_invalid=1)
         observation, reward, terminated, truncated, _ = self._environment.step(action)
         stop_reason = "terminated" if terminated else "truncated" if truncated else None
-        return self._reply(role, self._text(observation), float(reward), stop_reason, keys)
+        return self._reply(role, self._render(observation), float(reward), stop_reason, keys)
 
     def _reply(
         self,
@@ -118,9 +120,9 @@ class Episode:
         reward: float,
         stop_reason: Any = None,
         keys: Any = None,
-        invalid: int = 0,
+        num_invalid: int = 0,
     ) -> dict[str, Any]:
-        self._invalid_actions += invalid
+        self._invalid_actions += num_invalid
         return {
             "messages": [{"role": role, "content": content, **(keys or {})}],
             "reward": reward,
@@ -129,9 +131,9 @@ class Episode:
             "metrics": {"invalid_actions": self._invalid_actions},
         }
 
-    def _text(self, observation: Any) -> str:
-        if self._adapter.mode:
-            lines = HIGHLIGHTED.sub(r"[\1]", self._environment.render()).strip("\n").split("\n")
+    def _render(self, observation: Any) -> str:
+        if self._adapter.render_args:
+            lines = HIGHLIGHTED_CELL.sub(r"[\1]", self._environment.render()).strip("\n").split("\n")
             return "\n".join(line for line in lines if not line.startswith("  ("))  # without the last action
         if isinstance(observation, str):
             return observation
@@ -148,14 +150,14 @@ class Episode:
 class ActionFormat:
     """Text form of an action space."""
 
-    def __init__(self, space: Any, names: list[str]) -> None:
+    def __init__(self, space: Any, labels: list[str]) -> None:
         self._space = space
         self._kind = type(space).__name__
-        self._start = int(getattr(space, "start", 0)) if self._kind == "Discrete" else 0
+        self._offset = int(getattr(space, "start", 0)) if self._kind == "Discrete" else 0
         if self._kind == "Discrete":
-            self._names = names or [str(self._start + number) for number in range(int(space.n))]
-            self.description = "one of " + ", ".join(self._names[:50])
-            self.schema: dict[str, Any] = {"type": "string", "enum": self._names}
+            self._action_names = labels or [str(self._offset + index) for index in range(int(space.n))]
+            self.description = "one of " + ", ".join(self._action_names[:50])
+            self.schema: dict[str, Any] = {"type": "string", "enum": self._action_names}
         elif self._kind in ("Box", "MultiDiscrete", "MultiBinary"):
             low, high = (_to_plain(getattr(space, name, None)) for name in ("low", "high"))
             limits = f" from {low} to {high}" if self._kind == "Box" else ""
@@ -167,26 +169,26 @@ class ActionFormat:
         else:
             raise ValueError(f"the action space {space} is not supported; use Discrete, Box or Text")
 
-    def parse(self, text: Any) -> Any:
-        """Return the action; raise ValueError with a text for the model if there is none."""
+    def parse(self, action_text: Any) -> Any:
+        """Return the action that a text names; raise ValueError with an explanation for the model if there is none."""
         if self._kind == "Discrete":
-            words = re.findall(r"-?\w+", str(text).lower())
-            numbers = {name.lower(): number for number, name in enumerate(self._names)}
-            actions = [numbers[word] for word in words if word in numbers]
+            words = re.findall(r"-?\w+", str(action_text).lower())
+            indices = {name.lower(): index for index, name in enumerate(self._action_names)}
+            actions = [indices[word] for word in words if word in indices]
             if actions:
-                return self._start + actions[-1]
+                return self._offset + actions[-1]
         elif self._kind == "Text":
-            if self._space.contains(text.strip()):
-                return text.strip()
-        elif (values := _list_in(text)) is not None:
+            if self._space.contains(action_text.strip()):
+                return action_text.strip()
+        elif (values := _find_list(action_text)) is not None:
             array = importlib.import_module("numpy").array(values, dtype=self._space.dtype)
             if self._space.contains(array):
                 return array
-        raise ValueError(f"{str(text).strip()[:80]!r} is no action. Answer with {self.description}.")
+        raise ValueError(f"{str(action_text).strip()[:80]!r} is no action. Answer with {self.description}.")
 
 
-def _list_in(text: Any) -> Any:
-    """Return the list in a text; None if there is none."""
+def _find_list(text: Any) -> Any:
+    """Return the JSON list in a text; None if there is none."""
     if isinstance(text, list):
         return text
     try:
@@ -195,7 +197,7 @@ def _list_in(text: Any) -> Any:
         return None
 
 
-def _name_actions(table: dict[str, Any], name: str, default: Any) -> Any:
+def _find_by_prefix(table: dict[str, Any], name: str, default: Any) -> Any:
     return next((value for prefix, value in table.items() if name.startswith(prefix)), default)
 
 

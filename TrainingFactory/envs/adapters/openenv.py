@@ -29,12 +29,12 @@ class Adapter:
         actions = self.reset_arguments.pop("actions", None)
         self.text_field = self.reset_arguments.pop("text", None)
         is_single = self.reset_arguments.pop("sessions", None) == 1
-        schema = self._get("/schema")["action"]
+        schema = self._get_json("/schema")["action"]
         fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
         self.schema = {**schema, "properties": fields}
-        texts = [key for key, value in fields.items() if value.get("type") == "string"]
+        text_fields = [key for key, value in fields.items() if value.get("type") == "string"]
         required = schema.get("required") or list(fields)
-        self.action_field = required[0] if len(required) == 1 and required[0] in texts else None
+        self.action_field = required[0] if len(required) == 1 and required[0] in text_fields else None
         session = self.open_session()
         try:
             self.tools = [] if fields and not fields.keys() >= MCP_FIELDS else session.list_tools()
@@ -46,7 +46,7 @@ class Adapter:
         if self.actions == "text" and not self.action_field:
             raise ValueError(f"{self.url}: an action needs the fields {required}; use args.actions=json")
 
-    def _get(self, path: str) -> Any:
+    def _get_json(self, path: str) -> Any:
         try:
             with urllib.request.urlopen(self.url + path, timeout=30) as answer:
                 return json.loads(answer.read(MAX_BYTES))
@@ -85,9 +85,9 @@ class Adapter:
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks, each with its own seed. The splits have different seeds."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
-        for number in range(count):
-            value = (first_seed + number) % MAX_TASKS
-            yield {"id": f"openenv-{value}", "metadata": {"seed": value}}
+        for index in range(count):
+            task_seed = (first_seed + index) % MAX_TASKS
+            yield {"id": f"openenv-{task_seed}", "metadata": {"seed": task_seed}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         return Episode(self, task, seed)
@@ -95,12 +95,12 @@ class Adapter:
     def text_of(self, observation: dict[str, Any]) -> str:
         """Return the text that the model reads: the named field, the only text field, or the observation as JSON."""
         fields = {key: value for key, value in observation.items() if key != "metadata"}
-        texts = [value for value in fields.values() if isinstance(value, str)]
+        strings = [value for value in fields.values() if isinstance(value, str)]
         if self.text_field is not None:
             if self.text_field not in fields:
                 raise ValueError(f"args.text is {self.text_field!r}; observations have {', '.join(fields)}")
             return str(fields[self.text_field])
-        return texts[0] if len(texts) == len(fields) == 1 else json.dumps(fields) if fields else ""
+        return strings[0] if len(strings) == len(fields) == 1 else json.dumps(fields) if fields else ""
 
 
 class NoSessionLeft(Exception):
@@ -115,16 +115,16 @@ class Session:
     def __init__(self, adapter: Adapter) -> None:
         address = adapter.url.replace("http", "ws", 1) + "/ws"
         self._url = adapter.url
-        self._closed: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
+        self._closed_error: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
         self._socket = adapter.connect_to(address, max_size=MAX_BYTES, open_timeout=30)
         self.ask("state")  # the server accepts the connection before it refuses the session
 
-    def ask(self, kind: str, data: Any = None) -> dict[str, Any]:
-        with contextlib.suppress(self._closed):  # the reason is the last message of the server
-            self._socket.send(json.dumps({"type": kind} | ({} if data is None else {"data": data})))
+    def ask(self, message_type: str, data: Any = None) -> dict[str, Any]:
+        with contextlib.suppress(self._closed_error):  # the reason is the last message of the server
+            self._socket.send(json.dumps({"type": message_type} | ({} if data is None else {"data": data})))
         try:
             answer = json.loads(self._socket.recv())
-        except self._closed as error:
+        except self._closed_error as error:
             raise ConnectionError(f"the server at {self._url} closed the connection: {error}") from error
         data = answer.get("data", {})
         if answer.get("type") != "error":
@@ -133,10 +133,10 @@ class Session:
         if data.get("code") == "CAPACITY_REACHED":
             self._socket.close()
             raise NoSessionLeft(text, int(data.get("max_sessions", 1)))
-        raise ValueError(f"OpenEnv {kind}: {text}")
+        raise ValueError(f"OpenEnv {message_type}: {text}")
 
     def list_tools(self) -> list[dict[str, Any]]:
-        """Return the MCP tools; none if the environment has none."""
+        """Return the server's MCP tools; an empty list if it has none."""
         try:
             observation = self.ask("step", {"type": "list_tools"})["observation"]
         except ValueError:
@@ -151,7 +151,7 @@ class Session:
         ]
 
     def close(self) -> None:
-        with contextlib.suppress(self._closed):
+        with contextlib.suppress(self._closed_error):
             self._socket.send('{"type": "close"}')
         self._socket.close()
 
@@ -168,11 +168,11 @@ class Episode:
         }
         answer = self._session.ask("reset", arguments)
         prompt = task.get("prompt") or []
-        text = adapter.text_of(answer["observation"])
+        observation_text = adapter.text_of(answer["observation"])
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        if text or not self.messages:
-            self.messages.append({"role": "user", "content": text or "Call the tools."})
-        self._has_reward = self._done = False
+        if observation_text or not self.messages:
+            self.messages.append({"role": "user", "content": observation_text or "Call the tools."})
+        self._has_reward = self._is_done = False
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         adapter = self._adapter
@@ -181,7 +181,7 @@ class Episode:
         action = message["json"] if adapter.actions == "json" else {adapter.action_field: message["content"]}
         answer = self._session.ask("step", action)
         content = adapter.text_of(answer["observation"])
-        return self._result([answer], [{"role": "user", "content": content}])
+        return self._make_answer([answer], [{"role": "user", "content": content}])
 
     def _call_tools(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
         """Call the tools in their order. A turn without a call ends the episode."""
@@ -191,36 +191,36 @@ class Episode:
             answers.append(self._session.ask("step", action))
             observation = answers[-1]["observation"]
             failed = observation.get("error") is not None
-            content = _tool_text(observation["error"] if failed else observation.get("result"))
+            content = _format_result(observation["error"] if failed else observation.get("result"))
             replies.append({"role": "tool", "tool_call_id": call["id"], "content": content, "ok": not failed})
             if answers[-1].get("done"):
                 break
-        result = self._result(answers, replies)
+        result = self._make_answer(answers, replies)
         return result if calls else {**result, "done": True, "stop_reason": "no tool call"}
 
-    def _result(self, answers: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dict[str, Any]:
+    def _make_answer(self, answers: list[dict[str, Any]], messages: list[dict[str, Any]]) -> dict[str, Any]:
         rewards = [float(answer["reward"]) for answer in answers if answer.get("reward") is not None]
         self._has_reward |= bool(rewards)
-        self._done = any(answer.get("done") for answer in answers)
+        self._is_done = any(answer.get("done") for answer in answers)
         metrics = {
             name: value
             for answer in answers
             for name, value in (answer.get("metadata") or {}).items()
             if isinstance(value, (int, float))
         }
-        reward = {"reward": sum(rewards)} if rewards else {}
-        return {"messages": messages, "done": self._done, "metrics": metrics, **reward}
+        reward_field = {"reward": sum(rewards)} if rewards else {}
+        return {"messages": messages, "done": self._is_done, "metrics": metrics, **reward_field}
 
     def score(self) -> dict[str, Any]:
         """Return an outcome of 0, because the steps have all rewards. So an unfinished episode earns 0. A finished
         episode in which no step had a reward gets no outcome."""
-        return {} if self._done and not self._has_reward else {"reward": 0.0}
+        return {} if self._is_done and not self._has_reward else {"reward": 0.0}
 
     def close(self) -> None:
         self._session.close()
 
 
-def _tool_text(result: Any) -> str:
+def _format_result(result: Any) -> str:
     """Return the text of a tool's result."""
     if isinstance(result, dict) and result.get("data") is not None:  # fastmcp's result with its parsed value
         result = result["data"]

@@ -37,16 +37,15 @@ from typing import Any
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
-LOST = (ConnectionError, TimeoutError, asyncio.TimeoutError)  # the last two differ in Python 3.10
+LOST_ERRORS = (ConnectionError, TimeoutError, asyncio.TimeoutError)  # the last two differ in Python 3.10
 CLOSE_SECONDS = 1.5  # for the open episodes to close after the end of stdin
 
 
 class Server:
-    """Answers requests. Requests of one episode run one after the other; requests of different episodes run
-    concurrently."""
+    """Server that runs the requests of one episode in their order and those of different episodes concurrently."""
 
-    def __init__(self, adapter_file: str, answers: int) -> None:
-        self._adapter_file, self._answers = adapter_file, answers
+    def __init__(self, adapter_file: str, answer_fd: int) -> None:
+        self._adapter_file, self._answer_fd = adapter_file, answer_fd
         self._adapter: Any = None
         self._episodes: dict[str, Any] = {}
         self._threads: dict[str, ThreadPoolExecutor] = {}
@@ -63,14 +62,14 @@ class Server:
         await asyncio.wait_for(self._close_all(), CLOSE_SECONDS)
 
     async def _close_all(self) -> None:
-        closing = [self.close({"episode": episode}) for episode in list(self._episodes)]
-        await asyncio.gather(*closing, return_exceptions=True)
+        close_calls = [self.close({"episode": episode}) for episode in list(self._episodes)]
+        await asyncio.gather(*close_calls, return_exceptions=True)
         if (close := getattr(self._adapter, "close", None)) is not None:
             await self._call("", close)
 
     async def _answer(self, request: Any) -> None:
-        number, method = request.get("id"), request.get("method")
-        answer: dict[str, Any] = {"id": number}
+        request_id, method = request.get("id"), request.get("method")
+        answer: dict[str, Any] = {"id": request_id}
         try:
             if method not in ("version", "tasks", "reset", "step", "score", "close"):
                 raise ValueError(f"unknown method {method!r}")
@@ -85,10 +84,10 @@ class Server:
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            problem = {"message": text[:2000]} | ({"lost": True} if isinstance(error, LOST) else {})
-            line = json.dumps({"id": number, "error": problem}).encode() + b"\n"
+            fields = {"message": text[:2000]} | ({"lost": True} if isinstance(error, LOST_ERRORS) else {})
+            line = json.dumps({"id": request_id, "error": fields}).encode() + b"\n"
         while line:
-            line = line[os.write(self._answers, line) :]
+            line = line[os.write(self._answer_fd, line) :]
 
     async def version(self, request: Any) -> Any:
         if request.get("protocol") != PROTOCOL:
@@ -113,10 +112,10 @@ class Server:
         return answer | ({"tools": episode.tools} if hasattr(episode, "tools") else {})
 
     async def step(self, request: Any) -> Any:
-        return await self._call(request["episode"], self._open(request).step, request["message"])
+        return await self._call(request["episode"], self._get_episode(request).step, request["message"])
 
     async def score(self, request: Any) -> Any:
-        score = getattr(self._open(request), "score", None)
+        score = getattr(self._get_episode(request), "score", None)
         return {} if score is None else await self._call(request["episode"], score)
 
     async def close(self, request: Any) -> Any:
@@ -131,7 +130,7 @@ class Server:
                 thread.shutdown(wait=False)
         return {}
 
-    def _open(self, request: Any) -> Any:
+    def _get_episode(self, request: Any) -> Any:
         if request["episode"] not in self._episodes:
             raise ValueError(f"there is no episode {request['episode']!r}; reset it first")
         return self._episodes[request["episode"]]
@@ -152,8 +151,8 @@ def to_plain(value: Any) -> Any:
 
 def package_versions(requirements: list[str]) -> dict[str, str]:
     """Return the installed version of every package in a list of requirements."""
-    names = [re.split(r"[\[<>=!~ ;]", requirement, maxsplit=1)[0] for requirement in requirements]
-    return {name: importlib.metadata.version(name) for name in names}
+    package_names = [re.split(r"[\[<>=!~ ;]", requirement, maxsplit=1)[0] for requirement in requirements]
+    return {name: importlib.metadata.version(name) for name in package_names}
 
 
 def load_module(name: str, path: str) -> Any:
@@ -167,19 +166,19 @@ def load_module(name: str, path: str) -> Any:
 
 def take_pipes() -> tuple[int, int]:
     """Move the pipes to other descriptors: prints go to stderr, and subprocesses have an empty stdin."""
-    requests, answers = os.dup(0), os.dup(1)  # not inherited by subprocesses
+    request_fd, answer_fd = os.dup(0), os.dup(1)  # not inherited by subprocesses
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    return requests, answers
+    return request_fd, answer_fd
 
 
 async def main(adapter_file: str) -> None:
-    requests, answers = take_pipes()
+    request_fd, answer_fd = take_pipes()
     stream = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES + 1)
     await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(requests, "rb")
+        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(request_fd, "rb")
     )
-    await Server(adapter_file, answers).serve(stream)
+    await Server(adapter_file, answer_fd).serve(stream)
 
 
 if __name__ == "__main__":

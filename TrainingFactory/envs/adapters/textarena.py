@@ -14,7 +14,7 @@ REQUIREMENTS = ["textarena==0.7.4"]
 MAX_TASKS = 2**31 - 1
 MAX_OPPONENT_TURNS = 1000  # between two turns of the model
 LISTED_ACTIONS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
-RANDOMNESS = threading.Lock()  # the games draw from the module `random`
+RANDOM_LOCK = threading.Lock()  # the games draw from the module `random`
 
 
 class Adapter:
@@ -25,8 +25,8 @@ class Adapter:
         self.textarena: Any = importlib.import_module("textarena")
         registry = importlib.import_module("textarena.envs.registration").ENV_REGISTRY
         if name not in registry:
-            close = [known for known in registry if known.startswith(name.split("-")[0])]
-            raise ValueError(f"unknown game textarena:{name} (known: {', '.join(sorted(close or registry))})")
+            games = [game for game in registry if game.startswith(name.split("-")[0])]
+            raise ValueError(f"unknown game textarena:{name} (known: {', '.join(sorted(games or registry))})")
         self.name = name
         # The default wrappers repeat the whole conversation in every observation.
         self.raw_name = f"{name}-raw" if f"{name}-raw" in registry else name
@@ -37,7 +37,7 @@ class Adapter:
         self.opponent = list(self.arguments.pop("opponent", []))
         players = self.arguments.pop("players", None)
         counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
-        self.num_players = next((count for count in counts if self._is_first(count, last=counts[-1])), 0)
+        self.num_players = next((count for count in counts if self._is_playable(count, counts[-1])), 0)
         if not self.player < self.num_players:
             raise ValueError(
                 f"environment.options.args.player is {self.player} of {self.num_players} players"
@@ -58,13 +58,13 @@ class Adapter:
         except (TypeError, ImportError) as error:
             raise ValueError(f"textarena:{self.name}: {error}") from error
 
-    def _is_first(self, num_players: int, last: int) -> bool:
+    def _is_playable(self, num_players: int, last_count: int) -> bool:
         environment = self.make()
         try:
             environment.reset(num_players=num_players, seed=0)
             return True
         except Exception as error:
-            if num_players == last:
+            if num_players == last_count:
                 raise ValueError(f"textarena:{self.name}: {type(error).__name__}: {error}") from error
             return False
 
@@ -74,9 +74,9 @@ class Adapter:
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks, each with its own seed. The splits have different seeds."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
-        for number in range(count):
-            value = (first_seed + number) % MAX_TASKS
-            yield {"id": f"{self.name}-{value}", "metadata": {"seed": value}}
+        for index in range(count):
+            task_seed = (first_seed + index) % MAX_TASKS
+            yield {"id": f"{self.name}-{task_seed}", "metadata": {"seed": task_seed}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         return Episode(self, task.get("metadata", {}).get("seed", seed))
@@ -85,57 +85,57 @@ class Adapter:
 class Episode:
     def __init__(self, adapter: Adapter, seed: int) -> None:
         self._adapter = adapter
-        self._choices = random.Random(f"opponent {seed}")
-        self._random: Any = random.Random(seed).getstate()
+        self._opponent_random = random.Random(f"opponent {seed}")
+        self._random_state: Any = random.Random(seed).getstate()
         self._done = False
-        with self._use_own_randomness():
+        with self._isolate_random():
             self._environment = adapter.make()
             self._environment.reset(num_players=adapter.num_players, seed=seed)
-            text = self._text_before_turn()
-        self.messages = [{"role": "user", "content": text}]
+            observation = self._play_opponents()
+        self.messages = [{"role": "user", "content": observation}]
 
     @contextlib.contextmanager
-    def _use_own_randomness(self) -> Iterator[None]:
+    def _isolate_random(self) -> Iterator[None]:
         """Use the game's own state of Python's `random` inside the block, so that other episodes do not change the
         game's draws."""
-        with RANDOMNESS:
-            random.setstate(self._random)
+        with RANDOM_LOCK:
+            random.setstate(self._random_state)
             try:
                 yield
             finally:
-                self._random = random.getstate()
+                self._random_state = random.getstate()
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
-        with self._use_own_randomness():
+        with self._isolate_random():
             self._done, _ = self._environment.step(message["content"])
-            text = self._text_before_turn()
+            observation = self._play_opponents()
         if not self._done:
-            return {"messages": [{"role": "user", "content": text}], "done": False}
+            return {"messages": [{"role": "user", "content": observation}], "done": False}
         rewards, infos = self._environment.close()
         reward = float((rewards or {}).get(self._adapter.player, 0.0))
         info = (infos or {}).get(self._adapter.player, {})
         is_invalid = bool(info.get("invalid_move"))
-        content = "\n".join(filter(None, [text, str(info.get("reason") or "")]))
+        content = "\n".join(filter(None, [observation, str(info.get("reason") or "")]))
         return {
             "messages": [{"role": "user", "content": content}] if content else [],
             "done": True,
             "reward": reward,
-            "stop_reason": "invalid move" if is_invalid else _outcome(reward),
+            "stop_reason": "invalid move" if is_invalid else _describe_outcome(reward),
             "metrics": {"invalid_move": int(is_invalid), "turns": info.get("turn_count", 0)},
         }
 
-    def _text_before_turn(self) -> str:
+    def _play_opponents(self) -> str:
         """Play the other players' turns. Return the text that the model's player has received since its last turn."""
         for _ in range(MAX_OPPONENT_TURNS):
             player = self._environment.state.current_player_id
             if self._done or player == self._adapter.player:
-                return self._observation(self._adapter.player)
-            text = self._observation(player)
-            self._done, _ = self._environment.step(self._choices.choice(self._legal_actions(text)))
+                return self._read_messages(self._adapter.player)
+            text = self._read_messages(player)
+            self._done, _ = self._environment.step(self._opponent_random.choice(self._legal_actions(text)))
         raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns")
 
-    def _legal_actions(self, text: str) -> list[str]:
-        if lists := LISTED_ACTIONS.findall(text):
+    def _legal_actions(self, observation: str) -> list[str]:
+        if lists := LISTED_ACTIONS.findall(observation):
             return re.findall(r"\[[^\]\n]+\]", lists[-1])
         if self._adapter.opponent:
             return self._adapter.opponent
@@ -144,7 +144,7 @@ class Episode:
             "environment.options.args.opponent=[ACTION, ...]"
         )
 
-    def _observation(self, player: int) -> str:
+    def _read_messages(self, player: int) -> str:
         """Return the messages that the player has received since the last call, without its own actions."""
         state = self._environment.state
         if player == state.current_player_id:
@@ -153,13 +153,13 @@ class Episode:
             observation, state.observations[player] = state.observations[player], []
         if isinstance(observation, str):
             return observation
-        texts = []
+        lines = []
         for sender, text, _ in observation:
             if sender == self.game_id:
-                texts.append(text)
+                lines.append(text)
             elif sender != player:
-                texts.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}")
-        return "\n".join(texts)
+                lines.append(f"[{state.role_mapping.get(sender, f'Player {sender}')}] {text}")
+        return "\n".join(lines)
 
     @property
     def game_id(self) -> int:
@@ -170,7 +170,7 @@ class Episode:
         return {"reward": 0.0}
 
 
-def _outcome(reward: float) -> str:
+def _describe_outcome(reward: float) -> str:
     return "won" if reward >= 1 else "lost" if reward <= -1 else "finished"
 
 

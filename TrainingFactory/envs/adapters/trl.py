@@ -45,9 +45,9 @@ class Adapter:
         """Yield rows, each with its own `seed`. The splits have different seeds. To use a dataset instead, name it in
         `data.tasks`."""
         first_seed = (2 * seed + (split == "heldout")) * 2**20
-        for number in range(count):
-            value = (first_seed + number) % MAX_TASKS
-            yield {"id": f"{self.name}-{value}", "metadata": {"seed": value}}
+        for index in range(count):
+            task_seed = (first_seed + index) % MAX_TASKS
+            yield {"id": f"{self.name}-{task_seed}", "metadata": {"seed": task_seed}}
 
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         return Episode(self, task, seed)
@@ -60,7 +60,7 @@ class Episode:
         prompt = task.get("prompt") or ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         row = {"seed": seed, "prompt": messages, "answer": task.get("answer"), **task.get("metadata", {})}
-        observation = _finish(self._environment.reset(**_accepted_arguments(self._environment.reset, row)))
+        observation = _await(self._environment.reset(**_accepted_arguments(self._environment.reset, row)))
         if observation is not None:  # as in TRL, the end of the last message
             if not isinstance(observation, str):
                 raise ValueError("reset returned an observation that is no text; images are not supported")
@@ -75,7 +75,7 @@ class Episode:
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         reply: dict[str, Any] = {"role": "tool", "tool_call_id": call["id"]}
         try:
-            result = _finish(getattr(self._environment, call["name"])(**call["arguments"]))
+            result = _await(getattr(self._environment, call["name"])(**call["arguments"]))
         except Exception as error:  # the model reads it, as in TRL
             return reply | {"content": json.dumps({"error": str(error)}), "ok": False}
         return reply | {"content": str(result)}
@@ -83,11 +83,11 @@ class Episode:
     def score(self) -> dict[str, Any]:
         if not hasattr(self._environment, "get_reward"):
             return {}
-        reward = _finish(self._environment.get_reward())
+        reward = _await(self._environment.get_reward())
         return {} if reward is None else {"reward": float(reward)}
 
 
-def _finish(value: Any) -> Any:
+def _await(value: Any) -> Any:
     """Return the value, or the result of an async method if the value is its coroutine."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 

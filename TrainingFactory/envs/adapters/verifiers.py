@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 REQUIREMENTS = ["verifiers==0.4.0"]
-HELDOUT = 5  # of tasks that are shuffled with one seed, every fifth is held out
-SHUFFLE = 0
-LIMIT = 100_000  # tasks read of an endless taskset
+HELDOUT_EVERY = 5  # of tasks that are shuffled with one seed, every fifth is held out
+SHUFFLE_SEED = 0
+MAX_TASKS = 100_000  # tasks read of an endless taskset
 server: Any = importlib.import_module("__main__")  # server.py
 turns: Any = server.load_module("agent_turns", str(Path(__file__).with_name("agent_turns.py")))
 vf: Any = importlib.import_module("verifiers.v1")
@@ -34,11 +34,11 @@ class Adapter:
         agents = importlib.import_module("verifiers.v1.configs.agent")
         try:
             self.name = turns.import_file(name) if name.endswith(".py") else name
-            kind = loaders.environment_class(self.name)
-            config_kind = generic.concrete_type(kind, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
+            env_class = loaders.environment_class(self.name)
+            config_class = generic.concrete_type(env_class, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
             agent = {"harness": {"id": __name__}, "runtime": {"type": "subprocess"}}
-            config = config_kind(taskset={"id": self.name, **args}, agent=agent)
-            self.environment = kind(config)
+            config = config_class(taskset={"id": self.name, **args}, agent=agent)
+            self.environment = env_class(config)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"verifiers:{name}: {error} (installed packages: {sys.prefix}; for an environment of v0, with a "
@@ -50,38 +50,38 @@ class Adapter:
                 f"verifiers:{name} has the agents {', '.join(roles)}; only one agent can be trained"
             )
         self.tasks_by_index: dict[int, Any] = {}
-        self.model = Model()
-        self._started: asyncio.Task[None] | None = None
+        self.model = ModelServer()
+        self._start_task: asyncio.Task[None] | None = None
 
     def describe(self) -> dict[str, Any]:
         return {"actions": "tools", "tools": []}
 
     def load_tasks(self) -> list[Any]:
         taskset = self.environment.taskset
-        return list(itertools.islice(taskset if taskset.bounded else taskset.take(LIMIT), LIMIT))
+        return list(itertools.islice(taskset if taskset.bounded else taskset.take(MAX_TASKS), MAX_TASKS))
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield tasks of the split in an order that depends on the seed. The splits have no task in common."""
         tasks = self.load_tasks()
-        random.Random(SHUFFLE).shuffle(tasks)
-        indices = [
-            task for number, task in enumerate(tasks) if (number % HELDOUT == 0) == (split == "heldout")
+        random.Random(SHUFFLE_SEED).shuffle(tasks)
+        split_tasks = [
+            task for i, task in enumerate(tasks) if (i % HELDOUT_EVERY == 0) == (split == "heldout")
         ]
-        random.Random(seed).shuffle(indices)
-        for task in indices[:count]:
-            data = task.data.model_dump(mode="json", exclude_unset=True)
+        random.Random(seed).shuffle(split_tasks)
+        for task in split_tasks[:count]:
+            columns = task.data.model_dump(mode="json", exclude_unset=True)
             index = task.data.idx
             yield {
                 "id": task.data.id or task.data.name or f"{self.name}-{index}",
                 "prompt": task.data.prompt_text,
-                "answer": data.get("answer"),
+                "answer": columns.get("answer"),
                 "metadata": {"index": index},
             }
 
     async def reset(self, task: dict[str, Any], seed: int) -> "Episode":
-        if self._started is None:
-            self._started = asyncio.ensure_future(self._start())
-        await asyncio.shield(self._started)
+        if self._start_task is None:
+            self._start_task = asyncio.ensure_future(self._start())
+        await asyncio.shield(self._start_task)
         index = task.get("metadata", {}).get("index")
         if index not in self.tasks_by_index:
             raise ValueError(
@@ -95,11 +95,11 @@ class Adapter:
         """Load the tasks, and open the resources that all episodes share. They close when the process ends."""
         self.tasks_by_index = {task.data.idx: task for task in await asyncio.to_thread(self.load_tasks)}
         await self.model.start()
-        self._serving = self.environment.serving()
-        await self._serving.__aenter__()
+        self._resources = self.environment.serving()
+        await self._resources.__aenter__()
 
 
-class Model:
+class ModelServer:
     """HTTP server for the requests of the agents to the model. A request waits for the next turn of its episode."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class Model:
 
 
 class Episode(turns.AgentEpisode):
-    """One episode: a run of the environment with one task. `Model` receives its requests."""
+    """One episode: a run of the environment with one task. `ModelServer` receives its requests."""
 
     def __init__(self, adapter: Adapter, task: Any) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Episode(turns.AgentEpisode):
 
 
 class ChatLoop(vf.Harness[vf.HarnessConfig]):
-    """An agent in this process: asks the model, and calls the task's MCP tools until an answer has no call."""
+    """Agent loop in this process: it requests a turn and runs the turn's MCP calls, until a turn has no call."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True
@@ -190,7 +190,7 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
         **_: Any,
     ) -> Any:
         httpx: Any = importlib.import_module("httpx")
-        tools_of_mcp: Any = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
+        mcp: Any = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
         to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
@@ -201,7 +201,7 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
         stack = importlib.import_module("contextlib").AsyncExitStack()
         async with stack, httpx.AsyncClient(timeout=None, trust_env=False) as client:
             servers = {name: {"url": url} for name, url in mcp_urls.items()}
-            tools, dispatch, connections = await tools_of_mcp.connect_mcp({"mcpServers": servers}, stack)
+            tools, dispatch, connections = await mcp.connect_mcp({"mcpServers": servers}, stack)
             while True:
                 body = {"model": ctx.model, "messages": messages} | ({"tools": tools} if tools else {})
                 headers = {"authorization": f"Bearer {secret}"}
@@ -215,7 +215,7 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
                     return vf.ProgramResult(exit_code=0, stdout="", stderr="")
                 for call in message["tool_calls"]:
                     function = call["function"]
-                    content = await tools_of_mcp.call_mcp(
+                    content = await mcp.call_mcp(
                         connections, dispatch, function["name"], json.loads(function["arguments"])
                     )
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 REQUIREMENTS = ["verifiers==0.2.1"]
-HELDOUT = (
+HELDOUT_EVERY = (
     5  # without a dataset for evaluation, every fifth of the rows that are shuffled with one seed is held out
 )
-SHUFFLE = 0
+SHUFFLE_SEED = 0
 # verifiers handles signals, which only the main thread may. This process ends at the end of stdin.
 signal.signal = lambda *_: None
 server: Any = importlib.import_module("__main__")  # server.py
@@ -24,7 +24,7 @@ turns: Any = server.load_module("agent_turns", str(Path(__file__).with_name("age
 types: Any = importlib.import_module("verifiers.types")
 errors: Any = importlib.import_module("verifiers.errors")
 clients: Any = importlib.import_module("verifiers.clients.client")
-EPISODE: ContextVar["Episode | None"] = ContextVar("EPISODE", default=None)
+CURRENT_EPISODE: ContextVar["Episode | None"] = ContextVar("CURRENT_EPISODE", default=None)
 
 
 class Adapter:
@@ -67,28 +67,28 @@ class Adapter:
         """Yield rows of the split in an order that depends on the seed. The splits have no row in common."""
         is_heldout = split == "heldout"
         train, evaluation = self.environment.build_dataset(), self.environment.build_eval_dataset()
-        source = "eval" if train is None or (evaluation is not None and is_heldout) else "train"
-        rows: Any = evaluation if source == "eval" else train
+        dataset_name = "eval" if train is None or (evaluation is not None and is_heldout) else "train"
+        rows: Any = evaluation if dataset_name == "eval" else train
         indices = list(range(len(rows)))
         if train is None or evaluation is None:
-            random.Random(SHUFFLE).shuffle(indices)
-            indices = [i for number, i in enumerate(indices) if (number % HELDOUT == 0) == is_heldout]
+            random.Random(SHUFFLE_SEED).shuffle(indices)
+            indices = [index for i, index in enumerate(indices) if (i % HELDOUT_EVERY == 0) == is_heldout]
         random.Random(seed).shuffle(indices)
         for index in indices[:count]:
             row = rows[index]
             prompt = row["prompt"]
             yield {
-                "id": f"{self.name}-{source}-{index}",
+                "id": f"{self.name}-{dataset_name}-{index}",
                 "prompt": prompt if isinstance(prompt, str) else turns.plain_message(prompt[-1])["content"],
                 "answer": row.get("answer"),
-                "metadata": {"dataset": source, "index": index},
+                "metadata": {"dataset": dataset_name, "index": index},
             }
 
     def row_of(self, task: dict[str, Any]) -> dict[str, Any]:
         metadata = task.get("metadata", {})
         environment = self.environment
-        build = {"train": environment.build_dataset, "eval": environment.build_eval_dataset}
-        rows = build[metadata["dataset"]]() if metadata.get("dataset") in build else None
+        builders = {"train": environment.build_dataset, "eval": environment.build_eval_dataset}
+        rows = builders[metadata["dataset"]]() if metadata.get("dataset") in builders else None
         index = metadata.get("index")
         if rows is None or not isinstance(index, int) or not 0 <= index < len(rows):
             raise ValueError(
@@ -110,7 +110,7 @@ class FailedRewards(logging.Handler):
     0; here such an episode is not scored."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, episode = record.getMessage(), EPISODE.get()
+        text, episode = record.getMessage(), CURRENT_EPISODE.get()
         match = re.match(r"Error calling reward function (\w+)", text)
         if match and episode is not None and match[1] in episode.adapter.reward_names:
             episode.failures.append(text)
@@ -125,7 +125,7 @@ class Episode(turns.AgentEpisode):
         self.failures: list[str] = []  # of reward functions
 
     async def run(self, row: dict[str, Any]) -> Any:
-        EPISODE.set(self)
+        CURRENT_EPISODE.set(self)
         return await self.adapter.environment.run_rollout(row, Client(self), "policy", {})
 
     def problem(self, result: Any) -> str:
@@ -134,7 +134,7 @@ class Episode(turns.AgentEpisode):
 
     def ending(self, result: Any) -> dict[str, Any]:
         """Return the stop condition, and the messages that the environment added after the last turn."""
-        completion = [_wire(message) for message in result["completion"] or []]
+        completion = [_to_wire(message) for message in result["completion"] or []]
         last_turn = max((i for i, row in enumerate(completion) if row["role"] == "assistant"), default=-1)
         messages = [turns.plain_message(row) for row in completion[last_turn + 1 :]]
         return {"messages": messages, "stop_reason": result["stop_condition"]}
@@ -159,7 +159,7 @@ class Client(clients.Client):
     ) -> Any:
         functions = [tool.model_dump(include={"name", "description", "parameters"}) for tool in tools or []]
         request = {
-            "messages": [_wire(message) for message in prompt],
+            "messages": [_to_wire(message) for message in prompt],
             "tools": [{"type": "function", "function": function} for function in functions],
         }
         turn = await self._episode.next_message(request)
@@ -186,7 +186,7 @@ class Client(clients.Client):
     async def close(self) -> None: ...
 
 
-def _wire(message: Any) -> dict[str, Any]:
+def _to_wire(message: Any) -> dict[str, Any]:
     """Return a message in the shape of chat completions."""
     row = message if isinstance(message, dict) else message.model_dump(exclude_none=True)
     return {**row, "role": "user"} if row["role"] == "text" else row

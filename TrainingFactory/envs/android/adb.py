@@ -13,8 +13,8 @@ from TrainingFactory.common.texts import escape_control
 from TrainingFactory.types import ToolFailure
 
 MAX_OUTPUT = 8 << 20  # bytes of one call; a call with more output is killed
-LOST_CONNECTION = 255  # adb's exit status if the connection breaks before the device command ends
-INHERITED = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT", "USERPROFILE")  # variables that adb may see
+CONNECTION_LOST_STATUS = 255  # adb's exit status if the connection breaks before the device command ends
+INHERITED_ENV = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT", "USERPROFILE")  # variables that adb may see
 
 
 class DeviceUnavailable(ToolFailure):
@@ -33,7 +33,7 @@ class AdbResult(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class Adb:
-    """The adb program, and the port of its server. `timeout` is in seconds per call."""
+    """Location of the adb program and the port of its server, with a timeout per call in seconds."""
 
     program: str = "adb"
     server_port: int | None = None  # None: adb's own default, 5037
@@ -63,7 +63,7 @@ class Adb:
                 data, errors = await asyncio.gather(_read(process.stdout), _read(process.stderr))
                 status = await process.wait()
         except TimeoutError:
-            raise DeviceUnavailable(f"adb {_shown(arguments)} took longer than {seconds:g} s") from None
+            raise DeviceUnavailable(f"adb {_format(arguments)} took longer than {seconds:g} s") from None
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -74,7 +74,7 @@ class Adb:
 
 @dataclass(slots=True)
 class Device:
-    """One device. `failure` is the reason why the device was unavailable to a call of the present episode."""
+    """One device. `failure` is the reason why the device was unavailable to a call of the current episode."""
 
     adb: Adb
     serial: str
@@ -92,8 +92,7 @@ class Device:
         return result
 
     async def shell(self, *words: str, timeout: float | None = None) -> AdbResult:
-        """Run a program on the device. Every word reaches it unchanged: adb joins the words into one line for the
-        device's shell, so each is quoted."""
+        """Run a program on the device; quote each argument, because adb passes one line to the device's shell."""
         return await self.call("shell", "-T", *map(quote, words), timeout=timeout)
 
     async def state(self) -> str:
@@ -102,9 +101,9 @@ class Device:
         return result.output.strip() if result.status == 0 else _last_line(result.errors)
 
     async def _check_connection(self, result: AdbResult) -> None:
-        """Raise DeviceUnavailable if the device caused the failure of a call; return if the command did."""
+        """Raise DeviceUnavailable if a failed call is the device's fault and not the command's."""
         state = await self.state()
-        if state != "device" or result.status == LOST_CONNECTION:
+        if state != "device" or result.status == CONNECTION_LOST_STATUS:
             reason = _last_line(result.errors) or state
             raise DeviceUnavailable(f"Android device {self.serial} is unavailable: {reason}")
 
@@ -118,12 +117,12 @@ def quote(word: str) -> str:
 
 async def _read(stream: asyncio.StreamReader | None) -> bytes:
     assert stream is not None
-    data = bytearray()
+    output = bytearray()
     while chunk := await stream.read(65536):
-        data += chunk
-        if len(data) > MAX_OUTPUT:
+        output += chunk
+        if len(output) > MAX_OUTPUT:
             raise DeviceUnavailable(f"a call of adb returned more than {MAX_OUTPUT >> 20} MiB")
-    return bytes(data)
+    return bytes(output)
 
 
 def _environment() -> dict[str, str]:
@@ -131,7 +130,7 @@ def _environment() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name.upper() in INHERITED or name.startswith(("ADB_", "ANDROID_", "LC_"))
+        if name.upper() in INHERITED_ENV or name.startswith(("ADB_", "ANDROID_", "LC_"))
     }
 
 
@@ -139,5 +138,5 @@ def _last_line(text: str) -> str:
     return escape_control((text.strip().splitlines() or [""])[-1][:200])
 
 
-def _shown(arguments: tuple[str, ...]) -> str:
+def _format(arguments: tuple[str, ...]) -> str:
     return escape_control(" ".join(arguments)[:80])

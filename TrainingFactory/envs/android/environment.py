@@ -19,7 +19,7 @@ from TrainingFactory.envs.android.adb import Device, DeviceUnavailable
 from TrainingFactory.envs.android.farm import DeviceFarm, FarmOptions
 from TrainingFactory.envs.android.screen import Element, Screen, ScreenError, parse_screen
 from TrainingFactory.envs.android.state import Package, TaskState
-from TrainingFactory.envs.android.tasks import BUILTIN, TaskKind, builtin_tasks, file_tasks
+from TrainingFactory.envs.android.tasks import TASK_MAKERS, TaskKind, builtin_tasks, file_tasks
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -41,8 +41,8 @@ KEYS = {
     "tab": "KEYCODE_TAB",
 }
 MAX_TYPED = 500  # characters of one call
-LONG_PRESS = "800"  # milliseconds
-ATTEMPTS = 3  # to read a screen that moves
+LONG_PRESS_MS = "800"  # milliseconds
+MAX_ATTEMPTS = 3  # to read a screen that moves
 THOUSAND = 1000
 ElementNumber = Annotated[int, Field(ge=1, description="number of the element")]
 Thousandth = Annotated[int, Field(ge=0, le=THOUSAND)]
@@ -65,7 +65,7 @@ class AndroidOptions(FarmOptions):
     tools make a shorter prompt."""
     apps: dict[str, Package] = Field(default_factory=lambda: dict(APPS))
     """Names for open_app, with their packages."""
-    builtin: Annotated[list[TaskKind], Field(min_length=1)] = Field(default_factory=lambda: list(BUILTIN))
+    builtin: Annotated[list[TaskKind], Field(min_length=1)] = Field(default_factory=lambda: list(TASK_MAKERS))
     """Kinds of built-in tasks."""
     tasks: Text | None = None
     """YAML or JSONL file with tasks, instead of built-in ones."""
@@ -115,16 +115,16 @@ class AndroidEnvironment(ToolEnvironment):
             screen = await self._observe()
         except ScreenError as error:
             raise DeviceUnavailable(f"{self._device_or_none.serial}: {error}") from error
-        *earlier, last_message = await super().reset()
+        *earlier_messages, last_message = await super().reset()
         content = "\n\n".join(filter(None, (last_message.content, screen.content)))
-        return [*earlier, dataclasses.replace(last_message, content=content, images=screen.images)]
+        return [*earlier_messages, dataclasses.replace(last_message, content=content, images=screen.images)]
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
         return dataclasses.replace(step, done=True) if self._answer is not None else step
 
     async def reward(self, episode: Episode) -> Reward:
-        """Return 1 if all checks of the task hold on the device, else 0."""
+        """Return 1 if all checks of the task pass on the device, else 0."""
         outcomes = await self._state.outcomes(self._device, self._answer)
         return Reward(float(all(outcomes.values())), parts=outcomes)
 
@@ -136,7 +136,7 @@ class AndroidEnvironment(ToolEnvironment):
     @tool
     async def elements(self) -> ToolResult:
         """Read the screen again."""
-        return await self._show()
+        return await self._observe_or_fail()
 
     @tool
     async def tap(self, element: ElementNumber) -> ToolResult:
@@ -151,9 +151,9 @@ class AndroidEnvironment(ToolEnvironment):
     @tool
     async def swipe(self, direction: Direction, element: ElementNumber | None = None) -> ToolResult:
         """Swipe over the screen or an element. up shows what is further down."""
-        target = None if element is None else self._find(element)
+        target = None if element is None else self._find_element(element)
         if element is not None and target is None:
-            return self._unknown_element(element)
+            return self._reject_element(element)
         left, top, right, bottom = target.bounds if target is not None else self._bounds
         return await self._swipe(
             direction, ((left + right) // 2, (top + bottom) // 2), right - left, bottom - top
@@ -162,9 +162,9 @@ class AndroidEnvironment(ToolEnvironment):
     @tool
     async def type_text(self, text: str, element: ElementNumber | None = None) -> ToolResult:
         """Type text into an element, or where the cursor is."""
-        target = None if element is None else self._find(element)
+        target = None if element is None else self._find_element(element)
         if element is not None and target is None:
-            return self._unknown_element(element)
+            return self._reject_element(element)
         return await self._type(text, None if target is None else target.center)
 
     @tool
@@ -177,20 +177,20 @@ class AndroidEnvironment(ToolEnvironment):
         """Open an app by its name or package."""
         package = self.options.apps.get(app.strip().lower(), app.strip())
         if PACKAGE.fullmatch(package) is None:
-            return _failed(
+            return _make_failure(
                 f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package."
             )
         launcher = ("-c", "android.intent.category.LAUNCHER", "1")
         result = await self._device.shell("monkey", "-p", package, *launcher)
         if result.status != 0 or "No activities found" in result.output:
-            return _failed(f"{package} is not installed.")
+            return _make_failure(f"{package} is not installed.")
         return await self._show_when_settled()
 
     @tool
     async def wait(self, seconds: Annotated[float, Field(ge=0, le=10)] = 1.0) -> ToolResult:
         """Wait, then read the screen."""
         await asyncio.sleep(seconds)
-        return await self._show()
+        return await self._observe_or_fail()
 
     @tool
     async def answer(self, text: str = "") -> str:
@@ -209,68 +209,68 @@ class AndroidEnvironment(ToolEnvironment):
         assert self.screen is not None  # since `reset`
         return self.screen.bounds
 
-    def _find(self, number: int) -> Element | None:
-        return None if self.screen is None else self.screen.element(number)
+    def _find_element(self, element_number: int) -> Element | None:
+        return None if self.screen is None else self.screen.element(element_number)
 
-    def _unknown_element(self, number: int) -> ToolResult:
+    def _reject_element(self, element_number: int) -> ToolResult:
         count = 0 if self.screen is None else len(self.screen.elements)
-        return _failed(f"There is no element {number}. The elements are 1 to {count}.")
+        return _make_failure(f"There is no element {element_number}. The elements are 1 to {count}.")
 
-    async def _press(self, number: int, gesture: Gesture) -> ToolResult:
-        if (target := self._find(number)) is None:
-            return self._unknown_element(number)
+    async def _press(self, element_number: int, gesture: Gesture) -> ToolResult:
+        if (target := self._find_element(element_number)) is None:
+            return self._reject_element(element_number)
         return await self._touch(target.center, gesture)
 
     async def _touch(self, point: Point, gesture: Gesture) -> ToolResult:
-        words = [str(value) for value in point]
+        coordinates = [str(value) for value in point]
         if gesture == "tap":
-            return await self._input("tap", *words)
-        return await self._input("swipe", *words, *words, LONG_PRESS)
+            return await self._input("tap", *coordinates)
+        return await self._input("swipe", *coordinates, *coordinates, LONG_PRESS_MS)
 
     async def _swipe(self, direction: Direction, center: Point, width: int, height: int) -> ToolResult:
         """Swipe over half of the area with this center and size."""
-        across, along = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
-        dx, dy = across * (width // 4), along * (height // 4)
+        x_sign, y_sign = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
+        dx, dy = x_sign * (width // 4), y_sign * (height // 4)
         (x, y), milliseconds = center, 300
         return await self._input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, milliseconds)))
 
     async def _type(self, text: str, point: Point | None = None) -> ToolResult:
         if not text or len(text) > MAX_TYPED or not (text.isascii() and text.isprintable()):
-            return _failed(
+            return _make_failure(
                 f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter."
             )
         if point is not None:
             await self._device.shell("input", "tap", *map(str, point))
         # Android reads %s as a space, so a literal %s is typed in two parts.
-        for part in re.split(r"(?<=%)(?=s)", text):
-            await self._device.shell("input", "text", part.replace(" ", "%s"))
+        for chunk in re.split(r"(?<=%)(?=s)", text):
+            await self._device.shell("input", "text", chunk.replace(" ", "%s"))
         return await self._show_when_settled()
 
     async def _input(self, *words: str) -> ToolResult:
         result = await self._device.shell("input", *words)
         if result.status != 0:
-            return _failed(
+            return _make_failure(
                 f"The device rejected the action: {(result.errors or result.output).strip()[:200]}"
             )
         return await self._show_when_settled()
 
     async def _show_when_settled(self) -> ToolResult:
         await asyncio.sleep(self.options.settle)
-        return await self._show()
+        return await self._observe_or_fail()
 
-    async def _show(self) -> ToolResult:
+    async def _observe_or_fail(self) -> ToolResult:
         try:
             return await self._observe()
         except ScreenError as error:
-            return _failed(f"The screen cannot be read: {error}")
+            return _make_failure(f"The screen cannot be read: {error}")
 
     async def _observe(self) -> ToolResult:
-        """Read the screen. Android refuses while the screen moves, so a failed attempt is repeated."""
-        for attempt in range(ATTEMPTS):
+        """Read the screen; retry, because Android refuses to dump a moving screen."""
+        for attempt in range(MAX_ATTEMPTS):
             try:
                 return await self._read_screen()
             except ScreenError:
-                if attempt == ATTEMPTS - 1:
+                if attempt == MAX_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(self.options.settle)
         raise AssertionError("unreachable")
@@ -282,9 +282,9 @@ class AndroidEnvironment(ToolEnvironment):
         return ToolResult(str(self.screen), images=images)
 
     async def _screenshot(self) -> PlacedImage:
-        captured = await self._device.call("exec-out", "screencap", "-p")
+        result = await self._device.call("exec-out", "screencap", "-p")
         try:
-            return PlacedImage(0, await in_thread(read_image, captured.data))
+            return PlacedImage(0, await in_thread(read_image, result.data))
         except ValueError as error:
             raise ScreenError(f"screencap returned no picture: {error}") from error
 
@@ -300,44 +300,44 @@ class ScreenshotEnvironment(AndroidEnvironment):
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools)
-        self._size = (0, 0)  # of the last screenshot
+        self._screenshot_size = (0, 0)  # of the last screenshot
 
     @tool
     async def screenshot(self) -> ToolResult:
         """Look at the screen again."""
-        return await self._show()
+        return await self._observe_or_fail()
 
     @tool
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Tap a point."""
-        return await self._touch(self._point(x, y), "tap")
+        return await self._touch(self._to_pixel(x, y), "tap")
 
     @tool
     async def long_press(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Press a point for a second."""
-        return await self._touch(self._point(x, y), "long_press")
+        return await self._touch(self._to_pixel(x, y), "long_press")
 
     @tool
     async def swipe(  # type: ignore[override]
         self, direction: Direction, x: Thousandth = THOUSAND // 2, y: Thousandth = THOUSAND // 2
     ) -> ToolResult:
         """Swipe over half of the screen, through a point. up shows what is further down."""
-        return await self._swipe(direction, self._point(x, y), *self._size)
+        return await self._swipe(direction, self._to_pixel(x, y), *self._screenshot_size)
 
     @tool
     async def type_text(self, text: str) -> ToolResult:  # type: ignore[override]
         """Type text where the cursor is."""
         return await self._type(text)
 
-    def _point(self, x: int, y: int) -> Point:
+    def _to_pixel(self, x: int, y: int) -> Point:
         """Return the pixel at a point of the last screenshot."""
-        width, height = self._size
+        width, height = self._screenshot_size
         return min(x * width // THOUSAND, width - 1), min(y * height // THOUSAND, height - 1)
 
     async def _read_screen(self) -> ToolResult:
-        placed = await self._screenshot()
-        self._size = placed.image.width, placed.image.height
-        return ToolResult("", images=[placed])
+        screenshot = await self._screenshot()
+        self._screenshot_size = screenshot.image.width, screenshot.image.height
+        return ToolResult("", images=[screenshot])
 
 
 class AndroidDevices(ForeignEnvironment):
@@ -356,9 +356,9 @@ class AndroidDevices(ForeignEnvironment):
         return cls(make_from(AndroidOptions, options, "environment android"))
 
     def as_environment(self) -> type[ToolEnvironment]:
-        left_out: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
-        by_points = self.options.observation == "screenshot"
-        if set(self.options.tools) <= {"elements" if by_points else "screenshot"}:
+        disabled_tools: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
+        uses_points = self.options.observation == "screenshot"
+        if set(self.options.tools) <= {"elements" if uses_points else "screenshot"}:
             raise ValueError(
                 f"environment.options.tools={self.options.tools} leaves no tool with observation="
                 f"{self.options.observation}; add others"
@@ -369,9 +369,9 @@ class AndroidDevices(ForeignEnvironment):
             "farm": DeviceFarm(self.options),
             "max_episodes": len(self.options.devices),
         }
-        base: Any = ScreenshotEnvironment if by_points else AndroidEnvironment
-        return type("android", (base,), members | left_out)
+        base_class: Any = ScreenshotEnvironment if uses_points else AndroidEnvironment
+        return type("android", (base_class,), members | disabled_tools)
 
 
-def _failed(text: str) -> ToolResult:
-    return ToolResult(text, ok=False, error="exception")
+def _make_failure(message: str) -> ToolResult:
+    return ToolResult(message, ok=False, error="exception")

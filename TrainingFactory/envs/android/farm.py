@@ -19,7 +19,7 @@ from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable
 from TrainingFactory.envs.android.state import Package
 
 log = logging.getLogger(__name__)
-POLL = 0.02  # seconds between two looks for a free device; a call of adb takes about as long
+POLL_SECONDS = 0.02  # seconds between two looks for a free device; a call of adb takes about as long
 HEALTH_CHECKS = 3
 RETRY_DELAY = 0.5  # seconds after the second check; none after the first
 BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
@@ -60,8 +60,8 @@ class Quarantine:
 
 
 class DeviceFarm:
-    """Leases devices, first come first served. All farms of a process share their leases, because two environments may
-    name the same device. Therefore locks and times belong to threads, not to an event loop."""
+    """Pool that leases devices, first come first served. All farms of a process share their leases, because two
+    environments may name the same device. Therefore locks and times belong to threads, not to an event loop."""
 
     _leased: ClassVar[set[tuple[int | None, str]]] = set()
     _lock = threading.Lock()
@@ -71,7 +71,7 @@ class DeviceFarm:
         self.adb = Adb(options.adb, options.server_port, options.call_timeout)
         self.quarantined: dict[str, Quarantine] = {}
         self.counts: Counter[str] = Counter()
-        self._waiting: deque[object] = deque()
+        self._wait_queue: deque[object] = deque()
 
     async def lease(self) -> Device:
         """Return a healthy device in its initial state. Raise DeviceUnavailable if there is none."""
@@ -93,7 +93,7 @@ class DeviceFarm:
             return device
 
     def release(self, device: Device) -> None:
-        """Release a device. Quarantine it if a call has failed because the device was unavailable."""
+        """Release a device; quarantine it if it was unavailable to a call."""
         if device.failure is not None:
             ends_at = time.monotonic() + self.options.quarantine
             self.quarantined[device.serial] = Quarantine(device.failure, ends_at)
@@ -104,7 +104,7 @@ class DeviceFarm:
                 device.failure,
             )  # fmt: skip
         with self._lock:
-            self._leased.discard(self._key(device.serial))
+            self._leased.discard(self._lease_key(device.serial))
 
     def metrics(self) -> dict[str, float]:
         """Return the number of leases and device failures so far, and of devices that are quarantined now."""
@@ -116,41 +116,41 @@ class DeviceFarm:
 
     async def _wait_for_device(self) -> str:
         """Wait for a free device and mark it as leased."""
-        ticket, start = object(), time.monotonic()
-        self._waiting.append(ticket)
+        ticket, started_at = object(), time.monotonic()
+        self._wait_queue.append(ticket)
         try:
             while True:
-                if self._waiting[0] is ticket and (serial := self._lease_free_device()) is not None:
+                if self._wait_queue[0] is ticket and (serial := self._lease_free_device()) is not None:
                     return serial
-                if time.monotonic() - start > self.options.lease_timeout:
+                if time.monotonic() - started_at > self.options.lease_timeout:
                     raise DeviceUnavailable(
                         f"no Android device was free for {self.options.lease_timeout:g} s "
                         "(environment.options.lease_timeout). Name more devices, or set environment.num_workers to "
                         "their number. A reward that compares the episodes of a group needs one device per episode"
                     )
-                await asyncio.sleep(POLL)
+                await asyncio.sleep(POLL_SECONDS)
         finally:
-            self._waiting.remove(ticket)
+            self._wait_queue.remove(ticket)
 
     def _lease_free_device(self) -> str | None:
-        """Mark a usable device as leased and return it; None if all usable ones are leased."""
+        """Lease a usable device and return its serial; None if all usable devices are leased."""
         now = time.monotonic()
-        usable = [
+        usable_serials = [
             serial
             for serial in self.options.devices
             if serial not in self.quarantined or self.quarantined[serial].ends_at <= now
         ]
         with self._lock:
-            for serial in usable:
-                if self._key(serial) not in self._leased:
-                    self._leased.add(self._key(serial))
+            for serial in usable_serials:
+                if self._lease_key(serial) not in self._leased:
+                    self._leased.add(self._lease_key(serial))
                     return serial
-        if not usable:
+        if not usable_serials:
             reasons = "; ".join(entry.reason for entry in self.quarantined.values())
             raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
         return None
 
-    def _key(self, serial: str) -> tuple[int | None, str]:
+    def _lease_key(self, serial: str) -> tuple[int | None, str]:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:
@@ -164,23 +164,23 @@ class DeviceFarm:
             await asyncio.sleep(attempt * RETRY_DELAY)
         else:
             raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {state}")
-        booted = await device.shell("getprop", "sys.boot_completed")
-        if booted.output.strip() != "1":
+        boot_result = await device.shell("getprop", "sys.boot_completed")
+        if boot_result.output.strip() != "1":
             raise DeviceUnavailable(f"Android device {device.serial} has not finished booting")
 
     async def _reset(self, device: Device) -> None:
         if self.options.reset == "snapshot":
             command = ("emu", "avd", "snapshot", "load", self.options.snapshot)
-            loaded = await device.call(*command, timeout=BOOT_TIMEOUT)
-            if loaded.status != 0 or "OK" not in loaded.output.split():
-                reason = (loaded.errors or loaded.output).strip()[:200]
+            load_result = await device.call(*command, timeout=BOOT_TIMEOUT)
+            if load_result.status != 0 or "OK" not in load_result.output.split():
+                reason = (load_result.errors or load_result.output).strip()[:200]
                 raise DeviceUnavailable(
                     f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}"
                 )
             await device.call("wait-for-device", timeout=BOOT_TIMEOUT)
         for package in self.options.packages:
-            cleared = await device.shell("pm", "clear", package)
-            if cleared.output.strip() != "Success":
-                reason = (cleared.errors or cleared.output).strip()[:200]
+            clear_result = await device.shell("pm", "clear", package)
+            if clear_result.output.strip() != "Success":
+                reason = (clear_result.errors or clear_result.output).strip()[:200]
                 raise DeviceUnavailable(f"{device.serial} cannot clear {package}: {reason}")
         await device.shell("input", "keyevent", "KEYCODE_HOME")

@@ -17,7 +17,7 @@ MAX_DEPTH = 200
 MAX_ELEMENTS = 80
 DEFAULT_BOUNDS = (0, 0, 1080, 1920)  # of a screen that names none
 MAX_TEXT = 120  # characters of an element's text
-REFERENCE = re.compile(r"&#(?:[xX]([0-9a-fA-F]{1,8})|([0-9]{1,9}));")
+CHAR_REF = re.compile(r"&#(?:[xX]([0-9a-fA-F]{1,8})|([0-9]{1,9}));")
 BOUNDS = re.compile(r"\[(-?\d{1,6}),(-?\d{1,6})\]\[(-?\d{1,6}),(-?\d{1,6})\]")
 ACTIONS = ("clickable", "long-clickable", "checkable", "scrollable")
 
@@ -36,8 +36,8 @@ class _Node:
 
     @property
     def text(self) -> str:
-        texts = (_clean_text(self.attributes.get(name, "")) for name in ("text", "content-desc"))
-        return next(filter(None, texts), "")
+        labels = (_clean_text(self.attributes.get(name, "")) for name in ("text", "content-desc"))
+        return next(filter(None, labels), "")
 
     @property
     def kind(self) -> str:
@@ -100,7 +100,7 @@ def parse_screen(output: str) -> Screen:
     if "<!" in output[:start] or len(output) > MAX_XML:
         raise ScreenError("the screen's XML is too large" if len(output) > MAX_XML else "it has a DOCTYPE")
     root = _parse(_valid_xml(output[start : end + len("</hierarchy>")]))
-    elements = list(_elements(root))
+    elements = list(_find_elements(root))
     packages = (re.sub(r"[^\w.]", "", node.attributes.get("package", ""))[:100] for node in root.children)
     package = next(filter(None, packages), "unknown")
     bounds = next((node.bounds for node in root.children if node.bounds), DEFAULT_BOUNDS)
@@ -109,24 +109,24 @@ def parse_screen(output: str) -> Screen:
 
 def _parse(xml: str) -> _Node:
     root = _Node({})
-    path = [root]
+    ancestors = [root]
 
-    def start(_: str, attributes: dict[str, str]) -> None:
-        if len(path) > MAX_DEPTH:
+    def begin_element(_: str, attributes: dict[str, str]) -> None:
+        if len(ancestors) > MAX_DEPTH:
             raise ScreenError(f"the screen's XML is nested deeper than {MAX_DEPTH} levels")
         node = _Node(attributes)
-        path[-1].children.append(node)
-        path.append(node)
+        ancestors[-1].children.append(node)
+        ancestors.append(node)
 
-    def end(_: str) -> None:
-        path.pop()
+    def end_element(_: str) -> None:
+        ancestors.pop()
 
     def reject(*_: object) -> None:
         raise ScreenError("the screen's XML has a DOCTYPE, which uiautomator never writes")
 
     parser = expat.ParserCreate()
-    parser.StartElementHandler = start
-    parser.EndElementHandler = end
+    parser.StartElementHandler = begin_element
+    parser.EndElementHandler = end_element
     parser.StartDoctypeDeclHandler = reject
     try:
         parser.Parse(xml.encode("utf-8", errors="replace"), True)
@@ -136,8 +136,8 @@ def _parse(xml: str) -> _Node:
 
 
 def _valid_xml(text: str) -> str:
-    """Return the text as valid XML. It repairs two errors of uiautomator: emojis written as two references to
-    surrogates, and control characters."""
+    """Return the text as valid XML, with two errors of uiautomator repaired: emojis as two references to surrogates,
+    and control characters."""
 
     def replace(match: re.Match[str]) -> str:
         hexadecimal, decimal = match.groups()
@@ -146,43 +146,43 @@ def _valid_xml(text: str) -> str:
             return chr(code)
         return match.group() if code in (9, 10, 13) or 32 <= code < 0x110000 else " "
 
-    joined = REFERENCE.sub(replace, text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", " ", joined)
+    repaired = CHAR_REF.sub(replace, text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", " ", repaired)
 
 
-def _elements(node: _Node) -> Iterator[Element]:
-    """Yield the elements that a user can act on or read, in the order of the screen. An actionable element without a
-    text of its own is labelled with the texts inside it, which are not listed again."""
+def _find_elements(node: _Node) -> Iterator[Element]:
+    """Yield the actionable or readable elements in the order of the screen. An actionable element without a text of its
+    own is labelled with the texts inside it, which are not listed again."""
     for child in node.children:
         bounds = child.bounds
         text = child.text
-        labels: set[int] = set()
+        label_ids: set[int] = set()
         if bounds is not None and child.is_actionable:
             if not text:
-                text = _clean_text(" ".join(_labels(child, labels)))
-            yield Element(child.kind, text, _states(child), bounds)
+                text = _clean_text(" ".join(_collect_labels(child, label_ids)))
+            yield Element(child.kind, text, _list_states(child), bounds)
         elif bounds is not None and text:
-            yield Element(child.kind, text, _states(child), bounds)
-        yield from _elements(_remove_texts(child, labels) if labels else child)
+            yield Element(child.kind, text, _list_states(child), bounds)
+        yield from _find_elements(_remove_texts(child, label_ids) if label_ids else child)
 
 
-def _labels(node: _Node, labels: set[int]) -> Iterator[str]:
+def _collect_labels(node: _Node, label_ids: set[int]) -> Iterator[str]:
     for child in node.children:
         if not child.is_actionable:
             if child.text:
-                labels.add(id(child))
+                label_ids.add(id(child))
                 yield child.text
-            yield from _labels(child, labels)
+            yield from _collect_labels(child, label_ids)
 
 
-def _remove_texts(node: _Node, labels: set[int]) -> _Node:
-    """Return the node without the texts of the nodes in `labels`."""
-    children = [_remove_texts(child, labels) for child in node.children]
-    dropped = {"text": "", "content-desc": ""} if id(node) in labels else {}
-    return _Node(node.attributes | dropped, children)
+def _remove_texts(node: _Node, label_ids: set[int]) -> _Node:
+    """Return the node without the texts of the nodes whose ids are in `label_ids`."""
+    children = [_remove_texts(child, label_ids) for child in node.children]
+    cleared = {"text": "", "content-desc": ""} if id(node) in label_ids else {}
+    return _Node(node.attributes | cleared, children)
 
 
-def _states(node: _Node) -> tuple[str, ...]:
+def _list_states(node: _Node) -> tuple[str, ...]:
     states = []
     if node.is_set("checkable"):
         states.append("on" if node.is_set("checked") else "off")

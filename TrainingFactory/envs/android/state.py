@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT, OptionError, make_named
 from TrainingFactory.envs.android.adb import Device, DeviceUnavailable
 
-MAX_FILE = 65536  # bytes of a file that a check reads
+MAX_FILE_BYTES = 65536  # bytes of a file that a check reads
 Namespace = Literal["global", "secure", "system"]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]+$")]
 Package = Annotated[str, StringConstraints(pattern=r"^[A-Za-z]\w*(\.[A-Za-z]\w*)+$")]
@@ -27,14 +27,14 @@ Uri = Annotated[str, StringConstraints(pattern=r"^content://\S+$")]
 Column = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_]\w*$")]
 FilePath = Annotated[str, StringConstraints(pattern=r"^/\S.*$")]
 Texts = Annotated[str | list[str], Field(min_length=1)]
-RESUMED = re.compile(
+RESUMED_ACTIVITY = re.compile(
     r"(?:topResumedActivity|mResumedActivity)[=:] ?ActivityRecord\{\S+ \S+ ([\w.]+)/([\w.$]+)"
 )
 
 
 @dataclass(config=STRICT, frozen=True)
 class SettingCheck:
-    """A value of `settings get`."""
+    """Check of a value of `settings get`."""
 
     namespace: Namespace
     key: Name
@@ -42,12 +42,12 @@ class SettingCheck:
 
     async def holds(self, device: Device, answer: str | None) -> bool:
         result = await device.shell("settings", "get", self.namespace, self.key)
-        return result.status == 0 and result.output.strip() in _list(self.equals)
+        return result.status == 0 and result.output.strip() in _as_list(self.equals)
 
 
 @dataclass(config=STRICT, frozen=True)
 class ContentCheck:
-    """Whether a content provider has a row with these values. The device compares them, so the text of a row cannot
+    """Check for a row with these values in a content provider. The device compares them, so the text of a row cannot
     imitate another row."""
 
     uri: Uri
@@ -55,7 +55,7 @@ class ContentCheck:
     exists: bool = True
 
     async def holds(self, device: Device, answer: str | None) -> bool:
-        words = (
+        command = (
             "content",
             "query",
             "--uri",
@@ -63,9 +63,9 @@ class ContentCheck:
             "--projection",
             "_id",
             "--where",
-            _condition(self.where),
+            _sql_condition(self.where),
         )
-        result = await device.shell(*words)
+        result = await device.shell(*command)
         if result.status != 0 or not result.output.startswith(("Row: 0 ", "No result found")):
             raise DeviceUnavailable(f"{device.serial} cannot query {self.uri}: {result.output[:200].strip()}")
         return result.output.startswith("Row: 0 ") == self.exists
@@ -73,7 +73,7 @@ class ContentCheck:
 
 @dataclass(config=STRICT, frozen=True)
 class FileCheck:
-    """Whether a file exists, and what it contains."""
+    """Check of a file's existence and contents."""
 
     path: FilePath
     exists: bool = True
@@ -81,7 +81,7 @@ class FileCheck:
     contains: str | None = None
 
     async def holds(self, device: Device, answer: str | None) -> bool:
-        result = await device.shell("head", "-c", str(MAX_FILE), self.path)
+        result = await device.shell("head", "-c", str(MAX_FILE_BYTES), self.path)
         if result.status != 0 or not self.exists:
             return (result.status == 0) == self.exists
         if self.equals is not None and result.output.strip() != self.equals.strip():
@@ -91,28 +91,28 @@ class FileCheck:
 
 @dataclass(config=STRICT, frozen=True)
 class ForegroundCheck:
-    """The app that is open."""
+    """Check of the app, and optionally the activity, in the foreground."""
 
     package: Package | list[Package]
     activity: Name | None = None
 
     async def holds(self, device: Device, answer: str | None) -> bool:
         result = await device.shell("dumpsys", "activity", "activities")
-        match = RESUMED.search(result.output)
-        if match is None or match[1] not in _list(self.package):
+        match = RESUMED_ACTIVITY.search(result.output)
+        if match is None or match[1] not in _as_list(self.package):
             return False
         return self.activity is None or match[2].endswith(self.activity)
 
 
 @dataclass(config=STRICT, frozen=True)
 class AnswerCheck:
-    """The text that the model passed to the tool `answer`, ignoring case."""
+    """Check of the text that the model passed to the tool `answer`, ignoring case."""
 
     equals: Texts
 
     async def holds(self, device: Device, answer: str | None) -> bool:
-        accepted = {text.strip().casefold() for text in _list(self.equals)}
-        return answer is not None and answer.strip().casefold() in accepted
+        accepted_answers = {text.strip().casefold() for text in _as_list(self.equals)}
+        return answer is not None and answer.strip().casefold() in accepted_answers
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -149,7 +149,7 @@ class ContentSetup:
     where: Annotated[dict[Column, Texts], Field(min_length=1)]
 
     def commands(self) -> list[tuple[str, ...]]:
-        return [("content", "delete", "--uri", self.uri, "--where", _condition(self.where))]
+        return [("content", "delete", "--uri", self.uri, "--where", _sql_condition(self.where))]
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -193,33 +193,33 @@ class TaskState:
 
     def __init__(self, task_id: str, metadata: Mapping[str, Any]) -> None:
         """Read the entries of a task. Raise ValueError with the task, the entry and the problem."""
-        self.setup = _entries(task_id, metadata, "setup", self.SETUP)
-        self.checks = _entries(task_id, metadata, "checks", self.CHECKS)
+        self.setup = _read_entries(task_id, metadata, "setup", self.SETUP)
+        self.checks = _read_entries(task_id, metadata, "checks", self.CHECKS)
         if not self.checks:
             raise ValueError(
                 f"task {task_id} has no `checks`; add at least one, of type {', '.join(self.CHECKS)}"
             )
 
     async def prepare(self, device: Device) -> None:
-        """Run the setup. Raise DeviceUnavailable if a command fails: the task would start in a wrong state."""
-        for words in (words for entry in self.setup for words in entry.commands()):
-            result = await device.shell(*words)
+        """Run the setup commands; raise DeviceUnavailable if one fails, because the task could not start correctly."""
+        for command in (command for entry in self.setup for command in entry.commands()):
+            result = await device.shell(*command)
             if result.status != 0:
-                text = (result.errors or result.output).strip()[:200]
+                reason = (result.errors or result.output).strip()[:200]
                 raise DeviceUnavailable(
-                    f"{device.serial}: setup command {' '.join(words[:3])} failed: {text}"
+                    f"{device.serial}: setup command {' '.join(command[:3])} failed: {reason}"
                 )
 
     async def outcomes(self, device: Device, answer: str | None) -> dict[str, float]:
-        """Return 1 or 0 for every check, by its number and type."""
-        names = {kind: name for name, kind in self.CHECKS.items()}
+        """Return the result of each check, 1 or 0, by the check's number and type."""
+        type_names = {kind: name for name, kind in self.CHECKS.items()}
         return {
-            f"{number}_{names[type(check)]}": float(await check.holds(device, answer))
+            f"{number}_{type_names[type(check)]}": float(await check.holds(device, answer))
             for number, check in enumerate(self.checks, 1)
         }
 
 
-def _entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> list[Any]:
+def _read_entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> list[Any]:
     entries = metadata.get(key) or []
     if not isinstance(entries, list):
         raise ValueError(
@@ -234,14 +234,14 @@ def _entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping
     return parsed
 
 
-def _condition(where: Mapping[str, str | list[str]]) -> str:
+def _sql_condition(where: Mapping[str, str | list[str]]) -> str:
     """Return an SQL condition; values are SQL strings, so their quotes are doubled."""
     terms = []
     for column, values in where.items():
-        quoted = ", ".join("'" + value.replace("'", "''") + "'" for value in _list(values))
-        terms.append(f"{column} IN ({quoted})")
+        quoted_values = ", ".join("'" + value.replace("'", "''") + "'" for value in _as_list(values))
+        terms.append(f"{column} IN ({quoted_values})")
     return " AND ".join(terms)
 
 
-def _list(value: str | list[str]) -> list[str]:
+def _as_list(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value

@@ -40,17 +40,17 @@ def _open_contacts(rng: random.Random) -> tuple[str, dict[str, Any]]:
 
 def _add_contact(rng: random.Random) -> tuple[str, dict[str, Any]]:
     name = rng.choice(NAMES)
-    number = f"555{rng.randint(100, 9999):04d}"
+    phone_number = f"555{rng.randint(100, 9999):04d}"
     columns = {
         "display_name": name,
-        "data1": [number, f"{number[:3]}-{number[3:]}"],
+        "data1": [phone_number, f"{phone_number[:3]}-{phone_number[3:]}"],
     }  # apps insert the hyphen
     check = {"type": "content", "uri": PHONES, "where": columns}
-    return f"Add the contact {name} with the phone number {number}.", {"checks": [check]}
+    return f"Add the contact {name} with the phone number {phone_number}.", {"checks": [check]}
 
 
 TaskKind = Literal["wifi", "airplane_mode", "open_contacts", "add_contact"]
-BUILTIN: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] = {
+TASK_MAKERS: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] = {
     "wifi": _wifi,
     "airplane_mode": _airplane_mode,
     "open_contacts": _open_contacts,
@@ -59,28 +59,27 @@ BUILTIN: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] =
 
 
 def builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
-    """Yield tasks of these kinds in turn, endlessly. The splits have different contacts; tasks of other kinds are the
-    same in all splits."""
+    """Yield tasks of these kinds in turn, without end. Contacts differ between splits; tasks of other kinds do not."""
     rng = random.Random(f"android {split} {seed}")
-    for number in endlessly():
-        kind = kinds[number % len(kinds)]
-        prompt, metadata = BUILTIN[kind](rng)
+    for index in endlessly():
+        kind = kinds[index % len(kinds)]
+        prompt, metadata = TASK_MAKERS[kind](rng)
         while kind == "add_contact" and not in_split(prompt, split):
-            prompt, metadata = BUILTIN[kind](rng)
-        yield Task(f"android-{kind}-{split}-{seed}-{number}", prompt, None, metadata)
+            prompt, metadata = TASK_MAKERS[kind](rng)
+        yield Task(f"android-{kind}-{split}-{seed}-{index}", prompt, None, metadata)
 
 
 def file_tasks(path: str, count: int) -> list[Task]:
     """Return the tasks of a YAML list or a JSONL file. Raise ValueError for invalid setup or checks."""
-    source: Any = path
+    rows_or_path: Any = path
     if path.endswith((".yaml", ".yml")):
         try:
-            source = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
+            rows_or_path = yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ValueError(f"cannot read the tasks {path}: {error}") from error
-        if not isinstance(source, list) or not all(isinstance(row, dict) for row in source):
+        if not isinstance(rows_or_path, list) or not all(isinstance(row, dict) for row in rows_or_path):
             raise ValueError(f"{path} must be a list of tasks, each with `prompt` and `checks`")
-    tasks = load_tasks(source, count=count)
+    tasks = load_tasks(rows_or_path, count=count)
     for task in tasks:
         TaskState(task.id, task.metadata)
     return tasks

@@ -21,7 +21,7 @@ class CalculatorEnvironment(ToolEnvironment):
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
         return islice(
-            generate_tasks("calculator", split, seed, _task, lambda task: task.metadata["expression"]), count
+            generate_tasks("calculator", split, seed, _make, lambda task: task.metadata["expression"]), count
         )
 
     @tool(pure=True)
@@ -32,29 +32,29 @@ class CalculatorEnvironment(ToolEnvironment):
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""
-        yield _calculate(self.task.metadata["expression"])
+        yield _call_calculator(self.task.metadata["expression"])
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
+        """Yield turns with a typical mistake, so that a warm start on them leaves room for RL to improve."""
         expression = self.task.metadata["expression"]
         mistake = rng.choice(("guesses", "wrong sum", "ignores the reply"))
         if mistake == "wrong sum":
             wrong_expression = expression.replace(expression[2], rng.choice("+-*".replace(expression[2], "")))
-            yield _calculate(wrong_expression)
+            yield _call_calculator(wrong_expression)
             yield Message("assistant", str(calculate(wrong_expression)))
             return
         if mistake == "ignores the reply":
-            yield _calculate(expression)
+            yield _call_calculator(expression)
         yield Message("assistant", str(rng.randint(10, 999)))
 
 
-def _task(task_id: str, rng: random.Random) -> Task:
+def _make(task_id: str, rng: random.Random) -> Task:
     # Two digits, because a model of half a million parameters does not copy three digits reliably.
     expression = f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}"
     answer = str(calculate(expression))
     return Task(task_id, f"{expression}=?", answer, {"expression": expression})
 
 
-def _calculate(expression: str) -> Message:
+def _call_calculator(expression: str) -> Message:
     return Message("assistant", tool_calls=[ToolCall("calculator", {"expression": expression})])

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, blank
+from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, blank_like
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.types import Image, Message, PlacedImage, Task
 
@@ -51,13 +51,13 @@ class ChartEnvironment(ToolEnvironment):
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
         def make(task_id: str, rng: random.Random) -> Task:
             kinds = cls.options.kinds
-            return _task(task_id, kinds[int(task_id.rpartition("-")[2]) % len(kinds)], rng, cls.options)
+            return _make_task(task_id, kinds[int(task_id.rpartition("-")[2]) % len(kinds)], rng, cls.options)
 
         return islice(generate_tasks("charts", split, seed, make, lambda task: str(task.metadata)), count)
 
     @classmethod
     def chance(cls, task: Task) -> float:
-        """Return the highest success that a policy can expect without the picture."""
+        """Return the highest success rate of a policy that does not see the picture."""
         kind = task.metadata["kind"]
         return {"highest": 1 / len(BARS), "color": 1 / len(COLORS)}.get(kind, 1 / MAX_VALUE)
 
@@ -80,8 +80,8 @@ class Charts(ForeignEnvironment):
         return type("charts", (ChartEnvironment,), {"options": self.options})
 
 
-def _task(task_id: str, kind: ChartKind, rng: random.Random, options: ChartOptions) -> Task:
-    """Generate a task. Draw the answer first, each with the same probability, and then the rest of the picture."""
+def _make_task(task_id: str, kind: ChartKind, rng: random.Random, options: ChartOptions) -> Task:
+    """Generate a task: first the answer, uniformly, then a picture with this answer."""
     metadata: dict[str, Any]
     if kind in ("highest", "value"):
         heights = [rng.randint(1, MAX_VALUE) for _ in BARS]
@@ -92,39 +92,39 @@ def _task(task_id: str, kind: ChartKind, rng: random.Random, options: ChartOptio
         metadata = {"kind": kind, "heights": heights, "colors": [rng.choice(list(COLORS)) for _ in BARS]}
         answer = BARS[bar] if kind == "highest" else str(heights[bar])
         text = "Which bar is highest?" if kind == "highest" else f"How high is bar {BARS[bar]}, from 1 to 9?"
-        image = _bar_chart(metadata, options.scale)
+        image = _draw_bar_chart(metadata, options.scale)
     else:
-        answer, *others = rng.sample(list(COLORS), len(COLORS))
-        row, column, number = rng.randrange(ROWS), rng.randrange(COLUMNS), rng.randint(1, MAX_VALUE)
-        target = rng.sample(range(COLUMNS * ROWS), number) if kind == "count" else [row * COLUMNS + column]
-        distractors = others if kind == "count" else list(COLORS)
-        colors = [answer if n in target else rng.choice(distractors) for n in range(COLUMNS * ROWS)]
+        answer, *other_colors = rng.sample(list(COLORS), len(COLORS))
+        row, column, count = rng.randrange(ROWS), rng.randrange(COLUMNS), rng.randint(1, MAX_VALUE)
+        targets = rng.sample(range(COLUMNS * ROWS), count) if kind == "count" else [row * COLUMNS + column]
+        distractors = other_colors if kind == "count" else list(COLORS)
+        colors = [answer if n in targets else rng.choice(distractors) for n in range(COLUMNS * ROWS)]
         metadata = {"kind": kind, "colors": colors, "shapes": [rng.choice(list(SHAPES)) for _ in colors]}
         text = f"Which color is in row {row + 1}, column {column + 1}?"
         if kind == "count":
-            text, answer = f"How many shapes are {answer}?", str(number)
-        image = _grid(metadata, options.scale)
-    image = blank(image) if options.blind else image
+            text, answer = f"How many shapes are {answer}?", str(count)
+        image = _draw_grid(metadata, options.scale)
+    image = blank_like(image) if options.blind else image
     prompt = Message("user", text, images=[PlacedImage(0, image)])
     return Task(task_id, [prompt], answer, metadata)
 
 
-def _bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
-    base = (MAX_VALUE + 1) * STEP - 4
+def _draw_bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
+    baseline = (MAX_VALUE + 1) * STEP - 4
     canvas = Canvas(len(BARS) * CELL * scale, ROWS * CELL * scale)
     for value in range(MAX_VALUE + 1):
-        canvas.box((0, (base - value * STEP) * scale), (canvas.width, scale), LINE)
-    for number, (height, color) in enumerate(zip(metadata["heights"], metadata["colors"], strict=True)):
-        left, top = (number * CELL + 2) * scale, (base - height * STEP) * scale
-        canvas.box((left, top), (SHAPE * scale, height * STEP * scale), COLORS[color])
-        canvas.text(BARS[number], (left + SHAPE * scale // 2, (base + 4) * scale), scale)
+        canvas.draw_box((0, (baseline - value * STEP) * scale), (canvas.width, scale), LINE)
+    for bar, (height, color) in enumerate(zip(metadata["heights"], metadata["colors"], strict=True)):
+        left, top = (bar * CELL + 2) * scale, (baseline - height * STEP) * scale
+        canvas.draw_box((left, top), (SHAPE * scale, height * STEP * scale), COLORS[color])
+        canvas.draw_text(BARS[bar], (left + SHAPE * scale // 2, (baseline + 4) * scale), scale)
     return canvas.image()
 
 
-def _grid(metadata: Mapping[str, Any], scale: int) -> Image:
+def _draw_grid(metadata: Mapping[str, Any], scale: int) -> Image:
     canvas = Canvas(COLUMNS * CELL * scale, ROWS * CELL * scale)
-    for number, (shape, color) in enumerate(zip(metadata["shapes"], metadata["colors"], strict=True)):
-        row, column = divmod(number, COLUMNS)
+    for cell, (shape, color) in enumerate(zip(metadata["shapes"], metadata["colors"], strict=True)):
+        row, column = divmod(cell, COLUMNS)
         corner = (column * CELL + 2) * scale, (row * CELL + 2) * scale
-        canvas.shape(shape, corner, SHAPE * scale, COLORS[color])
+        canvas.draw_shape(shape, corner, SHAPE * scale, COLORS[color])
     return canvas.image()

@@ -47,23 +47,23 @@ LETTERS = {
 
 
 class Canvas:
-    """A picture that is being drawn."""
+    """RGB picture with methods that draw boxes, shapes and short texts."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
         self._picture = Pillow.new("RGB", (width, height), PAPER)
 
-    def box(self, corner: Place, size: tuple[int, int], color: Color) -> None:
+    def draw_box(self, corner: Place, size: tuple[int, int], color: Color) -> None:
         left, top = corner
         self._picture.paste(color, (left, top, left + size[0], top + size[1]))
 
-    def shape(self, name: str, corner: Place, size: int, color: Color) -> None:
-        self._picture.paste(color, corner, _stencil(name, size))
+    def draw_shape(self, name: str, corner: Place, size: int, color: Color) -> None:
+        self._picture.paste(color, corner, _make_stencil(name, size))
 
-    def text(self, text: str, center: Place, scale: int = 1, color: Color = INK) -> None:
+    def draw_text(self, text: str, center: Place, scale: int = 1, color: Color = INK) -> None:
         x, y = center[0] - text_width(text, scale) // 2, center[1] - LETTER_HEIGHT * scale // 2
         for letter in text.upper():
-            self._picture.paste(color, (x, y), _letter(letter, scale))
+            self._picture.paste(color, (x, y), _draw_letter(letter, scale))
             x += (LETTER_WIDTH + 1) * scale
 
     def image(self) -> Image:
@@ -74,26 +74,26 @@ def text_width(text: str, scale: int = 1) -> int:
     return (len(text) * (LETTER_WIDTH + 1) - 1) * scale
 
 
-def blank(image: Image) -> Image:
+def blank_like(image: Image) -> Image:
     """Return an empty image of the same size."""
     return Canvas(image.width, image.height).image()
 
 
 @cache
-def _stencil(shape: str, size: int) -> Any:
-    inside = SHAPES[shape]
+def _make_stencil(shape: str, size: int) -> Any:
+    is_inside = SHAPES[shape]
     pixels = [
-        255 * inside(2 * x + 1 - size, 2 * y + 1 - size, size) for y in range(size) for x in range(size)
+        255 * is_inside(2 * x + 1 - size, 2 * y + 1 - size, size) for y in range(size) for x in range(size)
     ]
-    return _mask(size, size, pixels)
+    return _make_mask(size, size, pixels)
 
 
 @cache
-def _letter(letter: str, scale: int) -> Any:
+def _draw_letter(letter: str, scale: int) -> Any:
     pixels = [255 * (int(row) >> shift & 1) for row in LETTERS[letter] for shift in (2, 1, 0)]
-    mask = _mask(LETTER_WIDTH, LETTER_HEIGHT, pixels)
+    mask = _make_mask(LETTER_WIDTH, LETTER_HEIGHT, pixels)
     return mask.resize((LETTER_WIDTH * scale, LETTER_HEIGHT * scale), Pillow.Resampling.NEAREST)
 
 
-def _mask(width: int, height: int, pixels: list[int]) -> Any:
+def _make_mask(width: int, height: int, pixels: list[int]) -> Any:
     return Pillow.frombytes("L", (width, height), bytes(pixels))

@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, blank
+from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, blank_like
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -74,14 +74,14 @@ def draw(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
             column * options.cell + widget["shift"][0] * unit,
             row * options.cell + widget["shift"][1] * unit,
         )
-        color, middle = COLORS[widget["color"]], (x + size // 2, y + size // 2)
+        color, center = COLORS[widget["color"]], (x + size // 2, y + size // 2)
         if widget["on"] is not None:  # a switch: its knob is at the right and its groove dark if it is on
-            groove = (INK, size // 2) if widget["on"] else (LINE, 0)
-            canvas.box((x, y + size // 4), (size, size // 2), groove[0])
-            canvas.shape("square", (x + groove[1], y + size // 4), size // 2, color)
+            groove_color, knob_shift = (INK, size // 2) if widget["on"] else (LINE, 0)
+            canvas.draw_box((x, y + size // 4), (size, size // 2), groove_color)
+            canvas.draw_shape("square", (x + knob_shift, y + size // 4), size // 2, color)
         else:
-            canvas.shape(widget["shape"], (x, y), size, color)
-        canvas.text(widget["text"], middle, unit, PAPER)
+            canvas.draw_shape(widget["shape"], (x, y), size, color)
+        canvas.draw_text(widget["text"], center, unit, PAPER)
     return canvas.image()
 
 
@@ -103,9 +103,9 @@ class ScreenEnvironment(ToolEnvironment):
 
     @classmethod
     def chance(cls, task: Task) -> float:
-        """Return the highest success that a policy can expect without the picture."""
-        kind, cells = task.metadata["kind"], cls.options.columns * cls.options.rows
-        return {"switches": 1 / math.comb(cells, 2), "reveal": 1 / len(NUMBERS)}.get(kind, 1 / cells)
+        """Return the highest success rate of a policy that does not see the picture."""
+        kind, num_cells = task.metadata["kind"], cls.options.columns * cls.options.rows
+        return {"switches": 1 / math.comb(num_cells, 2), "reveal": 1 / len(NUMBERS)}.get(kind, 1 / num_cells)
 
     async def reset(self) -> list[Message]:
         *earlier, last_message = await super().reset()
@@ -117,16 +117,16 @@ class ScreenEnvironment(ToolEnvironment):
         return dataclasses.replace(step, done=step.done or (closes and bool(self.taps)))
 
     async def fork(self) -> Self:
-        forked = type(self)(self.task)
-        forked.taps = list(self.taps)
-        return forked
+        clone = type(self)(self.task)
+        clone.taps = list(self.taps)
+        return clone
 
     def reward(self, episode: Episode) -> float:
         """Return 1 if the right widgets were tapped, and the number that appeared is the answer, else 0."""
         if self.task.answer is not None and episode.trajectory.answer.strip() != self.task.answer:
             return 0.0
-        odd = {cell for cell in self.taps if self.taps.count(cell) % 2}  # a second tap switches back
-        return float(odd == set(self.task.metadata["targets"]))
+        odd_cells = {cell for cell in self.taps if self.taps.count(cell) % 2}  # a second tap switches back
+        return float(odd_cells == set(self.task.metadata["targets"]))
 
     reward.quick = True  # type: ignore[attr-defined]
 
@@ -139,48 +139,48 @@ class ScreenEnvironment(ToolEnvironment):
             elif taps and self.task.metadata["kind"] == "reveal":
                 widget["text"] = self.task.metadata["numbers"][widget["cell"]]
         image = draw(widgets, self.options)
-        return blank(image) if self.options.blind else image
+        return blank_like(image) if self.options.blind else image
 
     @tool(stateful=True)
     async def tap(self, cell: int) -> ToolResult:
         """Tap a cell."""
-        cells = self.options.columns * self.options.rows
-        if not 1 <= cell <= cells:
+        num_cells = self.options.columns * self.options.rows
+        if not 1 <= cell <= num_cells:
             return ToolResult(
-                f"There is no cell {cell}. Cells are 1 to {cells}.", ok=False, error="exception"
+                f"There is no cell {cell}. Cells are 1 to {num_cells}.", ok=False, error="exception"
             )
-        return self._tapped(cell - 1)
+        return self._record_tap(cell - 1)
 
-    def _tapped(self, cell: int) -> ToolResult:
+    def _record_tap(self, cell: int) -> ToolResult:
         self.taps.append(cell)
         return ToolResult("", images=[PlacedImage(0, self.screenshot())])
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""
-        yield from (self._tap(cell) for cell in self.task.metadata["targets"])
+        yield from (self._tap_message(cell) for cell in self.task.metadata["targets"])
         if self.task.metadata["kind"] not in CLOSING:
             yield Message("assistant", self.task.answer or "Done")
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """Yield turns that tap anywhere: a warm start on such turns leaves something for RL to improve."""
-        yield self._tap(rng.randrange(self.options.columns * self.options.rows))
+        """Yield turns that tap random cells, so that a warm start on them leaves room for RL to improve."""
+        yield self._tap_message(rng.randrange(self.options.columns * self.options.rows))
         if self.task.metadata["kind"] not in CLOSING:
             yield Message("assistant", "Done" if self.task.answer is None else rng.choice(NUMBERS))
 
-    def _tap(self, cell: int) -> Message:
+    def _tap_message(self, cell: int) -> Message:
         return Message("assistant", tool_calls=[ToolCall("tap", {"cell": cell + 1})])
 
 
 class PointScreenEnvironment(ScreenEnvironment):
-    """A screen that is tapped by coordinates."""
+    """Screen environment whose taps have coordinates instead of cell numbers."""
 
     @tool(stateful=True)
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Tap a point, in thousandths of the picture from its left and from its top."""
         column, row = x * self.options.columns // THOUSAND, y * self.options.rows // THOUSAND
-        return self._tapped(row * self.options.columns + column)
+        return self._record_tap(row * self.options.columns + column)
 
-    def _tap(self, cell: int) -> Message:
+    def _tap_message(self, cell: int) -> Message:
         row, column = divmod(cell, self.options.columns)
         x = (2 * column + 1) * THOUSAND // (2 * self.options.columns)
         y = (2 * row + 1) * THOUSAND // (2 * self.options.rows)
@@ -195,29 +195,29 @@ class Screens(ForeignEnvironment):
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self:
-        checked = make_from(ScreenOptions, options, "environment screen")
-        if (checked.widgets or 0) > checked.columns * checked.rows:
+        settings = make_from(ScreenOptions, options, "environment screen")
+        if (settings.widgets or 0) > settings.columns * settings.rows:
             raise ValueError(
-                f"environment.options.widgets={checked.widgets} is more than the {checked.columns} x {checked.rows} "
+                f"environment.options.widgets={settings.widgets} is more than the {settings.columns} x {settings.rows} "
                 "cells; make the screen larger"
             )
-        if checked.widgets == 1 and "switches" in checked.kinds:
+        if settings.widgets == 1 and "switches" in settings.kinds:
             raise ValueError(
                 "environment.options.widgets=1 has too few widgets for the kind switches; set 2 or more"
             )
-        return cls(checked)
+        return cls(settings)
 
     def as_environment(self) -> type[ScreenEnvironment]:
-        base: Any = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
-        return type("screen", (base,), {"options": self.options})
+        base_class: Any = ScreenEnvironment if self.options.tap == "cell" else PointScreenEnvironment
+        return type("screen", (base_class,), {"options": self.options})
 
 
 class _TaskMaker:
-    """Generates tasks. Targets and layouts are drawn independently, so that the prompt does not reveal where to tap."""
+    """Generator of tasks, which draws targets and layouts independently so that prompts do not reveal where to tap."""
 
     def __init__(self, options: ScreenOptions) -> None:
         self._options = options
-        self._cells = options.columns * options.rows
+        self._num_cells = options.columns * options.rows
 
     def __call__(self, task_id: str, rng: random.Random) -> Task:
         kind = self._options.kinds[int(task_id.rpartition("-")[2]) % len(self._options.kinds)]
@@ -226,30 +226,30 @@ class _TaskMaker:
         target_colors, other_colors = colors[:num_targets], colors[num_targets:]
         shape, *shapes = rng.sample(list(SHAPES), len(SHAPES))
         label, *labels = rng.sample(LABELS, len(LABELS))
-        cells = rng.sample(range(self._cells), self._options.widgets or self._cells)
+        cells = rng.sample(range(self._num_cells), self._options.widgets or self._num_cells)
         targets = cells[:num_targets]
-        on = [rng.random() < 0.5 for _ in range(self._cells)]
-        many = target_colors + other_colors * self._cells  # different colors as far as there are enough
+        is_on = [rng.random() < 0.5 for _ in range(self._num_cells)]
+        color_pool = target_colors + other_colors * self._num_cells  # different colors if there are enough
         widgets = []
-        for number, cell in enumerate(cells):
-            target = cell in targets
+        for index, cell in enumerate(cells):
+            is_target = cell in targets
             widget = Widget(
                 cell=cell,
-                color=many[number],
+                color=color_pool[index],
                 shape="square",
                 text="",
                 on=None,
                 shift=(rng.randint(1, 3), rng.randint(1, 3)),
             )
             if kind == "shape":  # others have the color or the shape, and never both
-                widget["shape"] = shape if target else rng.choice([shape, *shapes])
-                if not target and widget["shape"] != shape:
+                widget["shape"] = shape if is_target else rng.choice([shape, *shapes])
+                if not is_target and widget["shape"] != shape:
                     widget["color"] = rng.choice([*target_colors, *other_colors])
             elif kind == "label":
-                widget["text"] = label if target else rng.choice(labels)
+                widget["text"] = label if is_target else rng.choice(labels)
                 widget["color"] = "black"
             elif kind in ("switch", "switches"):
-                widget["on"] = False if target else on[cell]
+                widget["on"] = False if is_target else is_on[cell]
             widgets.append(widget)
         prompts = {
             "shape": f"Tap the {target_colors[0]} {shape}.",
@@ -261,6 +261,6 @@ class _TaskMaker:
         widgets.sort(key=lambda widget: widget["cell"])  # an order that does not tell the target
         metadata: dict[str, Any] = {"kind": kind, "targets": sorted(targets), "widgets": widgets}
         if kind == "reveal":
-            metadata["numbers"] = rng.sample(NUMBERS, self._cells)
+            metadata["numbers"] = rng.sample(NUMBERS, self._num_cells)
         answer = metadata["numbers"][targets[0]] if kind == "reveal" else None
         return Task(task_id, prompts.get(kind, f"Tap {target_colors[0]}."), answer, metadata)

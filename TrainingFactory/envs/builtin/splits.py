@@ -10,7 +10,7 @@ from itertools import count as endlessly
 from TrainingFactory.types import Task
 
 SPLITS = ("train", "heldout")
-HELDOUT_ONE_IN = 5  # one question in HELDOUT_SHARE is held out
+HELDOUT_ONE_IN = 5  # one question in HELDOUT_ONE_IN is held out
 
 
 def in_split(question: str, split: str) -> bool:
@@ -18,18 +18,18 @@ def in_split(question: str, split: str) -> bool:
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r}; use {' or '.join(SPLITS)}")
     digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
-    heldout = int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0
-    return heldout == (split == "heldout")
+    is_heldout = int.from_bytes(digest, "big") % HELDOUT_ONE_IN == 0
+    return is_heldout == (split == "heldout")
 
 
 def generate_tasks(
     name: str,
     split: str,
     seed: int,
-    make: Callable[[str, random.Random], Task],
-    question: Callable[[Task], str] = lambda task: str(task.prompt),
+    make_task: Callable[[str, random.Random], Task],
+    question_of: Callable[[Task], str] = lambda task: str(task.prompt),
 ) -> Iterator[Task]:
-    """Yield tasks of a split endlessly. `question` returns the text whose hash determines a task's split."""
+    """Yield tasks of a split endlessly. `question_of` returns the text whose hash determines a task's split."""
     rng = random.Random(f"{name} {seed}")
-    tasks = (make(f"{name}-{seed}-{number}", rng) for number in endlessly())
-    return (task for task in tasks if in_split(question(task), split))
+    tasks = (make_task(f"{name}-{seed}-{index}", rng) for index in endlessly())
+    return (task for task in tasks if in_split(question_of(task), split))

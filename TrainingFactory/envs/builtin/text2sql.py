@@ -41,7 +41,7 @@ from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
 
-HIDDEN = 2  # number of databases that the model does not see
+NUM_HIDDEN = 2  # number of databases that the model does not see
 MAX_VARIANTS = 60  # candidates for hidden databases
 QUERY_SECONDS = 2.0
 SHOWN_ROWS, COMPARED_ROWS = 20, 1000
@@ -55,24 +55,24 @@ class Text2SqlEnvironment(ToolEnvironment):
     )
 
     _folder: tempfile.TemporaryDirectory[str] | None = None
-    _shown: SqlDatabase | None = None
+    _visible_database: SqlDatabase | None = None
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        tasks = generate_tasks("text2sql", split, seed, _task)
+        tasks = generate_tasks("text2sql", split, seed, _make_task)
         # Many generated queries return nothing on the visible database.
-        return islice((task for task in tasks if _is_informative(_rows(task, 0, str(task.answer)))), count)
+        return islice((task for task in tasks if _is_informative(_query(task, 0, str(task.answer)))), count)
 
     async def reset(self) -> list[Message]:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
-        self._shown = await self._open(0, "table", SHOWN_ROWS)
+        self._visible_database = await self._open_database(0, "table", SHOWN_ROWS)
         return await super().reset()
 
     async def fork(self) -> Self:
         """Return another environment of the task, with its own copy of the database, which queries only read."""
-        forked = type(self)(self.task)
-        await forked.reset()
-        return forked
+        clone = type(self)(self.task)
+        await clone.reset()
+        return clone
 
     @tool(stateful=True)
     async def sql(self, query: str) -> ToolResult:
@@ -82,22 +82,22 @@ class Text2SqlEnvironment(ToolEnvironment):
     @property
     def database(self) -> SqlDatabase:
         """Return the visible database, for rewards that run the model's query."""
-        assert self._shown is not None, "call reset first"
-        return self._shown
+        assert self._visible_database is not None, "call reset first"
+        return self._visible_database
 
     async def reward(self, episode: Episode) -> Reward:
         """Return 1 if the answer gives the reference rows on all databases. Part `shown`: 1 if it gives them on the
         visible database."""
-        query = _query_in(episode.trajectory.answer)
-        is_visible_match = bool(query) and await self._same(query, 0)
+        query = _extract_query(episode.trajectory.answer)
+        is_visible_match = bool(query) and await self._matches_reference(query, 0)
         is_correct = is_visible_match
         for variant in await in_thread(hidden_variants, self.task) if is_visible_match else ():
-            is_correct = is_correct and await self._same(query, variant)
+            is_correct = is_correct and await self._matches_reference(query, variant)
         return Reward(float(is_correct), parts={"right": float(is_correct), "shown": float(is_visible_match)})
 
     async def close(self) -> None:
-        if self._shown is not None:
-            await in_thread(self._shown.close)
+        if self._visible_database is not None:
+            await in_thread(self._visible_database.close)
         if self._folder is not None:
             await in_thread(self._folder.cleanup)
 
@@ -105,60 +105,60 @@ class Text2SqlEnvironment(ToolEnvironment):
         """Yield the turns of the reference solution. It first explores the database if the prompt does not show its
         schema."""
         if self.task.metadata.get("layout") == "drawn":
-            yield _try("SELECT sql FROM sqlite_master")
+            yield _call_sql("SELECT sql FROM sqlite_master")
             layout = layout_of(self.task.metadata["domain"], self.task.metadata["database_seed"])
             for table in layout.tables_in(str(self.task.answer)):
-                yield _try(f"SELECT * FROM {table} LIMIT 2")
-        yield _try(str(self.task.answer))
+                yield _call_sql(f"SELECT * FROM {table} LIMIT 2")
+        yield _call_sql(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
-        """Yield turns with a typical mistake: a warm start on such turns leaves something for RL to improve."""
+        """Yield turns with a typical mistake, so that a warm start on them leaves room for RL to improve."""
         mistake = rng.choice(("answers in words", "forgets the condition", "asks and repeats a number"))
-        words = ALL_DOMAINS[self.task.metadata["domain"]]
+        domain = ALL_DOMAINS[self.task.metadata["domain"]]
         if mistake == "answers in words":
-            yield Message("assistant", f"The {words.people} are in the table.")
+            yield Message("assistant", f"The {domain.people} are in the table.")
             return
-        select_all = f"SELECT * FROM {rng.choice((words.people, words.things, words.links))}"
-        yield _try(select_all)
+        select_all = f"SELECT * FROM {rng.choice((domain.people, domain.things, domain.links))}"
+        yield _call_sql(select_all)
         yield Message(
             "assistant", select_all if mistake == "forgets the condition" else f"SELECT {rng.randint(1, 9)}"
         )
 
-    async def _same(self, query: str, variant: int) -> bool:
-        database = await self._open(variant, "exact", COMPARED_ROWS)
+    async def _matches_reference(self, query: str, variant: int) -> bool:
+        database = await self._open_database(variant, "exact", COMPARED_ROWS)
         try:
             return await same_result(lambda text: in_thread(database.run, text), query, str(self.task.answer))
         finally:
             await in_thread(database.close)
 
-    async def _open(
+    async def _open_database(
         self, variant: int, result_format: Literal["table", "exact"], max_rows: int
     ) -> SqlDatabase:
         assert self._folder is not None, "call reset first"
         path = Path(self._folder.name, f"{variant}.db")
         if not path.exists():
-            await in_thread(_build, path, self.task, variant)
+            await in_thread(_build_database, path, self.task, variant)
         return await in_thread(
             SqlDatabase, path, timeout=QUERY_SECONDS, max_rows=max_rows, format=result_format
         )
 
 
-def _try(query: str) -> Message:
+def _call_sql(query: str) -> Message:
     return Message("assistant", tool_calls=[ToolCall("sql", {"query": query})])
 
 
-def _query_in(answer: str) -> str:
+def _extract_query(answer: str) -> str:
     """Return the answer without a Markdown code fence."""
     match = _FENCE.fullmatch(answer.strip())
     return (match.group(1) if match else answer).strip()
 
 
-def _task(task_id: str, rng: random.Random) -> Task:
+def _make_task(task_id: str, rng: random.Random) -> Task:
     domain, kind = rng.choice(list(DOMAINS)), rng.choice(list(QUESTIONS))
-    database = f"{rng.getrandbits(48):012x}"
-    question, query = make_question(kind, domain, database, rng)
-    metadata = {"domain": domain, "database_seed": database, "kind": kind}
+    database_seed = f"{rng.getrandbits(48):012x}"
+    question, query = make_question(kind, domain, database_seed, rng)
+    metadata = {"domain": domain, "database_seed": database_seed, "kind": kind}
     return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
 
 
@@ -166,16 +166,16 @@ def explored_tasks(split: str, count: int) -> Iterator[Task]:
     """Yield tasks of the recipe's split `tasks`, `dev` or `test`. The prompt has no schema: each database has a layout
     of its own, which the model explores with the tool. Splits share no domain, so they share no database."""
     rng = random.Random(f"text2sql recipe {split}")
-    tasks = (_explored_task(f"{split}-{number}", RECIPE_SPLITS[split], rng) for number in endlessly())
-    return islice((task for task in tasks if _is_informative(_rows(task, 0, str(task.answer)))), count)
+    tasks = (_make_explored_task(f"{split}-{number}", RECIPE_SPLITS[split], rng) for number in endlessly())
+    return islice((task for task in tasks if _is_informative(_query(task, 0, str(task.answer)))), count)
 
 
-def _explored_task(task_id: str, domains: list[str], rng: random.Random) -> Task:
+def _make_explored_task(task_id: str, domains: list[str], rng: random.Random) -> Task:
     domain, kind = rng.choice(domains), rng.choice(list(QUESTIONS))
-    database = f"{rng.getrandbits(48):012x}"
-    question, query = make_question(kind, domain, database, rng)
-    metadata = {"domain": domain, "database_seed": database, "kind": kind, "layout": "drawn"}
-    return Task(task_id, question, layout_of(domain, database).reference(query), metadata)
+    database_seed = f"{rng.getrandbits(48):012x}"
+    question, query = make_question(kind, domain, database_seed, rng)
+    metadata = {"domain": domain, "database_seed": database_seed, "kind": kind, "layout": "drawn"}
+    return Task(task_id, question, layout_of(domain, database_seed).reference(query), metadata)
 
 
 def hidden_variants(task: Task) -> list[int]:
@@ -189,46 +189,45 @@ def hidden_variants(task: Task) -> list[int]:
 @lru_cache(maxsize=4096)  # the episodes of a group share them
 def _hidden_variants(reference: str, domain: str, seed: str, layout: str | None) -> tuple[int, ...]:
     task = Task("", "", reference, {"domain": domain, "database_seed": seed, "layout": layout})
-    visible_rows = Counter(_rows(task, 0, str(task.answer)))
+    visible_rows = Counter(_query(task, 0, str(task.answer)))
     candidates = (
         variant
         for variant in range(1, MAX_VARIANTS)
-        if _is_informative(rows := _rows(task, variant, str(task.answer))) and Counter(rows) != visible_rows
+        if _is_informative(rows := _query(task, variant, str(task.answer))) and Counter(rows) != visible_rows
     )
-    undetected = _with_same_rows(task, 0, _near_misses(str(task.answer)))
-    selected, passed_over = list[int](), list[int]()
+    undetected_queries = _with_same_rows(task, 0, _near_misses(str(task.answer)))
+    selected, fallbacks = list[int](), list[int]()
     for variant in candidates:
-        remaining = _with_same_rows(task, variant, undetected)
-        is_last_slot = len(selected) == HIDDEN - 1
-        if len(remaining) < len(undetected) or not (undetected and is_last_slot):
+        remaining = _with_same_rows(task, variant, undetected_queries)
+        is_last_slot = len(selected) == NUM_HIDDEN - 1
+        if len(remaining) < len(undetected_queries) or not (undetected_queries and is_last_slot):
             selected.append(variant)
         else:
-            passed_over.append(variant)
-        undetected = remaining
-        if len(selected) == HIDDEN:
+            fallbacks.append(variant)
+        undetected_queries = remaining
+        if len(selected) == NUM_HIDDEN:
             break
-    return tuple(islice(chain(selected, passed_over, endlessly(MAX_VARIANTS)), HIDDEN))
+    return tuple(islice(chain(selected, fallbacks, endlessly(MAX_VARIANTS)), NUM_HIDDEN))
 
 
 def _near_misses(query: str) -> list[str]:
     """Return variants of the query with one mistake each: a missing DISTINCT, > for >= or the other way round."""
     mistakes = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
-    return [miss for right, wrong in mistakes if (miss := re.sub(right, wrong, query, count=1)) != query]
+    return [miss for old, new in mistakes if (miss := re.sub(old, new, query, count=1)) != query]
 
 
 def _with_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
     """Return the queries that give the same rows as the reference query on a database variant."""
-    expected = Counter(_rows(task, variant, str(task.answer)))
-    return [query for query in queries if Counter(_rows(task, variant, query)) == expected]
+    expected = Counter(_query(task, variant, str(task.answer)))
+    return [query for query in queries if Counter(_query(task, variant, query)) == expected]
 
 
 def _is_informative(rows: list[Any]) -> bool:
     return bool(rows) and rows not in ([(None,)], [(0,)])
 
 
-def _rows(task: Task, variant: int, query: str) -> list[Any]:
-    """Return the rows of a query on a database variant. Return no rows for an invalid query, because a near miss may be
-    invalid."""
+def _query(task: Task, variant: int, query: str) -> list[Any]:
+    """Return the rows of a query on a database variant; no rows if it is invalid, as a near miss may be."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(creation_script(task, variant))
         with contextlib.suppress(sqlite3.Error):
@@ -236,7 +235,7 @@ def _rows(task: Task, variant: int, query: str) -> list[Any]:
         return []
 
 
-def _build(path: Path, task: Task, variant: int) -> None:
+def _build_database(path: Path, task: Task, variant: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")  # the file is temporary
         connection.execute("PRAGMA journal_mode = OFF")

@@ -52,11 +52,11 @@ class SqlDomain:
         )
 
 
-_WORDS = yaml.safe_load(Path(__file__).with_name("text2sql.yaml").read_text(encoding="utf-8"))
-DOMAINS = {name: SqlDomain(**words) for name, words in _WORDS["domains"].items()}
-ALL_DOMAINS = DOMAINS | {name: SqlDomain(**words) for name, words in _WORDS["more_domains"].items()}
-RECIPE_SPLITS: dict[str, list[str]] = _WORDS["recipe_splits"]  # split -> domains
-QUESTIONS: dict[str, list[str]] = _WORDS["questions"]  # kind -> [question, reference query]
+_VOCABULARY = yaml.safe_load(Path(__file__).with_name("text2sql.yaml").read_text(encoding="utf-8"))
+DOMAINS = {name: SqlDomain(**words) for name, words in _VOCABULARY["domains"].items()}
+ALL_DOMAINS = DOMAINS | {name: SqlDomain(**words) for name, words in _VOCABULARY["more_domains"].items()}
+RECIPE_SPLITS: dict[str, list[str]] = _VOCABULARY["recipe_splits"]  # split -> domains
+QUESTIONS: dict[str, list[str]] = _VOCABULARY["questions"]  # kind -> [question, reference query]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,17 @@ def draw_rows(task: Task, variant: int) -> list[tuple[Any, ...]]:
     words, values = ALL_DOMAINS[domain], draw_values(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
     names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
-    numbers = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
+    thing_values = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
     rows: list[tuple[Any, ...]] = [
         (words.people, n, name, rng.choice(values.cities)) for n, name in enumerate(names, 1)
     ]
     rows += [
         (words.things, n, title, rng.choice(values.kinds), value)
-        for n, (title, value) in enumerate(zip(titles, numbers, strict=True), 1)
+        for n, (title, value) in enumerate(zip(titles, thing_values, strict=True), 1)
     ]
-    active = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people have no links
+    people = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people have no links
     return rows + [
-        (words.links, n, rng.choice(active), rng.randint(1, TITLES), rng.randint(1, 9), rng.choice(YEARS))
+        (words.links, n, rng.choice(people), rng.randint(1, TITLES), rng.randint(1, 9), rng.choice(YEARS))
         for n in range(1, LINKS + 1)
     ]
 
@@ -130,5 +130,5 @@ def make_question(kind: str, domain: str, seed: str, rng: random.Random) -> tupl
     parameters = {
         name: draw(values, rng) for name, draw in PLACEHOLDERS.items() if f"{{{name}" in "".join(templates)
     }
-    question, query = (text.format(d=ALL_DOMAINS[domain], **parameters) for text in templates)
+    question, query = (template.format(d=ALL_DOMAINS[domain], **parameters) for template in templates)
     return question, query

@@ -34,7 +34,7 @@ class Column(NamedTuple):
 
     name: str
     type: str
-    restored: str
+    expression: str
 
 
 class Layout:
@@ -49,9 +49,9 @@ class Layout:
             zip(logical_names, (table_name.format(name) for name in logical_names), strict=True)
         )
         person, thing = domain.person_id.removesuffix("_id"), domain.thing_id.removesuffix("_id")
-        self._name = rng.choice(("name", "full_name", f"{person}_name"))
-        self._title = rng.choice(("title", "label", f"{thing}_title"))
-        self._person, self._thing = rng.choice(
+        self._name_column = rng.choice(("name", "full_name", f"{person}_name"))
+        self._title_column = rng.choice(("title", "label", f"{thing}_title"))
+        self._person_column, self._thing_column = rng.choice(
             ((f"{person}_id", f"{thing}_id"), (person, thing), (f"{person}_no", f"{thing}_no"))
         )
         self._city_in_table = rng.random() < 0.5
@@ -69,20 +69,20 @@ class Layout:
         )
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
-            Column(self._name, "TEXT", f"x.{self._name}"),
+            Column(self._name_column, "TEXT", f"x.{self._name_column}"),
             city_column,
         ]
 
     @property
     def _things(self) -> list[Column]:
         kind, value = self._domain.kind, self._domain.value
-        decoded = " ".join(f"WHEN '{_code(name)}' THEN '{name}'" for name in self._domain.kinds)
+        cases = " ".join(f"WHEN '{_kind_code(name)}' THEN '{name}'" for name in self._domain.kinds)
         kind_column = {
             "text": Column(kind, "TEXT", f"x.{kind}"),
-            "code": Column(f"{kind}_code", "TEXT", f"CASE x.{kind}_code {decoded} END"),
+            "code": Column(f"{kind}_code", "TEXT", f"CASE x.{kind}_code {cases} END"),
             "table": Column(f"{kind}_id", "INTEGER", "y.name"),
         }[self._kind_form]
-        title = Column(self._title, "TEXT", f"x.{self._title}")
+        title = Column(self._title_column, "TEXT", f"x.{self._title_column}")
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
             title,
@@ -97,7 +97,7 @@ class Layout:
             "iso": Column("date", "TEXT", "CAST(substr(x.date, 1, 4) AS INTEGER)"),
             "dotted": Column("date", "TEXT", "CAST(substr(x.date, 7, 4) AS INTEGER)"),
         }[self._year_form]
-        columns = (self._person, self._thing, self._domain.amount)
+        columns = (self._person_column, self._thing_column, self._domain.amount)
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
             *(Column(name, "INTEGER", f"x.{name}") for name in columns),
@@ -119,10 +119,10 @@ class Layout:
             for name, columns in tables.items()
         ]
 
-    def stored_rows(self, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    def convert_rows(self, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Convert rows of the domain's tables, each with its table's name first, to rows of this layout."""
         cities, kinds = list(self._values.cities), list(self._values.kinds)
-        converted = [self._stored_row(row, cities, kinds) for row in rows]
+        converted = [self._convert_row(row, cities, kinds) for row in rows]
         lookups = [("cities", cities)] * self._city_in_table + [("kinds", kinds)] * (
             self._kind_form == "table"
         )
@@ -131,17 +131,17 @@ class Layout:
         ]
         return converted
 
-    def _stored_row(self, row: tuple[Any, ...], cities: list[str], kinds: list[str]) -> tuple[Any, ...]:
-        table, number = row[:2]
+    def _convert_row(self, row: tuple[Any, ...], cities: list[str], kinds: list[str]) -> tuple[Any, ...]:
+        table, row_id = row[:2]
         fields: Any = list(row[2:])
         if table == self._domain.people and self._city_in_table:
             fields[1] = cities.index(fields[1]) + 1
         if table == self._domain.things and self._kind_form != "text":
-            fields[1] = _code(fields[1]) if self._kind_form == "code" else kinds.index(fields[1]) + 1
+            fields[1] = _kind_code(fields[1]) if self._kind_form == "code" else kinds.index(fields[1]) + 1
         if table == self._domain.links and self._year_form != "number":
-            date = {"year": fields[3], "month": number % 12 + 1, "day": number % 28 + 1}
+            date = {"year": fields[3], "month": row_id % 12 + 1, "day": row_id % 28 + 1}
             fields[3] = DATE_FORMATS[self._year_form].format(**date)
-        return (self._tables[table], number, *fields)
+        return (self._tables[table], row_id, *fields)
 
     def tables_in(self, query: str) -> list[str]:
         """Return the names of this layout's tables that a query reads."""
@@ -150,7 +150,7 @@ class Layout:
     def reference(self, query: str) -> str:
         """Return the domain's reference query, rewritten for this layout."""
         domain = self._domain
-        logical = {
+        tables = {
             domain.people: (self._people, ("id", "name", "city"), self._city_in_table, "cities"),
             domain.things: (
                 self._things,
@@ -165,15 +165,15 @@ class Layout:
                 "",
             ),
         }
-        restored = []
-        used_tables = {table: data for table, data in logical.items() if re.search(rf"\b{table}\b", query)}
+        table_queries = []
+        used_tables = {table: entry for table, entry in tables.items() if re.search(rf"\b{table}\b", query)}
         for table, (columns, names, has_lookup, lookup) in used_tables.items():
             source = f"main.{self._tables[table]} x"
             if has_lookup:
                 source += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"
-            selected = ", ".join(column.restored for column in columns)
-            restored.append(f"{table}({', '.join(names)}) AS (SELECT {selected} FROM {source})")
-        return f"WITH {', '.join(restored)} {query}"
+            expressions = ", ".join(column.expression for column in columns)
+            table_queries.append(f"{table}({', '.join(names)}) AS (SELECT {expressions} FROM {source})")
+        return f"WITH {', '.join(table_queries)} {query}"
 
 
 def layout_of(domain: str, seed: str) -> Layout:
@@ -186,10 +186,10 @@ def creation_script(task: Task, variant: int) -> str:
     schema, rows = ALL_DOMAINS[domain].schema, draw_rows(task, variant)
     if task.metadata.get("layout") == "drawn":
         layout = layout_of(domain, seed)
-        schema, rows = layout.schema, layout.stored_rows(rows)
+        schema, rows = layout.schema, layout.convert_rows(rows)
     inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(repr, row))})" for table, *row in rows]
     return ";\n".join([*schema, *inserts]) + ";"
 
 
-def _code(kind: str) -> str:
+def _kind_code(kind: str) -> str:
     return kind[:3].upper()

@@ -32,7 +32,7 @@ SYSTEM_PROMPT = (
     "You work in a Linux container. Do the task with the tool bash, then answer without a tool call: tests check the "
     "container, not your answer."
 )
-TESTS = "container.tests"  # the hidden tool that runs the tests
+TESTS_TOOL = "container.tests"  # the hidden tool that runs the tests
 AGENT_USER = "1000:1000"
 ROOT = "0"
 MAX_COMMAND_BYTES = 100_000  # the kernel limits one argument to 128 KiB
@@ -75,14 +75,14 @@ class BashTool:
 
     def __init__(self, environment: ContainerEnvironment) -> None:
         self._environment = environment
-        text = "Run a shell command in the container. Each command starts in the same working directory."
+        summary = "Run a shell command in the container. Each command starts in the same working directory."
         parameters = {
             "type": "object",
             "properties": {"command": {"type": "string", "description": "The command."}},
             "required": ["command"],
             "additionalProperties": False,
         }
-        self.spec = ToolSpec("bash", text, parameters)
+        self.spec = ToolSpec("bash", summary, parameters)
         # The command's own timeout ends its processes; this one is for a runtime that hangs.
         self.options = ToolOptions(
             timeout=environment.start_seconds + environment.options.command_timeout, ordered=True
@@ -97,7 +97,7 @@ class TestsTool:
 
     def __init__(self, environment: ContainerEnvironment) -> None:
         self._environment = environment
-        self.spec = ToolSpec(TESTS, parameters={"type": "object"})
+        self.spec = ToolSpec(TESTS_TOOL, parameters={"type": "object"})
         seconds = environment.start_seconds + environment.container_task.test_seconds
         self.options = ToolOptions(timeout=seconds)
 
@@ -114,7 +114,7 @@ class ContainerEnvironment(ToolEnvironment):
     options: ClassVar[ContainerOptions]
     folders: ClassVar[Mapping[str, ContainerTask]]  # by id
     max_episodes: ClassVar[int]
-    sweeping: ClassVar[list[asyncio.Task[None]]]  # the first container of a run waits for it
+    sweep_tasks: ClassVar[list[asyncio.Task[None]]]  # the first container of a run waits for it
 
     def __init__(self, task: Task) -> None:
         name = str(task.metadata.get("task_folder", task.id))
@@ -124,7 +124,7 @@ class ContainerEnvironment(ToolEnvironment):
         super().__init__(task, [BashTool(self)])
         self._container: Container | None = None
         self._workdir = self.container_task.workdir
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     @property
     def start_seconds(self) -> float:
@@ -137,13 +137,13 @@ class ContainerEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        return islice(_tasks(cls.options, cls.folders, split), count)
+        return islice(_select(cls.options, cls.folders, split), count)
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
         counts, cls.runtime.counts = cls.runtime.counts, type(cls.runtime.counts)()
-        names = ("started", "removed", "built", "swept", "timeouts")
-        return {f"containers/{name}": float(counts[name]) for name in names}
+        counter_names = ("started", "removed", "built", "swept", "timeouts")
+        return {f"containers/{name}": float(counts[name]) for name in counter_names}
 
     async def run_command(self, command: str) -> ToolResult:
         if len(command.encode(errors="replace")) > MAX_COMMAND_BYTES or "\0" in command:
@@ -200,7 +200,7 @@ class ContainerEnvironment(ToolEnvironment):
         """Return the score of the task's tests."""
         tests = self.executor.hidden([TestsTool(self)], 60.0, 1_000_000)
         with tests.measure("tests"):
-            [result] = await tests.batch_execute([ToolCall(TESTS)])
+            [result] = await tests.batch_execute([ToolCall(TESTS_TOOL)])
         if not result.ok:
             raise ValueError(f"the tests could not run: {result.content}")
         answer = json.loads(result.content)
@@ -220,15 +220,15 @@ class ContainerEnvironment(ToolEnvironment):
         yield Message("assistant", "Done.")
 
     async def _start_container(self) -> Container:
-        """Return the episode's container, started by the first call."""
-        async with self._starting:
+        """Return the episode's container; the first call starts it."""
+        async with self._start_lock:
             if self._container is None:
                 await self._sweep()
                 task, options = self.container_task, self.options
                 image = task.image
                 if image is None:
                     assert task.context is not None
-                    image = await self.runtime.image(task.image_tag(), task.context, task.build_seconds)
+                    image = await self.runtime.build_image(task.image_tag(), task.context, task.build_seconds)
                 limits = Limits(
                     options.cpus or task.cpus or 1.0,
                     options.memory_mb or task.memory_mb or 2048,
@@ -238,10 +238,10 @@ class ContainerEnvironment(ToolEnvironment):
                 )
                 self._container = await self.runtime.start(image, limits, task.workdir, task.env)
                 self._workdir = task.workdir or await self._container.workdir()
-                await self._give_workdir_to_user(self._container)
+                await self._chown_workdir(self._container)
             return self._container
 
-    async def _give_workdir_to_user(self, container: Container) -> None:
+    async def _chown_workdir(self, container: Container) -> None:
         if self._workdir != "/" and self.user not in ("root", ROOT):
             command = f'chown -R {self.user} "$PWD"'
             result = await container.execute(command, seconds=60.0, workdir=self._workdir)
@@ -252,9 +252,9 @@ class ContainerEnvironment(ToolEnvironment):
 
     async def _sweep(self) -> None:
         """Remove containers of ended processes, once per run."""
-        if not self.sweeping:
-            self.sweeping.append(asyncio.ensure_future(self.runtime.sweep()))
-        await asyncio.shield(self.sweeping[0])
+        if not self.sweep_tasks:
+            self.sweep_tasks.append(asyncio.ensure_future(self.runtime.sweep()))
+        await asyncio.shield(self.sweep_tasks[0])
 
     async def close(self) -> None:
         container, self._container = self._container, None
@@ -286,37 +286,37 @@ class ContainerTasks(ForeignEnvironment):
             "options": self.options,
             "folders": self.folders,
             "max_episodes": self.options.max_episodes,
-            "sweeping": [],
+            "sweep_tasks": [],
         }
         return type("containers", (ContainerEnvironment,), members)
 
 
-def _tasks(options: ContainerOptions, folders: Mapping[str, ContainerTask], split: str) -> Iterator[Task]:
-    heldout = None if options.heldout is None else Path(options.heldout).expanduser().resolve()
+def _select(options: ContainerOptions, folders: Mapping[str, ContainerTask], split: str) -> Iterator[Task]:
+    heldout_folder = None if options.heldout is None else Path(options.heldout).expanduser().resolve()
     for task in folders.values():
-        if heldout is None:
-            selected = in_split(task.id, split)
+        if heldout_folder is None:
+            is_selected = in_split(task.id, split)
         else:
-            selected = task.folder.is_relative_to(heldout) == (split == "heldout")
-        if selected:
+            is_selected = task.folder.is_relative_to(heldout_folder) == (split == "heldout")
+        if is_selected:
             yield Task(task.id, task.instruction, metadata={"task_folder": task.id})
 
 
-def read_reward(text: str | None, output: str) -> Reward:
+def read_reward(reward_text: str | None, output: str) -> Reward:
     """Return the reward that tests have written: a number, or an object of numbers, whose `reward` is the outcome."""
-    if text is None or not text.strip():
+    if reward_text is None or not reward_text.strip():
         raise ValueError(f"the tests wrote no reward to {' or '.join(REWARD_FILES)}: {output[-300:]}")
     try:
-        values = json.loads(text)
+        scores = json.loads(reward_text)
     except ValueError as error:
-        raise ValueError(f"the tests wrote a reward that is no number: {text[:80]!r}") from error
-    values = values if isinstance(values, dict) else {"reward": values}
-    for name, value in values.items():
+        raise ValueError(f"the tests wrote a reward that is no number: {reward_text[:80]!r}") from error
+    scores = scores if isinstance(scores, dict) else {"reward": scores}
+    for name, value in scores.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ValueError(f"the tests wrote a reward that is no number: {name} is {value!r:.80}")
-    if "reward" not in values and len(values) != 1:
-        raise ValueError(f"the tests wrote no `reward` among {', '.join(values) or 'nothing'}")
-    outcome = values["reward"] if "reward" in values else next(iter(values.values()))
+    if "reward" not in scores and len(scores) != 1:
+        raise ValueError(f"the tests wrote no `reward` among {', '.join(scores) or 'nothing'}")
+    outcome = scores["reward"] if "reward" in scores else next(iter(scores.values()))
     return Reward(
-        float(outcome), parts={name: float(value) for name, value in values.items() if name != "reward"}
+        float(outcome), parts={name: float(value) for name, value in scores.items() if name != "reward"}
     )

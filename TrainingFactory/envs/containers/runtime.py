@@ -26,7 +26,7 @@ RUNTIMES = ("podman", "docker")
 LABEL = "tfactory.owner"  # HOST:PID:START of the process that started a container
 PROBE_SECONDS = 60.0
 COMMAND_SECONDS = 120.0  # for starting, copying and removing
-CHUNK = 65536
+CHUNK_BYTES = 65536
 # Root in the container prepares files and runs the tests; the agent's user has no capabilities at all.
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 # The command is an argument, so that no quoting is needed.
@@ -37,11 +37,11 @@ SHELL = (
     "sh",
 )
 # The first process: it reaps processes whose parents have ended, and ends after a number of 10 seconds.
-WAIT = 'n=0; while [ $n -lt "$1" ]; do sleep 10 & wait; n=$((n+1)); done'
+WAIT_SCRIPT = 'n=0; while [ $n -lt "$1" ]; do sleep 10 & wait; n=$((n+1)); done'
 # The runtimes' own defaults are above what an unprivileged process may set. `--pids-limit` limits the processes of one
 # container; nproc counts those of the user on the whole machine.
 ULIMITS = {"nofile": 4096, "nproc": 16384}
-RUNTIME_FAILED = 125  # exit status of podman and docker if they could not run the command
+RUNTIME_FAILED_STATUS = 125  # exit status of podman and docker if they could not run the command
 
 
 class ContainerError(Exception):
@@ -78,9 +78,9 @@ class ContainerRuntime:
     def name(self) -> str:
         return self.command[0]
 
-    async def image(self, tag: str, context: Path, seconds: float) -> str:
+    async def build_image(self, tag: str, context: Path, seconds: float) -> str:
         """Build an image, unless it exists; episodes of the same task wait for one build."""
-        if tag not in self._builds or (self._builds[tag].done() and _failed(self._builds[tag])):
+        if tag not in self._builds or (self._builds[tag].done() and _has_failed(self._builds[tag])):
             self._builds[tag] = asyncio.ensure_future(self._build(tag, context, seconds))
         await asyncio.shield(self._builds[tag])
         return tag
@@ -108,7 +108,7 @@ class ContainerRuntime:
         return Container(self, name)
 
     async def sweep(self) -> None:
-        """Remove containers that were started by a process of this machine that has ended, such as after `kill -9`."""
+        """Remove containers whose process on this machine has ended, such as after `kill -9`."""
         listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
         for container in listing.output.split() if listing.status == 0 else ():
             label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
@@ -133,7 +133,7 @@ class ContainerRuntime:
         try:
             async with asyncio.timeout(seconds):
                 assert process.stdout is not None
-                while chunk := await process.stdout.read(CHUNK):
+                while chunk := await process.stdout.read(CHUNK_BYTES):
                     output.add(chunk)
                 await process.wait()
         except TimeoutError:
@@ -148,7 +148,7 @@ class ContainerRuntime:
 
 @dataclass(slots=True)
 class Container:
-    """A running container."""
+    """A running container, controlled through its runtime's command."""
 
     runtime: ContainerRuntime
     name: str
@@ -162,14 +162,14 @@ class Container:
         workdir: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """Run a shell command. One that takes longer than `seconds` ends, with all processes of its user."""
+        """Run a shell command; after `seconds`, kill all processes of its user."""
         workdir_args = [] if workdir is None else ["--workdir", workdir]
-        variables = [part for key, value in (env or {}).items() for part in ("--env", f"{key}={value}")]
-        arguments = ("exec", "--user", user, *workdir_args, *variables, self.name, *SHELL, command)
+        env_args = [arg for key, value in (env or {}).items() for arg in ("--env", f"{key}={value}")]
+        arguments = ("exec", "--user", user, *workdir_args, *env_args, self.name, *SHELL, command)
         result = await self.runtime.run(*arguments, seconds=seconds)
         if result.status is None:
             await self.kill_processes(user)
-        elif result.status == RUNTIME_FAILED and not await self.is_running():
+        elif result.status == RUNTIME_FAILED_STATUS and not await self.is_running():
             raise ContainerError(f"the container has ended: {_last_lines(result.output)}")
         return result
 
@@ -209,30 +209,29 @@ def start_arguments(
     capabilities, and the limits."""
     arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner()}"]
     arguments += [] if limits.network else ["--network", "none"]
-    arguments += ["--cap-drop", "ALL", *(part for name in CAPABILITIES for part in ("--cap-add", name))]
+    arguments += ["--cap-drop", "ALL", *(arg for name in CAPABILITIES for arg in ("--cap-add", name))]
     arguments += ["--security-opt", "no-new-privileges", "--user", "0"]
     memory = f"{limits.memory_mb}m"
     arguments += ["--memory", memory, "--memory-swap", memory, "--cpus", f"{limits.cpus:g}"]
     arguments += ["--pids-limit", f"{limits.pids}"]
     for name_of_limit, limit in ULIMITS.items():
-        arguments += _ulimit(name_of_limit, limit)
+        arguments += _ulimit_args(name_of_limit, limit)
     arguments += [] if workdir is None else ["--workdir", workdir]
-    arguments += [part for key, value in env.items() for part in ("--env", f"{key}={value}")]
+    arguments += [arg for key, value in env.items() for arg in ("--env", f"{key}={value}")]
     return [
         *arguments,
         "--entrypoint",
         "sh",
         image,
         "-c",
-        WAIT,
+        WAIT_SCRIPT,
         "sh",
         f"{max(1, round(limits.lifetime / 10))}",
     ]
 
 
-def _ulimit(name: str, limit: int) -> list[str]:
-    """Return the arguments for a limit. It is at most the hard limit of this process, because the runtime cannot set a
-    higher one."""
+def _ulimit_args(name: str, limit: int) -> list[str]:
+    """Return the arguments for a limit, capped at this process's hard limit, which the runtime cannot exceed."""
     hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
     value = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
     return ["--ulimit", f"{name}={value}:{value}"]
@@ -243,9 +242,9 @@ def find_runtime(command: str | None) -> list[str]:
     candidates = [shlex.split(command)] if command else [[name] for name in RUNTIMES]
     installed = [candidate for candidate in candidates if candidate and shutil.which(candidate[0])]
     if not installed:
-        missing = f"{command!r} is not a program" if command else "neither podman nor docker is installed"
+        problem = f"{command!r} is not a program" if command else "neither podman nor docker is installed"
         raise ValueError(
-            f"containers need a runtime, and {missing}: install podman, or set environment.options.runtime"
+            f"containers need a runtime, and {problem}: install podman, or set environment.options.runtime"
         )
     reasons = []
     for candidate in installed:
@@ -276,17 +275,17 @@ def owner() -> str:
 def _is_alive(owner: str) -> bool:
     """Return whether the process that started a container may still be alive. Always True for a process of another
     machine, because it cannot be checked here."""
-    host, _, rest = owner.partition(":")
-    pid, _, start = rest.partition(":")
+    host, _, process_id = owner.partition(":")
+    pid, _, start_time = process_id.partition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return True
     try:
-        return str(int(psutil.Process(int(pid)).create_time())) == start
+        return str(int(psutil.Process(int(pid)).create_time())) == start_time
     except psutil.NoSuchProcess:
         return False
 
 
-def _failed(task: asyncio.Task[None]) -> bool:
+def _has_failed(task: asyncio.Task[None]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
@@ -295,21 +294,21 @@ def _last_lines(text: str, count: int = 3) -> str:
 
 
 class _Output:
-    """The beginning and the end of a stream of any length."""
+    """Buffer that keeps the beginning and the end of a stream."""
 
     def __init__(self, limit: int) -> None:
-        self._half = limit * 2  # in bytes: a character has up to four
+        self._half_bytes = limit * 2  # in bytes: a character has up to four
         self._head, self._tail = bytearray(), bytearray()
         self._limit, self._size = limit, 0
 
     def add(self, chunk: bytes) -> None:
         self._size += len(chunk)
-        free = self._half - len(self._head)
-        self._head += chunk[:free]
-        self._tail += chunk[free:] if free > 0 else chunk
-        del self._tail[: -self._half]
+        free_bytes = self._half_bytes - len(self._head)
+        self._head += chunk[:free_bytes]
+        self._tail += chunk[free_bytes:] if free_bytes > 0 else chunk
+        del self._tail[: -self._half_bytes]
 
     def text(self) -> str:
-        missing = self._size - len(self._head) - len(self._tail)
-        marker = f"\n[{missing} bytes omitted]\n".encode() if missing else b""
+        num_omitted = self._size - len(self._head) - len(self._tail)
+        marker = f"\n[{num_omitted} bytes omitted]\n".encode() if num_omitted else b""
         return truncate_middle(bytes(self._head + marker + self._tail).decode(errors="replace"), self._limit)

@@ -20,7 +20,7 @@ import yaml
 DEFAULT_TEST_SECONDS = {"harbor": 600.0, "terminal-bench": 60.0}
 BUILD_SECONDS = 600.0
 # What the formats can ask for and this environment does not give. A path of keys -> what it is.
-UNSUPPORTED = {
+UNSUPPORTED_KEYS = {
     "steps": "several steps",
     "environment.gpus": "a GPU",
     "environment.tpu": "a TPU",
@@ -100,12 +100,12 @@ def _read_harbor(folder: Path) -> ContainerTask:
         config = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    for key, what in UNSUPPORTED.items():
-        if _at(config, key):
+    for key, feature in UNSUPPORTED_KEYS.items():
+        if _get_nested(config, key):
             raise ValueError(
-                f"{path}: {key}: the task needs {what}, which is not supported. Leave the task out"
+                f"{path}: {key}: the task needs {feature}, which is not supported. Leave the task out"
             )
-    environment, verifier = _section(config, "environment", path), _section(config, "verifier", path)
+    environment, verifier = _get_section(config, "environment", path), _get_section(config, "verifier", path)
     if str(environment.get("os", "linux")).lower() != "linux":
         raise ValueError(
             f"{path}: environment.os is {environment['os']}: only Linux containers are supported"
@@ -122,20 +122,20 @@ def _read_harbor(folder: Path) -> ContainerTask:
         folder.name,
         folder,
         "harbor",
-        _text(folder / "instruction.md"),
+        _read_text(folder / "instruction.md"),
         image,
         None if image else context,
-        (_existing(folder / "tests" / "test.sh").parent,),
+        (_get_file(folder / "tests" / "test.sh").parent,),
         "/tests/test.sh",
-        _optional(folder / "solution" / "solve.sh"),
-        _number(verifier, "timeout_sec", path, DEFAULT_TEST_SECONDS["harbor"]),
-        _number(environment, "build_timeout_sec", path, BUILD_SECONDS),
-        _number(environment, "cpus", path, None),
-        _memory(environment, path),
+        _file_or_none(folder / "solution" / "solve.sh"),
+        _get_number(verifier, "timeout_sec", path, DEFAULT_TEST_SECONDS["harbor"]),
+        _get_number(environment, "build_timeout_sec", path, BUILD_SECONDS),
+        _get_number(environment, "cpus", path, None),
+        _get_memory_mb(environment, path),
         environment.get("workdir"),
-        _user(_section(config, "agent", path).get("user")),
-        _variables(environment, path, "environment"),
-        _variables(verifier, path, "verifier"),
+        _as_user_name(_get_section(config, "agent", path).get("user")),
+        _get_variables(environment, path, "environment"),
+        _get_variables(verifier, path, "verifier"),
     )
 
 
@@ -150,8 +150,8 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
     if config.get("run_tests_in_same_shell"):
         raise ValueError(f"{path}: run_tests_in_same_shell is not supported: each command has its own shell")
     _check_compose(folder / "docker-compose.yaml")
-    _existing(folder / "Dockerfile")
-    tests = (_existing(folder / "run-tests.sh"), *([folder / "tests"] if (folder / "tests").is_dir() else []))
+    _get_file(folder / "Dockerfile")
+    tests = (_get_file(folder / "run-tests.sh"), *([folder / "tests"] if (folder / "tests").is_dir() else []))
     return ContainerTask(
         folder.name,
         folder,
@@ -161,8 +161,8 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
         folder,
         tests,
         "/tests/run-tests.sh",
-        _optional(folder / "solution.sh"),
-        _number(config, "max_test_timeout_sec", path, DEFAULT_TEST_SECONDS["terminal-bench"]),
+        _file_or_none(folder / "solution.sh"),
+        _get_number(config, "max_test_timeout_sec", path, DEFAULT_TEST_SECONDS["terminal-bench"]),
         test_env={"TEST_DIR": "/tests"},
     )
 
@@ -179,21 +179,21 @@ def _check_compose(path: Path) -> None:
         raise ValueError(f"{path} has several services ({', '.join(services)}), which are not supported")
 
 
-def _at(config: Mapping[str, Any], key: str) -> Any:
+def _get_nested(config: Mapping[str, Any], key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
 
 
-def _section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
+def _get_section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
     section = config.get(name) or {}
     if not isinstance(section, Mapping):
         raise ValueError(f"{path}: {name} must be a table")
     return section
 
 
-def _number(section: Mapping[str, Any], key: str, path: Path, default: Any) -> Any:
+def _get_number(section: Mapping[str, Any], key: str, path: Path, default: Any) -> Any:
     value = section.get(key, default)
     if value is default:
         return default
@@ -207,10 +207,10 @@ def _number(section: Mapping[str, Any], key: str, path: Path, default: Any) -> A
     return value
 
 
-def _memory(environment: Mapping[str, Any], path: Path) -> int | None:
+def _get_memory_mb(environment: Mapping[str, Any], path: Path) -> int | None:
     """Return the memory in MB, also of the older form `memory = "2G"`."""
     if "memory_mb" in environment:
-        return int(_number(environment, "memory_mb", path, None))
+        return int(_get_number(environment, "memory_mb", path, None))
     if "memory" not in environment:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GMK])B?", str(environment["memory"]).strip().upper())
@@ -221,7 +221,7 @@ def _memory(environment: Mapping[str, Any], path: Path) -> int | None:
     return max(1, int(float(match[1]) * {"G": 1024, "M": 1, "K": 1 / 1024}[match[2]]))
 
 
-def _variables(section: Mapping[str, Any], path: Path, name: str) -> dict[str, str]:
+def _get_variables(section: Mapping[str, Any], path: Path, name: str) -> dict[str, str]:
     variables = section.get("env") or {}
     for key, value in variables.items():
         if VARIABLE.search(str(value)):
@@ -232,21 +232,21 @@ def _variables(section: Mapping[str, Any], path: Path, name: str) -> dict[str, s
     return {str(key): str(value) for key, value in variables.items()}
 
 
-def _user(user: Any) -> str | None:
+def _as_user_name(user: Any) -> str | None:
     return None if user is None else str(user)
 
 
-def _text(path: Path) -> str:
-    return _existing(path).read_text(encoding="utf-8").strip()
+def _read_text(path: Path) -> str:
+    return _get_file(path).read_text(encoding="utf-8").strip()
 
 
-def _existing(path: Path) -> Path:
+def _get_file(path: Path) -> Path:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}")
     return path
 
 
-def _optional(path: Path) -> Path | None:
+def _file_or_none(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 

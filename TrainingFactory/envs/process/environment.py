@@ -25,14 +25,14 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import make_validator
 from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
-REQUEST = "environment."  # prefix of the hidden tools
-SHARED = ("actions", "tools", "schema")  # keys of the answer to `version` that apply to all episodes
+REQUEST_PREFIX = "environment."  # prefix of the hidden tools
+SHARED_KEYS = ("actions", "tools", "schema")  # keys of the answer to `version` that apply to all episodes
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @checked_dataclass(config=STRICT, frozen=True)
 class Timeouts:
-    """Seconds for the requests."""
+    """Timeouts of the requests, in seconds."""
 
     start: Positive = 120.0
     tasks: Positive = 120.0
@@ -56,10 +56,10 @@ class ForeignProcessOptions:
 
 
 class RequestTool:
-    """A request of one episode as a tool that the model does not see."""
+    """Tool that sends a request of one episode to its process and that the model does not see."""
 
     def __init__(self, environment: ProcessEnvironment, method: str, seconds: float) -> None:
-        self.spec = ToolSpec(REQUEST + method, parameters={"type": "object"})
+        self.spec = ToolSpec(REQUEST_PREFIX + method, parameters={"type": "object"})
         self.options = ToolOptions(timeout=seconds, idempotent=method == "reset", retries=1)
         self._environment, self._method = environment, method
 
@@ -71,7 +71,7 @@ class RequestTool:
             answer = await episode.request(self._method, **arguments)
             if self._method == "reset":  # recorded with the actions and tools that all episodes have
                 answer = {
-                    key: episode.description[key] for key in SHARED if key in episode.description
+                    key: episode.description[key] for key in SHARED_KEYS if key in episode.description
                 } | answer
             return ToolResult(json.dumps(answer))
         except (ProcessLost, EpisodeLost) as error:
@@ -92,7 +92,7 @@ class EnvironmentTool:
 
 
 class ProcessEnvironment(ToolEnvironment):
-    """One episode in a process of `pool`."""
+    """An episode that runs in a process of `pool`."""
 
     pool: ClassVar[ProcessPool]
     timeouts: ClassVar[Timeouts]
@@ -104,7 +104,7 @@ class ProcessEnvironment(ToolEnvironment):
         self.executor = AsyncToolExecutor(requests, max_output_chars=MAX_MESSAGE_BYTES)
         self.tools = []  # those that the model sees, known after `reset`
         self._episode: PooledEpisode | None = None
-        self._calls = AsyncToolExecutor([])  # checks the model's calls
+        self._call_checker = AsyncToolExecutor([])  # checks the model's calls
         self._actions = "text"
         self._schema: Any = None
         self._rewards: list[float | None] = []  # one per step
@@ -117,7 +117,7 @@ class ProcessEnvironment(ToolEnvironment):
             answer = run(lambda: request_once(cls.pool.program, "tasks", cls.timeouts.tasks, **fields))
         except (ProcessLost, RequestFailed) as error:
             raise ValueError(str(error)) from error
-        return [_task(row) for row in _list_of(answer, "tasks")][:count]
+        return [_parse_task(row) for row in _list_of(answer, "tasks")][:count]
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
@@ -138,29 +138,29 @@ class ProcessEnvironment(ToolEnvironment):
         # All episodes of a task start in the same state.
         seed = zlib.crc32(self.task.id.encode()) % 2**31
         answer = await self._request("reset", task=asdict(self.task), seed=seed)
-        self.tools = [EnvironmentTool(_spec(row)) for row in _list_of(answer, "tools")]
-        self._calls = AsyncToolExecutor(self.tools)
+        self.tools = [EnvironmentTool(_parse_spec(row)) for row in _list_of(answer, "tools")]
+        self._call_checker = AsyncToolExecutor(self.tools)
         self._actions, self._schema = answer.get("actions", "text"), answer.get("schema")
-        return [_message(row) for row in _list_of(answer, "messages")]
+        return [_parse_message(row) for row in _list_of(answer, "messages")]
 
     async def step(self, message: Message) -> Step:
         self._rewards.append(None)
-        results = {call.id: self._calls.rejection(call) for call in message.tool_calls}
-        accepted = [call for call in message.tool_calls if results[call.id] is None]
-        if message.tool_calls and not accepted:
-            return _step(message.tool_calls, results, [])
-        fields = {"role": "assistant", "content": message.content, "tool_calls": [_call(c) for c in accepted]}
+        results = {call.id: self._call_checker.rejection(call) for call in message.tool_calls}
+        calls = [call for call in message.tool_calls if results[call.id] is None]
+        if message.tool_calls and not calls:
+            return _make_step(message.tool_calls, results, [])
+        fields = {"role": "assistant", "content": message.content, "tool_calls": [_as_dict(c) for c in calls]}
         if self._actions == "json":
             try:
-                fields["json"] = self._parsed(message.content)
+                fields["json"] = self._parse_json(message.content)
             except ValueError as error:
                 return Step([Message("user", str(error))], signals={"invalid_json": 1.0})
         answer = await self._request("step", message=fields)
         if answer.get("reward") is not None:
             self._rewards[-1] = float(answer["reward"])
-        self._metrics = _numbers(answer.get("metrics"))
+        self._metrics = _as_floats(answer.get("metrics"))
         rows = _list_of(answer, "messages")
-        step = _step(message.tool_calls, results, rows)
+        step = _make_step(message.tool_calls, results, rows)
         step.done, step.signals = bool(answer.get("done")), dict(self._metrics)
         if step.done:
             reason = str(answer.get("stop_reason") or "done")[:80]
@@ -184,7 +184,7 @@ class ProcessEnvironment(ToolEnvironment):
         outcome = float(score or 0.0) + (steps[-1] if steps else 0.0)
         if steps:
             steps[-1] = 0.0
-        return Reward(outcome, steps if any(steps) else [], self._metrics | _numbers(answer.get("parts")))
+        return Reward(outcome, steps if any(steps) else [], self._metrics | _as_floats(answer.get("parts")))
 
     async def close(self) -> None:
         pooled_episode, self._episode = self._episode, None
@@ -192,17 +192,17 @@ class ProcessEnvironment(ToolEnvironment):
             await pooled_episode.close()
 
     async def _request(self, method: str, **fields: Any) -> dict[str, Any]:
-        [result] = await self.executor.batch_execute([ToolCall(REQUEST + method, fields)])
+        [result] = await self.executor.batch_execute([ToolCall(REQUEST_PREFIX + method, fields)])
         if result.ok:
             return json.loads(result.content)
         if result.error in ("unavailable", "timeout"):
             raise ToolFailure(result.content)
         raise RuntimeError(f"{method}: {result.content}")
 
-    def _parsed(self, text: str) -> Any:
+    def _parse_json(self, answer: str) -> Any:
         """Parse a text as JSON and validate it; raise ValueError with an explanation for the model."""
         try:
-            value = json.loads(text)
+            value = json.loads(answer)
         except ValueError as error:
             raise ValueError(f"Answer with JSON: {error}") from None
         problem = next(make_validator(self._schema or {}).iter_errors(value), None)
@@ -246,23 +246,23 @@ def environment(name: str) -> type[ForeignProcess]:
     return type(name, (ForeignProcess,), {"environment_id": name})
 
 
-def _task(row: Any) -> Task:
+def _parse_task(row: Any) -> Task:
     if not isinstance(row, dict) or not isinstance(row.get("id"), str):
         raise ValueError(f"the environment's task needs a text `id`: {str(row)[:200]}")
     prompt = row.get("prompt") or ""
     if not isinstance(prompt, str):
-        prompt = [_message(message) for message in prompt]
+        prompt = [_parse_message(message) for message in prompt]
     return Task(row["id"], prompt, row.get("answer"), dict(row.get("metadata") or {}))
 
 
-def _spec(row: Any) -> ToolSpec:
+def _parse_spec(row: Any) -> ToolSpec:
     if not isinstance(row, dict) or not isinstance(row.get("name"), str):
         raise ValueError(f"the environment's tool needs a `name`: {str(row)[:200]}")
     parameters = row.get("parameters") or {"type": "object", "properties": {}}
     return ToolSpec(row["name"], str(row.get("description") or ""), parameters)
 
 
-def _message(row: Any) -> Message:
+def _parse_message(row: Any) -> Message:
     is_valid = (
         isinstance(row, dict) and row.get("role") in ROLES and isinstance(row.get("content"), str | list)
     )
@@ -273,14 +273,14 @@ def _message(row: Any) -> Message:
     return Message(row["role"], content, **fields)
 
 
-def _call(call: ToolCall) -> dict[str, Any]:
+def _as_dict(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "name": call.name, "arguments": call.arguments}
 
 
-def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: list[Any]) -> Step:
+def _make_step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: list[Any]) -> Step:
     """Return a step whose replies are the results of the tool calls, in the order of the calls, and then the other
     messages."""
-    messages = [_message(row) for row in rows]
+    messages = [_parse_message(row) for row in rows]
     names = {call.id: call.name for call in calls}
     for message, row in zip(messages, rows, strict=True):
         if message.role == "tool" and message.tool_call_id in names:
@@ -294,8 +294,8 @@ def _step(calls: list[ToolCall], results: dict[str, ToolResult | None], rows: li
         Message("tool", result.content, tool_call_id=call_id, name=names[call_id], images=result.images)
         for call_id, result in results_by_id.items()
     ]
-    others = [message for message in messages if message.tool_call_id not in names]
-    return Step([*replies, *others], tool_results=list(results_by_id.values()))
+    other_messages = [message for message in messages if message.tool_call_id not in names]
+    return Step([*replies, *other_messages], tool_results=list(results_by_id.values()))
 
 
 def _list_of(answer: dict[str, Any], key: str) -> list[Any]:
@@ -305,6 +305,6 @@ def _list_of(answer: dict[str, Any], key: str) -> list[Any]:
     return rows
 
 
-def _numbers(values: Any) -> dict[str, float]:
-    pairs = values.items() if isinstance(values, dict) else ()
+def _as_floats(metrics: Any) -> dict[str, float]:
+    pairs = metrics.items() if isinstance(metrics, dict) else ()
     return {str(name): float(value) for name, value in pairs if isinstance(value, int | float)}

@@ -20,7 +20,7 @@ class ProcessPool:
         self.processes: list[EnvironmentProcess] = []
         # Since the last `metrics`: stop reasons of episodes, crashed processes, and lost episodes.
         self._counts: Counter[str] = Counter()
-        self._names = itertools.count(1)
+        self._name_counter = itertools.count(1)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open_episode(self) -> PooledEpisode:
@@ -36,7 +36,7 @@ class ProcessPool:
         else:
             process = EnvironmentProcess(self.program)
             self.processes.append(process)
-        episode = PooledEpisode(self, process, f"e{next(self._names)}")
+        episode = PooledEpisode(self, process, f"e{next(self._name_counter)}")
         process.episodes.add(episode.name)
         return episode
 

@@ -26,10 +26,10 @@ from TrainingFactory.tools import sandbox
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 8 * 2**20
 GRACE_SECONDS = 2.0  # after closing stdin
-LAUNCH = Path(sandbox.__file__).with_name("launch.py")
+LAUNCHER = Path(sandbox.__file__).with_name("launch.py")
 UNRESTRICTED = b"unrestricted:"  # written by launch.py
 log = logging.getLogger(__name__)
-_ID = re.compile(rb'\s*\{\s*"id":\s*(\d+)')
+_ID_PATTERN = re.compile(rb'\s*\{\s*"id":\s*(\d+)')
 _ID_BYTES = 200  # of a line that is too long
 
 
@@ -42,7 +42,7 @@ class RequestFailed(Exception):
 
 
 class EpisodeLost(RequestFailed):
-    """Raised if the environment answered that it lost this episode, such as the episode's connection to a server."""
+    """Raised if the environment lost this episode, for example because the episode's server closed the connection."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,8 +68,8 @@ class EnvironmentProcess:
         self.error: str | None = None  # why the process is lost
         self._ids = itertools.count(1)
         self._pending: dict[int, asyncio.Future[Any]] = {}
-        self._abandoned: set[int] = set()  # requests whose caller no longer waits
-        self._line = bytearray()
+        self._abandoned_ids: set[int] = set()  # requests whose caller no longer waits
+        self._line_buffer = bytearray()
         self._line_size = 0
         self._stderr = b""
         self._invalid_lines = 0
@@ -77,7 +77,7 @@ class EnvironmentProcess:
         self._folder = tempfile.mkdtemp(prefix="tfactory-environment-")
         self._lifeline = -1
         self._tasks: list[asyncio.Task[None]] = []
-        self._ending: asyncio.Task[None] | None = None
+        self._end_task: asyncio.Task[None] | None = None
         self.start_task = asyncio.ensure_future(self._start())
 
     @property
@@ -87,30 +87,30 @@ class EnvironmentProcess:
     @property
     def is_responsive(self) -> bool:
         """Return whether the process is alive and has answered every request whose caller stopped waiting."""
-        return self.error is None and not self._abandoned
+        return self.error is None and not self._abandoned_ids
 
     async def ready(self) -> None:
         """Wait until the process has answered `version`."""
         await asyncio.shield(self.start_task)
 
     async def request(self, method: str, **fields: Any) -> dict[str, Any]:
-        """Return the result of a request. Raise RequestFailed, EpisodeLost or ProcessLost."""
+        """Send a request and return its result; raise RequestFailed, EpisodeLost or ProcessLost if it fails."""
         if self.error is not None:
             raise ProcessLost(self.error)
-        number = next(self._ids)
-        line = json.dumps({"id": number, "method": method, **fields}, default=str).encode() + b"\n"
+        request_id = next(self._ids)
+        line = json.dumps({"id": request_id, "method": method, **fields}, default=str).encode() + b"\n"
         if len(line) > MAX_MESSAGE_BYTES:
             raise RequestFailed(f"{method}: the request has {len(line)} bytes, more than {MAX_MESSAGE_BYTES}")
         assert self._process is not None and self._process.stdin is not None
-        answer = self._pending[number] = asyncio.get_running_loop().create_future()
+        answer = self._pending[request_id] = asyncio.get_running_loop().create_future()
         try:
             self._process.stdin.write(line)
             with contextlib.suppress(ConnectionError):  # the reader reports the end of the process
                 await self._process.stdin.drain()
             result = await answer
         except asyncio.CancelledError:
-            if self._pending.pop(number, None) is not None:
-                self._abandoned.add(number)
+            if self._pending.pop(request_id, None) is not None:
+                self._abandoned_ids.add(request_id)
             raise
         if not isinstance(result, dict):
             raise RequestFailed(f"{method}: the result must be an object, not {str(result)[:80]}")
@@ -139,9 +139,9 @@ class EnvironmentProcess:
             await self._fail_requests(str(error))
             raise
         if self.description.get("protocol") != PROTOCOL:
-            spoken = self.description.get("protocol")
+            protocol = self.description.get("protocol")
             await self._fail_requests(
-                f"it speaks protocol {spoken!r}; TrainingFactory speaks protocol {PROTOCOL}"
+                f"it speaks protocol {protocol!r}; TrainingFactory speaks protocol {PROTOCOL}"
             )
             raise RequestFailed(self.error)
 
@@ -151,7 +151,7 @@ class EnvironmentProcess:
         program, command = self.program, list(self.program.command)
         if program.confined:
             settings = {"folder": self._folder, "readable": list(program.readable)}
-            command = [sys.executable, "-I", "-S", str(LAUNCH), json.dumps(settings), *command]
+            command = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *command]
         env = groups.inherited_variables(list(program.env)) | dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         pipe, self._lifeline = os.pipe()  # the kernel kills the process group when our end closes
         try:
@@ -172,37 +172,37 @@ class EnvironmentProcess:
 
     async def _read_stdout(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        while data := await self._process.stdout.read(65536):
-            *line_ends, start = data.split(b"\n")
+        while chunk := await self._process.stdout.read(65536):
+            *line_ends, line_start = chunk.split(b"\n")
             for line_end in line_ends:
-                self._add(line_end)
+                self._append_to_line(line_end)
                 self._finish_line()
-            self._add(start)
+            self._append_to_line(line_start)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_SECONDS):
-                await _exited_error(self._process)
+                await _wait_for_exit(self._process)
                 await self._tasks[1]  # the end of stderr explains the exit
-        await self._fail_requests(_exit_text(self._process.returncode))
+        await self._fail_requests(_describe_exit(self._process.returncode))
 
     async def _read_stderr(self) -> None:
         assert self._process is not None and self._process.stderr is not None
-        while data := await self._process.stderr.read(65536):
-            if not self._stderr and data.startswith(UNRESTRICTED):
-                _warn_unrestricted(self.program.name, data.split(b"\n")[0][len(UNRESTRICTED) :].decode())
-            self._stderr = (self._stderr + data)[-groups.BYTES_KEPT :]
+        while chunk := await self._process.stderr.read(65536):
+            if not self._stderr and chunk.startswith(UNRESTRICTED):
+                _warn_unrestricted(self.program.name, chunk.split(b"\n")[0][len(UNRESTRICTED) :].decode())
+            self._stderr = (self._stderr + chunk)[-groups.BYTES_KEPT :]
 
-    def _add(self, part: bytes) -> None:
-        self._line += part
-        self._line_size += len(part)
+    def _append_to_line(self, chunk: bytes) -> None:
+        self._line_buffer += chunk
+        self._line_size += len(chunk)
         if self._line_size > MAX_MESSAGE_BYTES:
-            del self._line[_ID_BYTES:]
+            del self._line_buffer[_ID_BYTES:]
 
     def _finish_line(self) -> None:
-        line, size = bytes(self._line), self._line_size
-        self._line.clear()
+        line, size = bytes(self._line_buffer), self._line_size
+        self._line_buffer.clear()
         self._line_size = 0
         if size > MAX_MESSAGE_BYTES:
-            match = _ID.match(line)
+            match = _ID_PATTERN.match(line)
             answer: Any = match and {
                 "id": int(match[1]),
                 "error": {"message": "the answer has more than 8 MiB"},
@@ -215,31 +215,31 @@ class EnvironmentProcess:
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
             self._invalid_lines += bool(line.strip())
             return
-        self._abandoned.discard(answer["id"])
+        self._abandoned_ids.discard(answer["id"])
         future = self._pending.pop(answer["id"], None)
         if future is None or future.done():
             return
         if (error := answer.get("error")) is not None:
-            future.set_exception(_request_error(error))
+            future.set_exception(_as_exception(error))
         else:
             future.set_result(answer.get("result"))
 
     async def _fail_requests(self, reason: str) -> None:
         """Record the reason why the process is lost, fail its pending requests, and end it."""
         if self.error is None:
-            noise = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
-            self.error = f"environment {self.program.name}: {reason}{noise}{groups.stderr_text(self._stderr)}"
+            note = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
+            self.error = f"environment {self.program.name}: {reason}{note}{groups.stderr_text(self._stderr)}"
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if not future.done():
                 future.set_exception(ProcessLost(self.error))
-        self._ending = self._ending or asyncio.ensure_future(self._end())
+        self._end_task = self._end_task or asyncio.ensure_future(self._end())
 
     async def close(self) -> None:
         """End the process. Further calls wait for its end."""
         self.error = self.error or f"environment {self.program.name}: the process was closed"
-        self._ending = self._ending or asyncio.ensure_future(self._end())
-        await asyncio.shield(self._ending)
+        self._end_task = self._end_task or asyncio.ensure_future(self._end())
+        await asyncio.shield(self._end_task)
 
     async def _end(self) -> None:
         """Close stdin, then kill the process group and descendants outside of it."""
@@ -250,12 +250,12 @@ class EnvironmentProcess:
             process.stdin.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GRACE_SECONDS):
-                    await _exited_error(process)
+                    await _wait_for_exit(process)
             groups.signal_group(process.pid, signal.SIGKILL)
             for child in children:
                 with contextlib.suppress(groups.psutil.Error):
                     child.kill()
-            await _exited_error(process)
+            await _wait_for_exit(process)
         self.abandon()
 
     def abandon(self) -> None:
@@ -280,18 +280,18 @@ def _warn_unrestricted(name: str, reason: str) -> None:
     log.warning("environment %s can read all of your files:%s", name, reason)
 
 
-async def _exited_error(process: asyncio.subprocess.Process) -> None:
+async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
     while process.returncode is None:  # `wait` would also wait for every process that holds the pipes
         await asyncio.sleep(0.01)
 
 
-def _request_error(error: Any) -> Exception:
+def _as_exception(error: Any) -> Exception:
     if not isinstance(error, dict):
         return RequestFailed(str(error))
     return (EpisodeLost if error.get("lost") is True else RequestFailed)(str(error.get("message")))
 
 
-def _exit_text(status: int | None) -> str:
+def _describe_exit(status: int | None) -> str:
     if status is None:
         return "it closed its stdout"
     if status < 0:

@@ -22,19 +22,19 @@ ADAPTERS = Path(adapters.__file__).parent
 SERVER = ADAPTERS / "server.py"
 FOLDER = "TFACTORY_ENVS"  # environment variable: folder of the virtual environments
 LOCK = "requirements.lock"
-NO_ADAPTERS = ("__init__", "server", "agent_turns")  # other files in the folder
+NON_ADAPTERS = ("__init__", "server", "agent_turns")  # other files in the folder
 
 
 def adapter_names() -> list[str]:
-    return sorted(path.stem for path in ADAPTERS.glob("*.py") if path.stem not in NO_ADAPTERS)
+    return sorted(path.stem for path in ADAPTERS.glob("*.py") if path.stem not in NON_ADAPTERS)
 
 
 def environments_folder() -> Path:
     """Return the folder with one virtual environment per adapter."""
     if path := os.environ.get(FOLDER):
         return Path(path).expanduser()
-    data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "tfactory" / "envs"
+    data_home = os.environ.get("XDG_DATA_HOME")
+    return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "tfactory" / "envs"
 
 
 def find_program(
@@ -47,8 +47,8 @@ def find_program(
             raise ValueError(f"environment.options.readable: there is no file or folder {path}")
     extra_paths = [str(Path(path).expanduser().resolve()) for path in readable]
     if kind == "process":
-        command, own_paths = _own_command(name)
-        return Program(command, name, readable=[*own_paths, *extra_paths], **options)
+        command, command_paths = _resolve_command(name)
+        return Program(command, name, readable=[*command_paths, *extra_paths], **options)
     if not name:
         raise ValueError(f"environment_id {environment_id!r} names no environment. Write {kind}:NAME")
     interpreter = Path(python).expanduser().absolute() if python else installed_python(kind)
@@ -66,7 +66,7 @@ def find_program(
     return Program(command, name, readable=[*map(str, folders), *files, *extra_paths], **options)
 
 
-def _own_command(command: str) -> tuple[list[str], list[str]]:
+def _resolve_command(command: str) -> tuple[list[str], list[str]]:
     """Return the arguments of a command, with files as absolute paths, and the paths that the command must be able to
     read."""
     try:
@@ -118,34 +118,34 @@ def install(kind: str, report: Callable[[str], None] = lambda _: None) -> Path:
     file. With a lock file, install exactly those files. Return the lock file."""
     requirements = requirements_of(kind)
     folder = environments_folder() / kind
-    lock = folder / LOCK
+    lock_file = folder / LOCK
     python = folder / "bin" / "python"
     report(f"creating {folder}")
     _run_command([sys.executable, "-m", "venv", str(folder)])
     pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
-    if lock.is_file():
-        report(f"installing the {len(lock.read_text().splitlines())} packages of {lock}")
-        _run_command([*pip, "--require-hashes", "-r", str(lock)])
-        return lock
+    if lock_file.is_file():
+        report(f"installing the {len(lock_file.read_text().splitlines())} packages of {lock_file}")
+        _run_command([*pip, "--require-hashes", "-r", str(lock_file)])
+        return lock_file
     report(f"installing {', '.join(requirements) or 'no packages'}")
     if requirements:
-        log = folder / "install.json"
-        _run_command([*pip, "--force-reinstall", "--report", str(log), *requirements])
-        packages = json.loads(log.read_text(encoding="utf-8"))["install"]
-        lines = sorted(map(_locked_line, packages))
-        log.unlink()
+        report_file = folder / "install.json"
+        _run_command([*pip, "--force-reinstall", "--report", str(report_file), *requirements])
+        packages = json.loads(report_file.read_text(encoding="utf-8"))["install"]
+        lines = sorted(map(_make_lock_line, packages))
+        report_file.unlink()
     else:
         lines = []
-    lock.write_text("".join(lines), encoding="utf-8")
-    report(f"installed {len(lines)} packages; versions and hashes are in {lock}")
-    return lock
+    lock_file.write_text("".join(lines), encoding="utf-8")
+    report(f"installed {len(lines)} packages; versions and hashes are in {lock_file}")
+    return lock_file
 
 
-def _locked_line(package: dict[str, Any]) -> str:
+def _make_lock_line(package: dict[str, Any]) -> str:
     metadata, archive = package["metadata"], package["download_info"].get("archive_info", {})
     digest = archive.get("hashes", {}).get("sha256")
-    pinned = f"{metadata['name']}=={metadata['version']}"
-    return f"{pinned} --hash=sha256:{digest}\n" if digest else f"{pinned}\n"
+    requirement = f"{metadata['name']}=={metadata['version']}"
+    return f"{requirement} --hash=sha256:{digest}\n" if digest else f"{requirement}\n"
 
 
 def _run_command(command: list[str]) -> None:

@@ -16,16 +16,16 @@ from TrainingFactory.tools.endpoints.client import ModelFailure
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, Step, Task, ToolCall, ToolFailure, ToolResult, ToolSpec
 
-TOOL = "user.reply"
+TOOL_NAME = "user.reply"
 CALLER = "user"  # in recordings
 MAX_REPLY_CHARS = 1_000_000
 
 
 class ReplyTool:
-    """A request to the user model, which the agent cannot call."""
+    """Tool that requests a reply from the user model and that the agent cannot call."""
 
     def __init__(self, conversation: UserConversation) -> None:
-        self.spec = ToolSpec(TOOL, parameters={"type": "object"})
+        self.spec = ToolSpec(TOOL_NAME, parameters={"type": "object"})
         self.options = ToolOptions(timeout=conversation.user.timeout, ordered=True)
         self._conversation = conversation
 
@@ -48,7 +48,7 @@ class UserConversation(ToolEnvironment):
         super().__init__(task)
         self._instructions = self.user.brief.instructions(task)
         self._dialogue: list[Message] = []  # as the user model sees it
-        self._replies = 0
+        self._num_replies = 0
         self._requests: AsyncToolExecutor | None = None
         self._signals: dict[str, float] = {}  # of the next step
 
@@ -65,53 +65,53 @@ class UserConversation(ToolEnvironment):
             )
         self._dialogue = [Message("user", GREETING)]
         if self.user.brief.first == "user":
-            opening = await self._reply("")
-            if not opening.text:
+            first_reply = await self._request_reply("")
+            if not first_reply.text:
                 raise ToolFailure("the simulated user ended the conversation before its first message")
-            return [*(message for message in messages if message.role == "system"), self._say(opening)]
+            return [*(message for message in messages if message.role == "system"), self._say(first_reply)]
         for message in messages:
             if message.role == "user":
-                self._add("assistant", message.content)
+                self._add_text("assistant", message.content)
             elif message.role == "assistant":
-                self._add("user", message.content)
+                self._add_text("user", message.content)
         return messages
 
     async def step(self, message: Message) -> Step:
-        self._add("user", message.content)
+        self._add_text("user", message.content)
         if message.tool_calls:
             step = await super().step(message)
             if self.user.brief.sees_tools:
-                self._show_tools(message, step)
+                self._add_tool_calls(message, step)
             return self._with_signals(step)
-        if self._replies == self.user.brief.max_turns:
-            return await self._end(message, "limit", [])
-        self._replies += 1
-        reply = await self._reply(message.content)
-        said = [self._say(reply)] if reply.text else []
+        if self._num_replies == self.user.brief.max_turns:
+            return await self._end_conversation(message, "limit", [])
+        self._num_replies += 1
+        reply = await self._request_reply(message.content)
+        replies = [self._say(reply)] if reply.text else []
         if reply.ended:
-            return await self._end(message, "user", said)
+            return await self._end_conversation(message, "user", replies)
         if isinstance(self, ProcessEnvironment):
             self.skip_turn()
-        return self._with_signals(Step(said))
+        return self._with_signals(Step(replies))
 
-    async def _end(self, message: Message, ended_by: str, said: list[Message]) -> Step:
-        """Step the environment with the agent's last message, and return the step with `done` set."""
+    async def _end_conversation(self, message: Message, ended_by: str, replies: list[Message]) -> Step:
+        """Pass the agent's last message to the environment; return its step with `done` set."""
         step = await super().step(message)
         self._signals[f"user/ended_by_{ended_by}"] = 1.0
-        return self._with_signals(replace(step, replies=[*step.replies, *said], done=True))
+        return self._with_signals(replace(step, replies=[*step.replies, *replies], done=True))
 
-    async def _reply(self, text: str) -> UserReply:
+    async def _request_reply(self, agent_text: str) -> UserReply:
         """Request a reply from the user model through a tool that is hidden from the agent."""
         if self._requests is None:
             self._requests = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
         with self._requests.measure(CALLER):
-            arguments = {"turn": self._replies, "text": text}
-            [result] = await self._requests.batch_execute([ToolCall(TOOL, arguments)])
+            arguments = {"turn": self._num_replies, "text": agent_text}
+            [result] = await self._requests.batch_execute([ToolCall(TOOL_NAME, arguments)])
         if not result.ok:
             raise ToolFailure(f"simulated user: {result.content}")
         reply = UserReply(**json.loads(result.content))
-        values = {"turns": 1.0, "tokens": reply.tokens, "cut": reply.cut, "seconds": result.seconds}
-        for name, value in values.items():
+        signals = {"turns": 1.0, "tokens": reply.tokens, "cut": reply.cut, "seconds": result.seconds}
+        for name, value in signals.items():
             self._signals[f"user/{name}"] = self._signals.get(f"user/{name}", 0.0) + float(value)
         return reply
 
@@ -122,24 +122,24 @@ class UserConversation(ToolEnvironment):
         return await self.user.reply(self._instructions, self._dialogue, seed)
 
     def _say(self, reply: UserReply) -> Message:
-        self._add("assistant", reply.text)
+        self._add_text("assistant", reply.text)
         return Message("user", reply.text)
 
-    def _add(self, role: Any, text: str) -> None:
+    def _add_text(self, role: Any, text: str) -> None:
         """Add a text to the dialogue; several texts of one side become one message."""
         if not text.strip():
             return
         if self._dialogue[-1].role == role:
-            last = self._dialogue[-1]
-            self._dialogue[-1] = replace(last, content=f"{last.content}\n\n{text}")
+            last_message = self._dialogue[-1]
+            self._dialogue[-1] = replace(last_message, content=f"{last_message.content}\n\n{text}")
         else:
             self._dialogue.append(Message(role, text))
 
-    def _show_tools(self, message: Message, step: Step) -> None:
+    def _add_tool_calls(self, message: Message, step: Step) -> None:
         for call in message.tool_calls:
-            self._add("user", f"[calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}]")
+            self._add_text("user", f"[calls {call.name} {json.dumps(call.arguments, ensure_ascii=False)}]")
         for result in step.tool_results:
-            self._add("user", f"[result: {result.content}]")
+            self._add_text("user", f"[result: {result.content}]")
 
     def _with_signals(self, step: Step) -> Step:
         signals, self._signals = self._signals, {}

@@ -53,7 +53,7 @@ class UserBrief:
 
     def instructions(self, task: Task) -> str:
         """Return the system prompt of the user model for a task; raise ValueError for a missing column."""
-        columns = {"prompt": _text(task.prompt), "answer": task.answer, "id": task.id, **task.metadata}
+        columns = {"prompt": _prompt_text(task.prompt), "answer": task.answer, "id": task.id, **task.metadata}
         persona = self.persona if self.persona is not None else "{persona}" if "persona" in columns else None
         goal = self.goal
         if goal is None:
@@ -74,21 +74,21 @@ class UserBrief:
 def fill_template(template: str, columns: Mapping[str, Any], task: str, key: str) -> str:
     """Replace {column} and {column.key} by the values of a task."""
 
-    def value(match: re.Match[str]) -> str:
-        values: Any = columns
+    def look_up(match: re.Match[str]) -> str:
+        value: Any = columns
         for name in match[1].split("."):
-            if not isinstance(values, Mapping) or name not in values:
+            if not isinstance(value, Mapping) or name not in value:
                 raise ValueError(
                     f"environment.user.{key} has {match[0]}, but task {task} has no such column; its columns: "
                     f"{', '.join(columns)}"
                 )
-            values = values[name]
-        return values if isinstance(values, str) else json.dumps(values, ensure_ascii=False, default=str)
+            value = value[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
-    return PLACEHOLDER.sub(value, template)
+    return PLACEHOLDER.sub(look_up, template)
 
 
-def _text(prompt: str | list[Message]) -> str:
+def _prompt_text(prompt: str | list[Message]) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(message.content for message in prompt if message.role == "user")
@@ -139,11 +139,11 @@ class SimulatedUser:
     def metrics(self) -> dict[str, float]:
         """Return requests, retries, failures and spending since the start of the process."""
         usage = self.client.usage.metrics("user")
-        names = ("requests", "retries", "cached", "cost")
+        metric_names = ("requests", "retries", "cached", "cost")
         return {
             name: value
             for name, value in usage.items()
-            if name.removeprefix("user/") in names or name.startswith("user/failed_")
+            if name.removeprefix("user/") in metric_names or name.startswith("user/failed_")
         }
 
     async def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from TrainingFactory.common.workers.groups import inherited_variables, signal_group
 from TrainingFactory.types import ToolFailure
 
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = [
     "--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -29,7 +29,7 @@ FLAGS = [
     "--host-resolver-rules=MAP * ~NOTFOUND",
 ]  # fmt: skip
 # Chromium reads commands from file 3 and writes to file 4.
-TAKE_PIPES = """
+LAUNCH_SCRIPT = """
 import fcntl, os, sys
 pipes = [fcntl.fcntl(int(number), fcntl.F_DUPFD_CLOEXEC, 50) for number in sys.argv[1:3]]
 os.dup2(pipes[0], 3)
@@ -37,11 +37,11 @@ os.dup2(pipes[1], 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 MAX_MESSAGE_BYTES = 64 << 20
-ADDRESS = "http://page.invalid/"
+PAGE_URL = "http://page.invalid/"
 # WebSockets are not intercepted. Everything else is, and counted.
-POLICY = "connect-src 'none'; webrtc 'block'"
+CONTENT_POLICY = "connect-src 'none'; webrtc 'block'"
 # Screenshots do not depend on when they are taken: no blinking cursor, no animation.
-CALM = """
+CALM_SCRIPT = """
 const sheet = new CSSStyleSheet();
 sheet.replaceSync("* { caret-color: transparent !important; animation: none !important; transition: none !important }");
 document.adoptedStyleSheets = [sheet];
@@ -59,13 +59,13 @@ class ScriptError(ValueError):
 
 def find_browser(program: str | None) -> str:
     """Return the path of Chromium. Raise ValueError if it is not installed."""
-    names = PROGRAMS if program is None else (program,)
+    names = BROWSER_PROGRAMS if program is None else (program,)
     if (path := next(filter(None, map(shutil.which, names)), None)) is None:
-        paths = (
+        problem = (
             "environment.options.browser is not a program" if program else "no program of PATH is Chromium"
         )
         raise ValueError(
-            f"environment web_page needs Chromium, but {paths} ({', '.join(names)}). Install it (Debian: apt install "
+            f"environment web_page needs Chromium, but {problem} ({', '.join(names)}). Install it (Debian: apt install "
             "chromium), or set environment.options.browser to its path"
         )
     return path
@@ -80,11 +80,11 @@ class Chromium:
         self.process, self.timeout, self.error = process, timeout, ""
         self.listeners: dict[str, Listener] = {}  # by session
         self._commands, self._answers = commands, answers
-        self._numbers = itertools.count(1)
+        self._ids = itertools.count(1)
         self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._profile: tempfile.TemporaryDirectory[str] | None = None
-        self.run_later(self._read())
+        self.run_later(self._read_messages())
 
     @classmethod
     async def start(cls, program: str, timeout: float) -> Self:
@@ -93,7 +93,7 @@ class Chromium:
         profile = tempfile.TemporaryDirectory(prefix="tfactory-browser-", ignore_cleanup_errors=True)
         # The sandbox of Chromium cannot be started by root.
         flags = [*FLAGS, *(["--no-sandbox", "--no-zygote"] if os.geteuid() == 0 else [])]
-        launcher = [sys.executable, "-I", "-S", "-c", TAKE_PIPES, str(commands_out), str(answers_in)]
+        launcher = [sys.executable, "-I", "-S", "-c", LAUNCH_SCRIPT, str(commands_out), str(answers_in)]
         try:
             process = await asyncio.create_subprocess_exec(
                 *launcher, program, *flags, f"--user-data-dir={profile.name}", stdin=asyncio.subprocess.DEVNULL,
@@ -120,9 +120,9 @@ class Chromium:
     async def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
         if self.error:
             raise BrowserLost(self.error)
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": params}
-        self._replies[number] = reply = asyncio.get_running_loop().create_future()
+        message_id = next(self._ids)
+        message = {"id": message_id, "method": method, "params": params}
+        self._replies[message_id] = reply = asyncio.get_running_loop().create_future()
         self._commands.write(
             json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0"
         )
@@ -132,17 +132,17 @@ class Chromium:
         except TimeoutError:
             raise BrowserLost(f"{method} took longer than {self.timeout:g} s") from None
         finally:
-            self._replies.pop(number, None)
+            self._replies.pop(message_id, None)
         if "error" in answer:
             raise BrowserLost(f"{method}: {answer['error']['message']}")
         return answer["result"]
 
-    def run_later(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def run_later(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _read(self) -> None:
+    async def _read_messages(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 message = json.loads((await self._answers.readuntil(b"\0"))[:-1])
@@ -181,8 +181,8 @@ class BrowserPage:
 
     def __init__(self, chromium: Chromium, context: str, target: str, session: str, html: str) -> None:
         self._chromium, self._context, self._target, self._session = chromium, context, target, session
-        self._html, self.blocked = html, 0
-        self._loaded = asyncio.Event()
+        self._html, self.num_blocked = html, 0
+        self._load_event = asyncio.Event()
         chromium.listeners[session] = self._handle_event
 
     @classmethod
@@ -195,7 +195,7 @@ class BrowserPage:
         await send("Browser.setDownloadBehavior", behavior="deny", browserContextId=context)
         await page._send("Page.enable")
         await page._send("Fetch.enable", patterns=[{"urlPattern": "*"}])
-        await page._send("Page.addScriptToEvaluateOnNewDocument", source=CALM)
+        await page._send("Page.addScriptToEvaluateOnNewDocument", source=CALM_SCRIPT)
         await page._send(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -203,10 +203,10 @@ class BrowserPage:
             deviceScaleFactor=1,
             mobile=False,
         )
-        await page._send("Page.navigate", url=ADDRESS)
+        await page._send("Page.navigate", url=PAGE_URL)
         try:
             async with asyncio.timeout(chromium.timeout):
-                await page._loaded.wait()
+                await page._load_event.wait()
         except TimeoutError:
             raise BrowserLost(f"the page was not loaded within {chromium.timeout:g} s") from None
         return page
@@ -242,26 +242,26 @@ class BrowserPage:
 
     def _handle_event(self, method: str, params: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
-            self._loaded.set()
+            self._load_event.set()
         elif method == "Fetch.requestPaused":
-            self._chromium.run_later(self._answer(params["requestId"], params["request"]))
+            self._chromium.run_later(self._answer_request(params["requestId"], params["request"]))
         elif method == "Page.javascriptDialogOpening":
-            self._chromium.run_later(self._ignore_loss("Page.handleJavaScriptDialog", accept=True))
+            self._chromium.run_later(self._send_ignoring_loss("Page.handleJavaScriptDialog", accept=True))
 
-    async def _answer(self, request_id: str, request: dict[str, Any]) -> None:
-        if request["url"] != ADDRESS or request["method"] != "GET":
-            self.blocked += request["url"] != ADDRESS + "favicon.ico"  # which Chromium asks for by itself
-            return await self._ignore_loss(
+    async def _answer_request(self, request_id: str, request: dict[str, Any]) -> None:
+        if request["url"] != PAGE_URL or request["method"] != "GET":
+            self.num_blocked += request["url"] != PAGE_URL + "favicon.ico"  # requested by Chromium itself
+            return await self._send_ignoring_loss(
                 "Fetch.failRequest", requestId=request_id, errorReason="BlockedByClient"
             )
-        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": POLICY}
-        await self._ignore_loss(
+        headers = {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": CONTENT_POLICY}
+        await self._send_ignoring_loss(
             "Fetch.fulfillRequest", requestId=request_id, responseCode=200,
             responseHeaders=[{"name": name, "value": value} for name, value in headers.items()],
             body=base64.b64encode(self._html.encode()).decode(),
         )  # fmt: skip
 
-    async def _ignore_loss(self, method: str, **params: Any) -> None:
+    async def _send_ignoring_loss(self, method: str, **params: Any) -> None:
         with contextlib.suppress(BrowserLost):
             await self._send(method, **params)
 
@@ -274,14 +274,14 @@ class SharedBrowser:
         self.chromium: Chromium | None = None
         self.counts: Counter[str] = Counter()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
 
     async def open_page(self, html: str, width: int, height: int) -> BrowserPage:
         if self._loop is not (loop := asyncio.get_running_loop()):
             if self.chromium is not None:
                 self.chromium.abandon()
-            self._loop, self.chromium, self._starting = loop, None, asyncio.Lock()
-        async with self._starting:
+            self._loop, self.chromium, self._start_lock = loop, None, asyncio.Lock()
+        async with self._start_lock:
             if self.chromium is not None and self.chromium.error:
                 self.counts["restarts"] += 1
                 await self.chromium.close()
@@ -291,7 +291,7 @@ class SharedBrowser:
         return await BrowserPage.open(self.chromium, html, width, height)
 
     async def close_page(self, page: BrowserPage) -> None:
-        self.counts["requests_blocked"] += page.blocked
+        self.counts["requests_blocked"] += page.num_blocked
         await page.close()
 
     def metrics(self) -> dict[str, float]:

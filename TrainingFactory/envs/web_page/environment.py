@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as validated
 from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import blank
+from TrainingFactory.envs.builtin.drawing import blank_like
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.envs.web_page.devtools import (
     BrowserLost,
@@ -65,7 +65,7 @@ class WebPageOptions:
 
 
 class WebPageEnvironment(ToolEnvironment):
-    """One episode on one page, from its opening in `reset` to `close`."""
+    """One episode on one page, which `reset` opens and `close` closes."""
 
     system_prompt = (
         "You operate a web page, which is shown as a picture. Act by calling tools; x and y are thousandths of the "
@@ -80,7 +80,7 @@ class WebPageEnvironment(ToolEnvironment):
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         super().__init__(task, tools, timeout=8 * self.options.call_timeout)
         self._open_page: BrowserPage | None = None
-        self._done = False
+        self._is_done = False
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
@@ -102,12 +102,12 @@ class WebPageEnvironment(ToolEnvironment):
         return cls.pool.metrics()
 
     async def reset(self) -> list[Message]:
-        options, source = self.options, await in_thread(self._html)
-        self._open_page = await self.pool.open_page(source, options.width, options.height)
-        *earlier, last = await super().reset()
-        return [*earlier, dataclasses.replace(last, images=[PlacedImage(0, await self._screenshot())])]
+        options, html = self.options, await in_thread(self._read_html)
+        self._open_page = await self.pool.open_page(html, options.width, options.height)
+        *earlier, message = await super().reset()
+        return [*earlier, dataclasses.replace(message, images=[PlacedImage(0, await self._screenshot())])]
 
-    def _html(self) -> str:
+    def _read_html(self) -> str:
         if "widgets" in self.task.metadata:
             return page_html(self.task.metadata["widgets"])
         file = self.task.metadata.get("page") or self.options.page
@@ -122,7 +122,7 @@ class WebPageEnvironment(ToolEnvironment):
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
-        return dataclasses.replace(step, done=step.done or self._done)
+        return dataclasses.replace(step, done=step.done or self._is_done)
 
     async def reward(self, episode: Episode) -> float:
         """Return 1 if the task's expression is true in the page, else 0."""
@@ -161,7 +161,7 @@ class WebPageEnvironment(ToolEnvironment):
     @tool(stateful=True)
     async def done(self) -> str:
         """End the task."""
-        self._done = True
+        self._is_done = True
         return "The task has ended."
 
     @property
@@ -176,24 +176,24 @@ class WebPageEnvironment(ToolEnvironment):
 
     async def _screenshot(self) -> Image:
         image = await in_thread(read_image, await self._page.screenshot())
-        return blank(image) if self.options.blind else image
+        return blank_like(image) if self.options.blind else image
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution of a built-in page."""
-        expected, scrolled = self.task.metadata["expected"], 0.0
+        expected, scroll_top = self.task.metadata["expected"], 0.0
         widgets = {widget["name"]: widget for widget in self.task.metadata["widgets"]}
-        lowest = max(widget["y"] for widget in widgets.values()) + CELL[1] - MARGIN - self.options.height
+        max_scroll = max(widget["y"] for widget in widgets.values()) + CELL[1] - MARGIN - self.options.height
         for name in [*expected["fields"], *expected["ticked"], *expected["pressed"]]:
             y = widgets[name]["y"] + CELL[1] // 2 - MARGIN // 2
-            while y - scrolled >= self.options.height:
-                yield _call("scroll", direction="down")
-                scrolled = min(scrolled + SCROLL_SHARE * self.options.height, lowest)
+            while y - scroll_top >= self.options.height:
+                yield _call_tool("scroll", direction="down")
+                scroll_top = min(scroll_top + SCROLL_SHARE * self.options.height, max_scroll)
             x = widgets[name]["x"] + CELL[0] // 2 - MARGIN // 2
-            point = x * THOUSAND // self.options.width, int((y - scrolled) * THOUSAND / self.options.height)
-            yield _call("tap", x=point[0], y=point[1])
+            point = x * THOUSAND // self.options.width, int((y - scroll_top) * THOUSAND / self.options.height)
+            yield _call_tool("tap", x=point[0], y=point[1])
             if name in expected["fields"]:
-                yield _call("type_text", text=expected["fields"][name])
-        yield _call("done")
+                yield _call_tool("type_text", text=expected["fields"][name])
+        yield _call_tool("done")
 
 
 class WebPages(ForeignEnvironment):
@@ -215,5 +215,5 @@ class WebPages(ForeignEnvironment):
         return type("web_page", (WebPageEnvironment,), members)
 
 
-def _call(name: str, **arguments: Any) -> Message:
+def _call_tool(name: str, **arguments: Any) -> Message:
     return Message("assistant", tool_calls=[ToolCall(name, arguments)])

@@ -34,27 +34,27 @@ def page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, heig
     names = rng.sample(NAMES, len(NAMES))
     if kind == "list":  # one column, twice as high as the window
         count = min(2 * rows, len(names))
-        widgets = [_widget("button", name, columns * row, columns) for row, name in enumerate(names[:count])]
+        widgets = [_place("button", name, columns * row, columns) for row, name in enumerate(names[:count])]
         target = rng.randrange(count)
-        prompt, state = f"Press {names[target]}.", {"pressed": [names[target]]}
+        prompt, expected_state = f"Press {names[target]}.", {"pressed": [names[target]]}
     elif kind == "boxes":
         targets = sorted(rng.sample(names[:6], 2))
-        widgets = [_widget("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
-        prompt, state = f"Tick {' and '.join(targets)}, and nothing else.", {"ticked": targets}
+        widgets = [_place("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
+        prompt, expected_state = f"Tick {' and '.join(targets)}, and nothing else.", {"ticked": targets}
     elif kind == "field":
         word, fields = rng.choice(WORDS), names[:3]
         widgets = [
-            _widget("button" if name == names[3] else "field", name, cell, columns)
+            _place("button" if name == names[3] else "field", name, cell, columns)
             for name, cell in zip(names[:4], cells, strict=False)
         ]
         prompt = f"Write {word} into {fields[0]}, then press {names[3]}."
-        state = {"pressed": [names[3]], "fields": {fields[0]: word}}
+        expected_state = {"pressed": [names[3]], "fields": {fields[0]: word}}
     else:
         widgets = [
-            _widget("button", name, cell, columns) for name, cell in zip(names[:8], cells, strict=False)
+            _place("button", name, cell, columns) for name, cell in zip(names[:8], cells, strict=False)
         ]
-        prompt, state = f"Press {names[0]}.", {"pressed": [names[0]]}
-    expected = {"pressed": [], "ticked": [], "fields": {}} | state
+        prompt, expected_state = f"Press {names[0]}.", {"pressed": [names[0]]}
+    expected = {"pressed": [], "ticked": [], "fields": {}} | expected_state
     widgets.sort(key=lambda widget: (widget["y"], widget["x"]))  # an order that does not tell the target
     check = f"pageState() === {json.dumps(json.dumps(expected, separators=(',', ':')))}"
     return Task(
@@ -62,21 +62,21 @@ def page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, heig
     )
 
 
-def _widget(kind: Any, name: str, cell: int, columns: int) -> PageWidget:
+def _place(kind: Any, name: str, cell: int, columns: int) -> PageWidget:
     row, column = divmod(cell, columns)
     return PageWidget(kind=kind, name=name, x=column * CELL[0] + MARGIN // 2, y=row * CELL[1] + MARGIN // 2)
 
 
 def page_html(widgets: list[PageWidget]) -> str:
-    body = "".join(_element(widget) for widget in widgets)
+    body = "".join(_widget_html(widget) for widget in widgets)
     return (
-        PAGE.replace("BODY", body)
+        PAGE_TEMPLATE.replace("BODY", body)
         .replace("WIDTH", str(CELL[0] - MARGIN))
         .replace("HEIGHT", str(CELL[1] - MARGIN))
     )
 
 
-def _element(widget: PageWidget) -> str:
+def _widget_html(widget: PageWidget) -> str:
     name, style = html.escape(widget["name"]), f'style="left:{widget["x"]}px;top:{widget["y"]}px"'
     if widget["kind"] == "button":
         return f"<button {style}>{name}</button>"
@@ -85,7 +85,7 @@ def _element(widget: PageWidget) -> str:
     return f'<label {style}><input type="checkbox" name="{name}">{name}</label>'
 
 
-PAGE = """<!doctype html><html><head><meta charset="utf-8"><title>page</title><style>
+PAGE_TEMPLATE = """<!doctype html><html><head><meta charset="utf-8"><title>page</title><style>
 * { box-sizing: border-box; font: 15px sans-serif; }
 body { margin: 0; background: white; }
 button, input:not([type]), label { position: absolute; width: WIDTHpx; height: HEIGHTpx; }
