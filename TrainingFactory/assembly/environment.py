@@ -67,7 +67,7 @@ def find_environment(name: str, notify: Notify = lambda _: None) -> Any:
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or a catalog entry."""
     if is_file_name(name) and not is_foreign(name):
         return environment_from_file(name)
-    if (scenario := ENVIRONMENTS.ask(name)) is not None:
+    if (scenario := ENVIRONMENTS.find_object(name)) is not None:
         notify(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
         return environment_of_scenario(scenario)
     with listing_searched_places("environments"):

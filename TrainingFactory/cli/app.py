@@ -100,7 +100,7 @@ def run(
 
 
 def _should_run(tokens: Sequence[str]) -> bool:
-    """Return whether this process runs the command: all processes of a launch train, rank 0 alone does the rest."""
+    """Return whether this process runs the command: any process if it trains, otherwise only rank 0."""
     launch = launched_process()
     if launch is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True
@@ -112,7 +112,7 @@ def _should_run(tokens: Sequence[str]) -> bool:
 
 
 class _EscapingFormatter(logging.Formatter):
-    """Escapes terminal control characters in log records."""
+    """Log formatter that escapes terminal control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape_control(super().format(record))
@@ -130,8 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _silence_stderr() -> None:
-    """Discard what libraries print during interpreter shutdown (such as leaked objects), so that the command's own
-    error stays the last line on the screen."""
+    """Discard stderr at interpreter exit, so that the command's own error stays the last line on the screen."""
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 

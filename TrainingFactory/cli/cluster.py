@@ -43,7 +43,7 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(status))
         return
-    machines = [
+    rows = [
         (
             node["name"],
             node["id"][:ID_LENGTH],
@@ -51,16 +51,16 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
         )
         for node in status["nodes"]
     ]
-    show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], machines)
+    show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], rows)
     actors = []
     for actor in status["actors"]:
-        node_id, pid, start_time = actor["node_id"][:ID_LENGTH], str(actor["pid"]), _time(actor["since"])
-        actors.append((actor["what"], actor["node"], node_id, pid, start_time))
+        node_id, start_time = actor["node_id"][:ID_LENGTH], _local_time(actor["since"])
+        actors.append((actor["what"], actor["node"], node_id, str(actor["pid"]), start_time))
     if actors:
         show.columns(["actor", "machine", "node", "process", "since"], actors)
     else:
         show.note("no TrainingFactory actors on this cluster")
 
 
-def _time(seconds: float) -> str:
+def _local_time(seconds: float) -> str:
     return time.strftime("%F %T", time.localtime(seconds))

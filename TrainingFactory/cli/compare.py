@@ -65,7 +65,7 @@ def compare(
     sides, weights = comparison.sides(
         names, overrides, env, suite, show.note, storage_paths(overrides)[0], again
     )
-    if status := _evaluate(sides):
+    if status := _run_evaluations(sides):
         return status
     results = [comparison.compare(sides[0], side, weights) for side in sides[1:]]
     if html is not None:
@@ -76,62 +76,63 @@ def compare(
         print(json.dumps({"comparisons": [result.as_json() for result in results]}))
         return 0
     records = [(side.name, record) for side in sides for record in side.records]
-    rows = [[f"{name} {record.entry or ''}", *record_row(record, _budget(name))] for name, record in records]
+    rows = [[f"{n} {record.entry or ''}", *record_row(record, _budget_of(n))] for n, record in records]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
-        _print(result, show_tasks)
+        _print_comparison(result, show_tasks)
     return 0
 
 
-def _budget(name: str) -> Budget | None:
+def _budget_of(name: str) -> Budget | None:
     """Return the prices of a side behind an endpoint, which may be newer than its record."""
     from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 
     return find_endpoint(name).budget if is_endpoint(name) else None
 
 
-def _evaluate(sides: Sequence[ComparedModel]) -> int:
+def _run_evaluations(sides: Sequence[ComparedModel]) -> int:
     """Run the evaluations that have no record yet, and return the exit status."""
     for side in sides:
         for evaluation in filter(None, side.pending):
             if status := run_evaluation(evaluation, f"{side.name} {evaluation.request.entry or ''}".rstrip()):
                 return status
-        side.take()
+        side.collect_records()
     return 0
 
 
-def _print(comparison: Comparison, count: int) -> None:
-    better, worse, change = comparison.better, comparison.worse, comparison.difference
+def _print_comparison(comparison: Comparison, num_shown: int) -> None:
+    better, worse, estimate = comparison.better, comparison.worse, comparison.difference
     names = f"{comparison.second.name} with {comparison.first.name}"
     rows = [
         ("compared", f"{names}, {show.pluralize(comparison.tasks, 'task')}"),
-        ("difference", f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"),
+        ("difference", f"{estimate.value:+.3f} (95 % interval {estimate.low:+.3f} to {estimate.high:+.3f})"),
         ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
     ]
-    rows += [(name, _ids(flips)) for name, flips in (("better on", better), ("worse on", worse)) if flips]
+    directions = ("better on", better), ("worse on", worse)
+    rows += [(name, _task_ids(flips)) for name, flips in directions if flips]
     show.table(rows)
-    for flip, episodes in comparison.episodes([*better[:count], *worse[:count]]):
-        _side_by_side(comparison, flip, episodes)
+    for flip, episodes in comparison.episodes([*better[:num_shown], *worse[:num_shown]]):
+        _print_episodes(comparison, flip, episodes)
     for text in comparison.notes:
         show.note(f"note: {text}")
 
 
-def _ids(flips: Sequence[Flip], limit: int = 20) -> str:
+def _task_ids(flips: Sequence[Flip], limit: int = 20) -> str:
     omitted = f" and {len(flips) - limit} more" if len(flips) > limit else ""
     return ", ".join(flip.task for flip in flips[:limit]) + omitted
 
 
-def _side_by_side(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:
-    screen = show.console(stderr=False)
-    screen.print(Rule(Text(escape_control(f"task {flip.task}")), align="left"))
+def _print_episodes(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:
+    console = show.console(stderr=False)
+    console.print(Rule(Text(escape_control(f"task {flip.task}")), align="left"))
     grid = Table(box=None, padding=(0, 2, 0, 0), expand=True)
-    for side, success in zip((comparison.first, comparison.second), flip.shares, strict=True):
+    for side, success in zip((comparison.first, comparison.second), flip.success_rates, strict=True):
         grid.add_column(Text(escape_control(f"{side.name}: {success:g}")), ratio=1, overflow="fold")
-    grid.add_row(*map(_conversation, episodes))
-    screen.print(grid)
+    grid.add_row(*map(_render_episode, episodes))
+    console.print(grid)
 
 
-def _conversation(episode: Trajectory | None) -> Table | Text:
+def _render_episode(episode: Trajectory | None) -> Table | Text:
     if episode is None:
         return Text("(no stored episode; run with --again)", style="dim")
     rows = show.message_grid()

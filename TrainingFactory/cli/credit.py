@@ -26,9 +26,9 @@ GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 def print_groups(
     credit: Credit, groups: Sequence[GroupCredit], all_groups: Sequence[GroupCredit] = ()
 ) -> None:
-    """Print the `groups` groups in full and, if there are more, an overview table of `all_groups` group."""
+    """Print `groups` in full, and an overview table of `all_groups` if these are more."""
     for group in groups:
-        _group(credit, group)
+        _print_group(credit, group)
     if len(all_groups) > len(groups):
         show.columns(credit.columns, [group.overview for group in all_groups])
         show.note(
@@ -36,7 +36,7 @@ def print_groups(
         )
 
 
-def _group(credit: Credit, group: GroupCredit) -> None:
+def _print_group(credit: Credit, group: GroupCredit) -> None:
     console, grid = show.console(stderr=False), show.message_grid()
     console.print(Rule(Text(escape_control(f"task {group.task}")), align="left"))
     for message in group.episodes[0].trajectory.prompt:
@@ -44,11 +44,11 @@ def _group(credit: Credit, group: GroupCredit) -> None:
     console.print(grid)
     for episode in group.episodes:
         console.print()
-        _episode(credit, episode)
+        _print_episode(credit, episode)
     console.print()
 
 
-def _episode(credit: Credit, episode: EpisodeCredit) -> None:
+def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     console, grid, trajectory = show.console(stderr=False), show.message_grid(), episode.trajectory
     status = (trajectory.status, show.STATUS_STYLES.get(trajectory.status, "red"))
     reward = escape_control(reward_text(trajectory.reward))
@@ -58,7 +58,7 @@ def _episode(credit: Credit, episode: EpisodeCredit) -> None:
     for number, turn in enumerate(episode.turns, 1):
         summary = "  ".join(turn.summary(credit.measure))
         grid.add_row(Text(f"turn {number}", style="bold"), Text(summary, style="bold"))
-        grid.add_row("", _coloured(turn, credit))
+        grid.add_row("", _coloured_text(turn, credit))
         for reply in turn.turn.replies:
             grid.add_row(
                 Text(reply.role, style="dim"), show.literal_text(content_text(reply) or "(no text)", "dim")
@@ -66,7 +66,7 @@ def _episode(credit: Credit, episode: EpisodeCredit) -> None:
     console.print(grid)
 
 
-def _coloured(turn: TurnCredit, credit: Credit) -> Text:
+def _coloured_text(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
         text.append(escape_control(piece.text), _credit_style(credit.level(piece.value)))

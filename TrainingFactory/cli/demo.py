@@ -41,20 +41,18 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     with Display() as display:
         for name, train in (("warm start", stages.warm_start), ("GRPO", stages.train)):
             display.task = name
-            completed = train(display)
-            if completed.state == "interrupted":
-                steps = show.pluralize(completed.steps, "step")
-                resume = (
-                    f"resume this run: {RunFolder(completed.run).resume_command}; tfactory demo starts over"
-                )
+            result = train(display)
+            if result.state == "interrupted":
+                steps = show.pluralize(result.steps, "step")
+                resume = f"resume this run: {RunFolder(result.run).resume_command}; tfactory demo starts over"
                 display.say(f"interrupted after {steps} of the {name}; {resume}")
                 return show.INTERRUPTED
         report = stages.report()
-    _show(report)
+    _print_report(report)
     return 0
 
 
-def _show(report: DemoReport) -> None:
+def _print_report(report: DemoReport) -> None:
     from TrainingFactory.apps.demo.report import describe_ending
     from TrainingFactory.cli.display import sparkline
 

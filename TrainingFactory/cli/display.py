@@ -50,19 +50,19 @@ class Display:
             console=self._console,
             speed_estimate_period=3600.0,
         )
-        self._rows: dict[str, progress.TaskID] = {}
+        self._task_ids: dict[str, progress.TaskID] = {}
         self._last_line = time.monotonic()
         self._phase = ""
-        self._expected = episodes
+        self._num_expected = episodes
         self._loads_model = loads_model
-        self._ended = 0
+        self._num_ended = 0
         self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
         self._curve: dict[int, float] = {}  # step -> plotted reward or loss
         self._live = Live(console=self._console, refresh_per_second=4, get_renderable=self._draw)
 
     def __enter__(self) -> Display:
-        if self._expected is not None:
+        if self._num_expected is not None:
             self.phase("load" if self._loads_model else "sample")
         return self
 
@@ -72,34 +72,34 @@ class Display:
 
     def phase(self, name: str) -> None:
         self._phase = name
-        if self._expected is None:
-            self._ended = 0
+        if self._num_expected is None:
+            self._num_ended = 0
         if name == "load":
             self.say("loading the model")
         else:
             self._start()
 
     def episode(self, trajectory: Trajectory) -> None:
-        self._ended += 1
-        if self._expected is None:
+        self._num_ended += 1
+        if self._num_expected is None:
             return
         if trajectory.reward is not None:
             self._rewards.append(trajectory.reward.outcome)
         mean = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
-        self.advance("episodes", self._expected, mean)
+        self.advance("episodes", self._num_expected, mean)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        row = self._row(self.task, total)
-        self._bars.update(row, completed=step, total=total)
+        task_id = self._task_id(self.task, total)
+        self._bars.update(task_id, completed=step, total=total)
         self._metrics |= metrics
         # A resumed run repeats the steps after its last checkpoint; replace them in the plot.
         self._curve = {number: value for number, value in self._curve.items() if number < step}
         self.earlier([{"step": step} | metrics])
         if not self._console.is_terminal:
-            seconds = self._bars.tasks[row].time_remaining
-            remaining = f"{duration(seconds)} left" if seconds else ""
+            seconds = self._bars.tasks[task_id].time_remaining
+            time_left = f"{format_duration(seconds)} left" if seconds else ""
             name = "step" if self.task == "steps" else f"{self.task}: step"
-            self.say(f"{name} {step}/{total}  {metrics_line(metrics)}  {remaining}".rstrip())
+            self.say(f"{name} {step}/{total}  {metrics_line(metrics)}  {time_left}".rstrip())
 
     def earlier(self, rows: list[dict[str, Any]]) -> None:
         """Add completed steps, as rows of metrics.jsonl, to the plot."""
@@ -117,10 +117,10 @@ class Display:
             self.advance(name, total)
 
     def advance(self, name: str, total: int | None, text: str = "") -> None:
-        """Advance the bar `name` by one. `total` is its length; None: unknown."""
-        row = self._row(name, total)
-        self._bars.update(row, advance=1, note=text)
-        completed = int(self._bars.tasks[row].completed)
+        """Advance the bar `name`, of length `total` (None: unknown), by one."""
+        task_id = self._task_id(name, total)
+        self._bars.update(task_id, advance=1, note=text)
+        completed = int(self._bars.tasks[task_id].completed)
         now = time.monotonic()
         if self._console.is_terminal:
             self._start()
@@ -129,10 +129,10 @@ class Display:
             progress_text = f"{name}: {completed}" if total is None else f"{name}: {completed} of {total}"
             self.say(f"{progress_text}, {text}" if text else progress_text)
 
-    def _row(self, name: str, total: int | None) -> progress.TaskID:
-        if name not in self._rows:
-            self._rows[name] = self._bars.add_task(name, total=total, note="")
-        return self._rows[name]
+    def _task_id(self, name: str, total: int | None) -> progress.TaskID:
+        if name not in self._task_ids:
+            self._task_ids[name] = self._bars.add_task(name, total=total, note="")
+        return self._task_ids[name]
 
     def _start(self) -> None:
         """Start the live display. Called after the model is loaded, because loading draws its own bars."""
@@ -145,13 +145,13 @@ class Display:
         lines = [metrics_line(metrics), *(["  ".join(details)] if details else [])]
         if self._curve:
             lines.insert(0, sparkline(list(self._curve.values())))
-        if self._phase and self._expected is None:
-            ended_note = f", {show.pluralize(self._ended, 'episode')} ended" if self._ended else ""
+        if self._phase and self._num_expected is None:
+            ended_note = f", {show.pluralize(self._num_ended, 'episode')} ended" if self._num_ended else ""
             lines.append(self._phase + ended_note)
         return Group(self._bars, Text("\n".join(lines)))
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
 
 
@@ -161,7 +161,7 @@ def sparkline(values: list[float]) -> str:
 
 
 def plot(values: list[float], columns: int = 72, height: int = 6) -> list[str]:
-    """Return a plot of the values as `height` lines, top first. More values than `columns` are averaged per column."""
+    """Return a plot of the values as `height` lines, top first, with at most `columns` averaged values."""
     width = min(len(values), columns)
     starts = [len(values) * column // width for column in range(width + 1)]
     averages = [fmean(values[start:end]) for start, end in pairwise(starts)]

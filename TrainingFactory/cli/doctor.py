@@ -40,8 +40,8 @@ def doctor(
         from TrainingFactory.evaluation.evaluation import config_sections, overrides_of
         from TrainingFactory.resolve.model_names import find_model
 
-        model = {"model": config_sections(find_model(config_or_model))["model"]}
-        config = load_config(None, [*overrides_of(model), *overrides])
+        sections = {"model": config_sections(find_model(config_or_model))["model"]}
+        config = load_config(None, [*overrides_of(sections), *overrides])
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.apps.doctor.examination import examine, forecast
     from TrainingFactory.runs.tracking import PlainLines

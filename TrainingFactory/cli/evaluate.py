@@ -12,7 +12,7 @@ from TrainingFactory.apps.views import run_tables
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import Count, Flags, Json, Overrides, storage_paths
-from TrainingFactory.cli.rollout import summary_rows, why_unscored
+from TrainingFactory.cli.rollout import frequent_error, summary_rows
 from TrainingFactory.config.loading import key_value
 
 if TYPE_CHECKING:
@@ -67,22 +67,22 @@ def evaluate(
     if suite is not None:
         if env is not None or out is not None or replay is not None:
             raise ValueError("--env, --out and --replay cannot be combined with --suite. Remove them.")
-        return _suite(model, suite, options, as_json)
+        return _evaluate_suite(model, suite, options, as_json)
     request = ask(model, options, env, show.note, *storage_paths(options))
     evaluation = RecordedEvaluation(request, out, replay, show.note)
     with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
         result = evaluation.run(display.episode)
-    return _report(evaluation, result, as_json)
+    return _print_result(evaluation, result, as_json)
 
 
-def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
+def _evaluate_suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     """Evaluate the model on every entry of the suite, print the table and return the exit status."""
-    from TrainingFactory.evaluation.requests import request_model
+    from TrainingFactory.evaluation.requests import make_model_request
     from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 
     check_overrides(overrides)
     suite, folder = load_suite(source)
-    request = request_model(model, overrides, *storage_paths(overrides))
+    request = make_model_request(model, overrides, *storage_paths(overrides))
     records = []
     for evaluation in suite_evaluations(suite, request, folder, show.note):
         if status := run_evaluation(evaluation, str(evaluation.request.entry)):
@@ -91,10 +91,8 @@ def _suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     total = suite.total(records)
     if as_json:
         entries = {str(record.entry): record.metrics | {"record": record.id} for record in records}
-        summary_rows = {"model": model, "suite": suite.name, "total": total.value}
-        print(
-            json.dumps(summary_rows | {"total_low": total.low, "total_high": total.high, "entries": entries})
-        )
+        summary = {"model": model, "suite": suite.name, "total": total.value}
+        print(json.dumps(summary | {"total_low": total.low, "total_high": total.high, "entries": entries}))
         return 0
     rows = [
         [str(record.entry), f"{entry.weight:g}", *record_row(record)]
@@ -128,14 +126,14 @@ def record_row(record: EvaluationRecord, prices: Budget | None = None) -> list[s
     success = f"{metrics['success']:.3f} ({metrics['success_low']:.3f} to {metrics['success_high']:.3f})"
     key = f"pass^{conditions.episodes}"
     pass_all = f"{metrics[key]:.3f} of {conditions.episodes}" if key in metrics else ""
-    tools = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
+    tool_success = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
     turns, tokens = f"{metrics['turns']:.1f}", f"{metrics['sampled_tokens']:.0f}"
     return [
         str(conditions.count),
         success,
         pass_all,
         turns,
-        tools,
+        tool_success,
         tokens,
         cost_text(metrics, prices),
         record.id,
@@ -143,7 +141,7 @@ def record_row(record: EvaluationRecord, prices: Budget | None = None) -> list[s
 
 
 def cost_text(metrics: dict[str, float], prices: Budget | None = None) -> str:
-    """Return what the episodes cost: money if prices are known, else the billed tokens; for a local model the time."""
+    """Return the cost of the episodes as money or, without prices, as billed tokens; for a local model as time."""
     if "endpoint/input_tokens" not in metrics:
         return f"{metrics['seconds']:.0f} s here" if "seconds" in metrics else ""
     if prices is not None and prices.priced:
@@ -153,15 +151,15 @@ def cost_text(metrics: dict[str, float], prices: Budget | None = None) -> str:
     return f"{metrics['endpoint/input_tokens']:.0f} tokens in"
 
 
-def _report(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool) -> int:
+def _print_result(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool) -> int:
     """Print the result of an evaluation and return the exit status."""
     config, scored_by = evaluation.config, evaluation.scored_by
     metrics, episodes = result.metrics, result.trajectories
     record = evaluation.record
     if as_json:
         model, environment = config.model.adapter or config.model.name, config.environment.environment_id
-        values = {"model": model, "environment": environment, "scored_by": scored_by} | metrics
-        print(json.dumps(values if record is None else values | {"record": record.id}))
+        result_values = {"model": model, "environment": environment, "scored_by": scored_by} | metrics
+        print(json.dumps(result_values if record is None else result_values | {"record": record.id}))
     else:
         judge_cost = run_tables.usage_rows([metrics])
         rows = [
@@ -178,13 +176,13 @@ def _report(evaluation: RecordedEvaluation, result: RolloutReport, as_json: bool
     if result.interrupted:
         return show.INTERRUPTED
     if "success" not in metrics:
-        show.fail(f"no episode could be scored. Most frequent reason: {why_unscored(episodes)}")
+        show.fail(f"no episode could be scored. Most frequent reason: {frequent_error(episodes)}")
         return UNSCORED
     return 0
 
 
 def success_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
-    """Return table rows for success with its 95 % interval and, with several episodes per task, pass@k and pass^k."""
+    """Return table rows for success with its 95 % interval, pass@k and pass^k."""
     if "success" not in metrics:
         return []
     interval = f"{metrics['success_low']:.3f} to {metrics['success_high']:.3f}"

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-TASKS = "data.tasks="
+TASKS_PREFIX = "data.tasks="
 # Code blocks of the textbook use these names without importing them.
 NAMES = ("Any", "Callable", "Dict", "List", "Optional", "Tuple", "Union")
 
@@ -41,11 +41,11 @@ def hello(
     if not path.is_file():
         raise ValueError(f"no such file: {path}")
     for argument in arguments:
-        if argument.startswith(TASKS):
-            os.environ[datasets.GSM8K] = argument.removeprefix(TASKS)
+        if argument.startswith(TASKS_PREFIX):
+            os.environ[datasets.GSM8K] = argument.removeprefix(TASKS_PREFIX)
     shim.install()
     old_argv, old_path = sys.argv, list(sys.path)
-    sys.argv = [str(path), *(argument for argument in arguments if not argument.startswith(TASKS))]
+    sys.argv = [str(path), *(argument for argument in arguments if not argument.startswith(TASKS_PREFIX))]
     sys.path.insert(0, str(path.resolve().parent))
     try:
         runpy.run_path(str(path), {name: getattr(typing, name) for name in NAMES}, "__main__")

@@ -37,7 +37,7 @@ def rl_factory(
 
     _check_output(output, force)
     translation = Translation(read_script(script, _as_mapping(variables)))
-    _write(script, translation.text(), len(translation.notes), output)
+    _write_config(script, translation.text(), len(translation.notes), output)
 
 
 @import_.command
@@ -65,7 +65,7 @@ def swift(
 
     _check_output(output, force)
     translation = SwiftTranslation(source, *read_arguments(source, _as_mapping(variables)))
-    _write(source, translation.text(), len(translation.notes), output)
+    _write_config(source, translation.text(), len(translation.notes), output)
 
 
 def _check_output(output: Path | None, force: bool) -> None:
@@ -79,7 +79,7 @@ def _as_mapping(variables: Sequence[str]) -> dict[str, str]:
     return dict(text.split("=", 1) for text in variables)
 
 
-def _write(source: Path, text: str, notes: int, output: Path | None) -> None:
+def _write_config(source: Path, config_text: str, num_notes: int, output: Path | None) -> None:
     """Check a translated config, and print it or write it to a file."""
     import yaml
 
@@ -88,11 +88,11 @@ def _write(source: Path, text: str, notes: int, output: Path | None) -> None:
     from TrainingFactory.data.disk import write_atomically
 
     try:
-        TrainingConfig(**yaml.load(text, ConfigLoader))
+        TrainingConfig(**yaml.load(config_text, ConfigLoader))
     except ValueError as error:  # a value of the source is not valid in a config
         raise ValueError(f"{source}: {error}") from None
     if output is None:
-        print(text, end="")
+        print(config_text, end="")
         return
-    write_atomically(output, text)
-    note(f"wrote {output}; {notes} comments at its end list what was not translated")
+    write_atomically(output, config_text)
+    note(f"wrote {output}; {num_notes} comments at its end list what was not translated")

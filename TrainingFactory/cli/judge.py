@@ -15,7 +15,7 @@ from TrainingFactory.cli.options import Count, Json, RunsFolder
 from TrainingFactory.config.loading import ConfigLoader
 
 NO_VERDICT = 1
-TEXTS = ("base_url", "model", "rubric", "template")  # plain strings; all other values are parsed as YAML
+TEXT_OPTIONS = ("base_url", "model", "rubric", "template")  # plain strings; others are parsed as YAML
 
 judge = App(name="judge", help="Audit model judges before you train on their verdicts.")
 
@@ -46,15 +46,15 @@ async def audit_judge(
     from TrainingFactory.common.options import make_from
     from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 
-    settings = _settings(judge, options)
-    audited = make_from(model_judge, settings, "a model judge")
-    if not isinstance(audited, ModelJudge):
+    settings = _read_settings(judge, options)
+    judge_model = make_from(model_judge, settings, "a model judge")
+    if not isinstance(judge_model, ModelJudge):
         raise ValueError(f"verdict={settings['verdict']} cannot be audited. Use score, yes_no or json.")
-    items = load_gold(gold, audited)
+    items = load_gold(gold, judge_model)
     out.parent.mkdir(parents=True, exist_ok=True)  # fail before any request is paid for
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder. Name a file, such as {out / 'audit.html'}.")
-    usage = audited.client.usage
+    usage = judge_model.client.usage
     with Display() as display:
 
         def on_judged(total: int) -> None:
@@ -62,9 +62,9 @@ async def audit_judge(
             display.advance("judgements", total, f"{requests}, {usage.retries} of them retries")
 
         try:
-            result = await audit(audited, items, repeats=repeats, on_judged=on_judged)
+            result = await audit(judge_model, items, repeats=repeats, on_judged=on_judged)
         finally:
-            await audited.close()
+            await judge_model.close()
     if as_json:
         print(json.dumps(result.as_json(), indent=2))
     else:
@@ -80,19 +80,19 @@ async def audit_judge(
     return 0
 
 
-def _settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
-    settings = _yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
+def _read_settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
+    settings = _parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
     for text in options:
-        key, equals, value = text.partition("=")
-        section, _, last = key.rpartition(".")
-        values = settings.setdefault(section, {}) if section else settings
-        if not equals or not isinstance(values, dict):
+        key, separator, value = text.partition("=")
+        section, _, name = key.rpartition(".")
+        target = settings.setdefault(section, {}) if section else settings
+        if not separator or not isinstance(target, dict):
             raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B or budget.input_price=0.2")
-        values[last] = value if key in TEXTS else _yaml(value, key)
+        target[name] = value if key in TEXT_OPTIONS else _parse_yaml(value, key)
     return settings
 
 
-def _yaml(text: str, location: str) -> Any:
+def _parse_yaml(text: str, location: str) -> Any:
     try:
         return yaml.load(text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError as error:

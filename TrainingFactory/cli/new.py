@@ -129,8 +129,8 @@ def _show_compatibility(name: str | None) -> None:
         columns(["Family", *COLUMNS.values()], rows)
         note(f"Reasons and costs: tfactory models --compat FAMILY, or {docs_page('COMPATIBILITY.md')}")
         return
-    for number, family in enumerate(find_families(name)):
-        rows = [("", "")] if number else []
+    for index, family in enumerate(find_families(name)):
+        rows = [("", "")] if index else []
         rows += [("family", f"{family.name} ({family.key})"), ("model_type", family.model_type)]
         rows += [("built like", f"{family.released}: {family.features}")]
         for key, heading in COLUMNS.items():

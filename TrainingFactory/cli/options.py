@@ -63,6 +63,6 @@ def storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
 
     Both come from the `overrides` of the command, or from the config's defaults."""
     keys = ("logging.output_dir", "registry.path")
-    relevant = [text for text in overrides if full_key(text.partition("=")[0].strip()) in keys]
-    config = load_config(None, relevant)
+    path_overrides = [text for text in overrides if full_key(text.partition("=")[0].strip()) in keys]
+    config = load_config(None, path_overrides)
     return config.logging.output_dir, config.registry.path

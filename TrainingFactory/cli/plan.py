@@ -44,15 +44,15 @@ def plan(
     if as_json:
         print(json.dumps(forecast, indent=1, ensure_ascii=False))
         return
-    show.table(_summary(forecast))
+    show.table(_summary_rows(forecast))
     print()
-    inputs = [(name, *map(str, figure.values())) for name, figure in forecast["figures"].items()]
-    show.columns(["input", "value", "", "source"], inputs)
-    assumed = sum("assumed" in source for *_, source in inputs)
-    show.note(f"{assumed} of {len(inputs)} inputs are assumed. Provide your own with --rate or --from-run.")
+    rows = [(name, *map(str, figure.values())) for name, figure in forecast["figures"].items()]
+    show.columns(["input", "value", "", "source"], rows)
+    num_assumed = sum("assumed" in source for *_, source in rows)
+    show.note(f"{num_assumed} of {len(rows)} inputs are assumed. Provide your own with --rate or --from-run.")
 
 
-def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
+def _summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the forecast as table rows, most important first."""
     gpu_memory, learners, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
     step_seconds_without = forecast["step_seconds_without"]
@@ -72,28 +72,28 @@ def _summary(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     if forecast["gpus"] == 1:
         split = "one GPU for both sampling and learning"
     return [
-        ("step", f"{_number(step)} s, {_number(forecast['tokens_per_second'])} sampled tokens/s"),
+        ("step", f"{_format(step)} s, {_format(forecast['tokens_per_second'])} sampled tokens/s"),
         ("bottleneck", forecast["bottleneck"]),
         ("split", f"{split}; {forecast['episodes_per_sampler']} concurrent episodes per sampler"),
-        ("learner memory", _memory(forecast["learner_gib"], gpu_memory)),
-        ("sampler memory", _memory(forecast["sampler_gib"], gpu_memory)),
-        ("cost", f"{_number(forecast['gpu_hours'])} GPU-hours for {steps}"),
+        ("learner memory", _format_memory(forecast["learner_gib"], gpu_memory)),
+        ("sampler memory", _format_memory(forecast["sampler_gib"], gpu_memory)),
+        ("cost", f"{_format(forecast['gpu_hours'])} GPU-hours for {steps}"),
         *((f"try {key}", reason) for key, reason in forecast["advice"].items()),
-        ("step without", _seconds(faster)),
-        ("step by mode", _seconds(modes)),
-        ("step by learners", _seconds(splits)),
+        ("step without", _format_seconds(faster)),
+        ("step by mode", _format_seconds(modes)),
+        ("step by learners", _format_seconds(splits)),
         ("model", f"{forecast['model']}, {forecast['parameters']:,} weights"),
     ]
 
 
-def _memory(parts: dict[str, float], gpu_memory: float) -> str:
-    listing = ", ".join(f"{name} {gib:.1f}" for name, gib in parts.items() if gib)
-    return f"{sum(parts.values()):.1f} of {gpu_memory} GiB per GPU: {listing}"
+def _format_memory(gib_by_part: dict[str, float], gpu_memory: float) -> str:
+    listing = ", ".join(f"{name} {gib:.1f}" for name, gib in gib_by_part.items() if gib)
+    return f"{sum(gib_by_part.values()):.1f} of {gpu_memory} GiB per GPU: {listing}"
 
 
-def _seconds(values: Mapping[Any, float]) -> str:
-    return ", ".join(f"{name}: {_number(seconds)} s" for name, seconds in values.items())
+def _format_seconds(values: Mapping[Any, float]) -> str:
+    return ", ".join(f"{name}: {_format(seconds)} s" for name, seconds in values.items())
 
 
-def _number(value: float) -> str:
+def _format(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -44,16 +44,16 @@ def proxy(
     from TrainingFactory.apps.proxy.proxy import serve_proxy
     from TrainingFactory.common.http import listen
 
-    token = listen.api_key_from(api_key_env)
-    local = listen.is_loopback(host)
-    if not local and token is None:
+    api_key = listen.api_key_from(api_key_env)
+    is_local = listen.is_loopback(host)
+    if not is_local and api_key is None:
         raise ValueError(f"--host {host} lets other machines connect. Require a key: --api-key-env NAME")
     if options.environment.command is not None:
         show.note("note: environment.command is ignored; only train, eval and rollout start it")
-    with listen.bind(host, port) as bound:
+    with listen.bind(host, port) as listener:
         serving = serve_proxy(
-            options, bound, out, token, local, lambda text: print(text, flush=True), trained_model
+            options, listener, out, api_key, is_local, lambda text: print(text, flush=True), trained_model
         )
-        served = asyncio.run(serving)
-    show.note(f"stopped: {show.pluralize(served.num_ended, 'episode')}, {served.num_scored} of them scored")
+        service = asyncio.run(serving)
+    show.note(f"stopped: {show.pluralize(service.num_ended, 'episode')}, {service.num_scored} of them scored")
     return 0

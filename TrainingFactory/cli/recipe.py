@@ -63,22 +63,22 @@ def recipe(
     if as_json:
         print(json.dumps(results, indent=1, ensure_ascii=False))
     else:
-        _show(results, list(stages.evaluated), stages.out)
+        _print_results(results, list(stages.evaluated), stages.out)
     return 0
 
 
-def _show(results: dict[str, Any], models: list[str], out: Path) -> None:
-    def success(result: dict[str, float]) -> str:
+def _print_results(results: dict[str, Any], models: list[str], out: Path) -> None:
+    def format_success(result: dict[str, float]) -> str:
         return f"{result['success']:.3f} ({result['success_low']:.3f} to {result['success_high']:.3f})"
 
     rows = [
-        (split, sampling, str(result["tasks"]), *(success(result[model]) for model in models),
+        (split, sampling, str(result["tasks"]), *(format_success(result[model]) for model in models),
          f"{result['difference']:+.3f} ({result['difference_low']:+.3f} to {result['difference_high']:+.3f})")
         for split, by_sampling in results["evaluations"].items() for sampling, result in by_sampling.items()
     ]  # fmt: skip
     show.columns(["split", "", "tasks", *(f"{model} (95 %)" for model in models), "difference"], rows)
     for split, by_sampling in results.get("blind", {}).items():
         for sampling, result in by_sampling.items():
-            show.note(f"grpo with empty pictures, {split}, {sampling}: {success(result)}")
+            show.note(f"grpo with empty pictures, {split}, {sampling}: {format_success(result)}")
     times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
     show.note(f"{times}; all results: {out / 'results.json'}")

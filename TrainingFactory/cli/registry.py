@@ -30,7 +30,7 @@ RegistryFile = Annotated[
 ]
 
 
-def _open(path: Path | None, runs: str) -> ModelRegistry:
+def _open_registry(path: Path | None, runs: str) -> ModelRegistry:
     # Imported here because it is slow: --help should appear at once.
     from TrainingFactory.promotion.model_registry import ModelRegistry
 
@@ -48,14 +48,14 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
     """
     from TrainingFactory.apps.views.registry import list_models
 
-    model_registry = _open(file, where)
+    model_registry = _open_registry(file, where)
     versions = model_registry.versions()
     if as_json:
         print(list_models(model_registry).model_dump_json())
     elif versions:
         rows = []
         for version in versions:
-            row = (str(version), ", ".join(version.aliases), _source(version), version.created)
+            row = (str(version), ", ".join(version.aliases), _source_of(version), version.created)
             rows.append((*row, version.digest[:12], version.description))
         show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
@@ -82,28 +82,28 @@ def show_(
     from TrainingFactory.registry.card import evaluation_title
     from TrainingFactory.registry.lineage import tree_lines
 
-    model_registry = _open(file, where)
-    shown = model_registry.get(version)
-    evaluations, decisions = model_registry.evaluations(str(shown)), model_registry.decisions(shown.model)
+    model_registry = _open_registry(file, where)
+    entry = model_registry.get(version)
+    evaluations, decisions = model_registry.evaluations(str(entry)), model_registry.decisions(entry.model)
     if as_json:
         print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [("version", str(shown)), ("aliases", ", ".join(shown.aliases)), ("source", _source(shown))]
-    rows += [("registered", f"{shown.created} by {shown.who}"), ("digest", shown.digest)]
-    rows += [("files", str(model_registry.folder(shown)))]
-    rows += [("base model", model_registry.base_name(shown))] if shown.base else []
-    rows += [("description", shown.description)] if shown.description else []
-    rows += [("tag", f"{key}={value}") for key, value in shown.tags.items()]
+    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _source_of(entry))]
+    rows += [("registered", f"{entry.created} by {entry.who}"), ("digest", entry.digest)]
+    rows += [("files", str(model_registry.folder(entry)))]
+    rows += [("base model", model_registry.base_name(entry))] if entry.base else []
+    rows += [("description", entry.description)] if entry.description else []
+    rows += [("tag", f"{key}={value}") for key, value in entry.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
             result = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
             rows.append(("evaluation", result))
     for decision in decisions:
-        if version == shown.model or shown.number in (decision["number"], decision["was"]):
+        if version == entry.model or entry.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _decision_text(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree_lines(shown.lineage, str(shown))]))
+        print("\n".join(["", *tree_lines(entry.lineage, str(entry))]))
 
 
 @registry.command
@@ -126,8 +126,8 @@ def register(
         description: Free-text description of the version.
         tag: Tag as KEY=VALUE; repeatable.
     """
-    model_registry = _open(file, where)
-    version = model_registry.register(name, model, description, _tags(tag))
+    model_registry = _open_registry(file, where)
+    version = model_registry.register(name, model, description, _parse_tags(tag))
     if alias is not None:
         model_registry.set_alias(str(version), alias)
     print(f"registered {version}" + (f" as {name}@{alias}" if alias else ""))
@@ -154,7 +154,7 @@ def alias(
         name: Alias, such as champion.
         remove: Remove the alias, whichever version of the model it points at.
     """
-    model_registry = _open(file, where)
+    model_registry = _open_registry(file, where)
     if remove:
         model = model_registry.get(version).model
         print(f"removed {model}@{name}; it was {model}:{model_registry.remove_alias(model, name)}")
@@ -187,12 +187,12 @@ def promote(
     """
     from TrainingFactory.promotion.promotion import Promotion
 
-    promotion = Promotion(_open(file, where), version, to, suite, first, overrides, where, show.note)
-    against = f" against {promotion.champion}" if promotion.champion else ", the first"
-    show.note(f"{promotion.version} for {promotion.target}{against}; gate of suite {promotion.suite.name}:")
+    promotion = Promotion(_open_registry(file, where), version, to, suite, first, overrides, where, show.note)
+    opponent = f" against {promotion.champion}" if promotion.champion else ", the first"
+    show.note(f"{promotion.version} for {promotion.target}{opponent}; gate of suite {promotion.suite.name}:")
     for line in promotion.criteria:
         show.note(f"  {line}")
-    decision = promotion.run(_play)
+    decision = promotion.run(_run_evaluation)
     status = 0 if decision.promoted else REFUSED
     comparison = decision.comparison
     if html is not None:
@@ -201,8 +201,8 @@ def promote(
         comparisons = [comparison] if comparison else []
         show.write_page(html, comparison_page(decision.sides, comparisons, decision))
     if as_json:
-        recorded = promotion.registry.decisions(promotion.version.model)[-1]
-        print(json.dumps({"promoted": decision.promoted} | recorded))
+        decision_row = promotion.registry.decisions(promotion.version.model)[-1]
+        print(json.dumps({"promoted": decision.promoted} | decision_row))
         return status
     rows = [("yes" if check.holds else "no", check.name, check.found) for check in decision.checks]
     show.columns(["passed", "check", "result"], rows)
@@ -216,7 +216,7 @@ def promote(
     return status
 
 
-def _play(name: str, evaluation: RecordedEvaluation) -> None:
+def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
     show.note(f"{name}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
@@ -242,8 +242,8 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    restored, previous = _open(file, where).rollback(name, alias)
-    print(f"{name}@{alias} is {restored} again" + (f"; it was {name}:{previous}" if previous else ""))
+    current, previous = _open_registry(file, where).rollback(name, alias)
+    print(f"{name}@{alias} is {current} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
@@ -257,8 +257,8 @@ def delete(version: VersionName, *, file: RegistryFile = None, where: RunsFolder
     if ":" not in version:
         model = version.partition("@")[0]
         raise ValueError(f"{version!r} has no version number. Name the version to delete, such as {model}:2")
-    deleted, freed = _open(file, where).delete(version)
-    print(f"deleted {deleted}; freed {freed / 1e6:.1f} MB")
+    deleted_version, freed_bytes = _open_registry(file, where).delete(version)
+    print(f"deleted {deleted_version}; freed {freed_bytes / 1e6:.1f} MB")
 
 
 @registry.command
@@ -280,7 +280,7 @@ def export(
         merge: Merge the adapter into its base model.
         dtype: Data type of the exported weights, with --to hub. Default: that of the model.
     """
-    model_registry = _open(file, where)
+    model_registry = _open_registry(file, where)
     if to == "mlflow":
         print(f"wrote {version} to {model_registry.export_to_mlflow(version, target, merge)}")
     else:
@@ -306,7 +306,7 @@ def verify(
     tfactory registry verify agent@champion
     ```
     """
-    model_registry = _open(file, where)
+    model_registry = _open_registry(file, where)
     damaged = model_registry.verify(version)
     count = 1 if version is not None else len(model_registry.versions())
     if as_json:
@@ -320,14 +320,14 @@ def verify(
     return DAMAGED if damaged else 0
 
 
-def _tags(options: Sequence[str]) -> dict[str, str]:
+def _parse_tags(options: Sequence[str]) -> dict[str, str]:
     pairs = [option.partition("=") for option in options]
-    if invalid := [key for key, sign, _ in pairs if not sign or not key]:
+    if invalid := [key for key, separator, _ in pairs if not separator or not key]:
         raise ValueError(f"--tag {invalid[0]!r} is not KEY=VALUE")
     return {key: value for key, _, value in pairs}
 
 
-def _source(version: Version) -> str:
+def _source_of(version: Version) -> str:
     lineage = version.lineage
     if "run" in lineage:
         return f"run {lineage['run']}, step {lineage['step']}"

@@ -47,8 +47,8 @@ def rollout(
 
     for text in notices(config):
         show.note(f"note: {text}")
-    group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-    rollouts = Rollouts(config, out, group, replay=replay, notify=show.note)
+    group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+    rollouts = Rollouts(config, out, group_size, replay=replay, notify=show.note)
     with Display(rollouts.total, loads_model=rollouts.loads_model) as display:
         report = rollouts.run(display.episode)
     count = len(report.trajectories)
@@ -72,7 +72,7 @@ def config_source(source: str | None, overrides: Sequence[str]) -> tuple[str | N
     return None, [option, *overrides]
 
 
-def why_unscored(trajectories: Sequence[Trajectory]) -> str:
+def frequent_error(trajectories: Sequence[Trajectory]) -> str:
     """Return the most frequent reason why episodes have no reward."""
     reasons = Counter(trajectory.error for trajectory in trajectories if trajectory.reward is None)
     return str(reasons.most_common(1)[0][0])
@@ -91,7 +91,7 @@ def summary_rows(metrics: dict[str, float], trajectories: Sequence[Trajectory]) 
         if name.startswith("reward/") or (name.startswith("proxy/") and value):
             rows.append((name, f"{value:.3f}" if value % 1 else f"{value:g}"))
     if num_unscored := int(metrics["episodes/unscored"]):
-        rows.append(("unscored", f"{num_unscored}, most frequent reason: {why_unscored(trajectories)}"))
+        rows.append(("unscored", f"{num_unscored}, most frequent reason: {frequent_error(trajectories)}"))
     rows += show.tool_rows(metrics)
     if "turns" in metrics:
         rows.append(("turns", f"{metrics['turns']:.1f} per episode"))

@@ -39,14 +39,14 @@ def list_(*, archived: bool = False, as_json: Json = False, runs_folder: RunsFol
         return
     shown_runs = [row for row in rows if archived or not row.archived]
     if shown_runs:
-        show.columns(("run", "state", "steps", "last", "description"), [_columns(row) for row in shown_runs])
+        show.columns(("run", "state", "steps", "last", "description"), [_cells(row) for row in shown_runs])
     else:
         show.note(f"no runs in {runs_folder}")
     if num_archived := len(rows) - len(shown_runs):
         show.note(f"{show.pluralize(num_archived, 'archived run')} hidden; show with --archived")
 
 
-def _columns(row: RunRow) -> tuple[str, ...]:
+def _cells(row: RunRow) -> tuple[str, ...]:
     if row.state == "unreadable":
         return row.name, row.state, "", "", row.problem or ""
     values = {"eval/success": row.heldout and row.heldout.value, "reward": row.reward, "loss": row.loss}
@@ -77,15 +77,15 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
-    metrics, table = run.metrics(), []
+    metrics, metric_rows = run.metrics(), []
     for label, key, number_format in run_tables.labelled_metrics(metrics):
         values = [row[key] for row in metrics if key in row]
         statistics = [
             number_format.format(value) for value in (values[0], values[-1], min(values), max(values))
         ]
-        table.append((label, *statistics, sparkline(values)))
-    show.columns(["metric", "first", "last", "min", "max", "curve"], table)
-    _plot(metrics)
+        metric_rows.append((label, *statistics, sparkline(values)))
+    show.columns(["metric", "first", "last", "min", "max", "curve"], metric_rows)
+    _print_plot(metrics)
     show.table(list(run_tables.usage_rows(metrics)))
     for finding in views.findings(run):
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
@@ -100,7 +100,7 @@ def _annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
     return [("tags", ", ".join(tags)), ("note", annotations.note), ("archived", archived)]
 
 
-def _plot(metrics: run_tables.Rows) -> None:
+def _print_plot(metrics: run_tables.Rows) -> None:
     """Print a plot of the reward, or of the loss if there is none, over all steps."""
     name = next((name for name in ("reward", "loss") if any(name in row for row in metrics)), None)
     if name is None:
@@ -194,7 +194,7 @@ def episodes(
     from TrainingFactory.apps.reports.run_credit import credit_title, run_credit, select_episodes
     from TrainingFactory.apps.views.credit import group_credit
     from TrainingFactory.apps.views.index import MAX_ROWS, EpisodeIndex, Query
-    from TrainingFactory.cli import credit as printing
+    from TrainingFactory.cli import credit as credit_printer
 
     run = RunFolder.find(name, runs_folder)
     if as_json:
@@ -212,7 +212,7 @@ def episodes(
     if html is not None:
         show.write_page(html, replace(credit, groups=selected).page(title))
         return
-    printing.print_groups(credit, selected, groups)
+    credit_printer.print_groups(credit, selected, groups)
     for text in (title, *credit.notes):
         show.note(text)
 

@@ -61,17 +61,17 @@ def serve(
     paths = storage_paths(overrides)
     resolved = find_model(model, *paths)
     config = serving_config(resolved, overrides)
-    key = listen.api_key_from(api_key_env)
-    local = _check_host(host, key, "model")
-    with listen.bind(host, port) as bound:
+    api_key = listen.api_key_from(api_key_env)
+    is_local = _check_host(host, api_key, "model")
+    with listen.bind(host, port) as listener:
         version = None if resolved.version is None else str(resolved.version)
         server = make_server(config, name or model, queue, version, show.note)
-        app = server.api(key, local).app
+        app = server.api(api_key, is_local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
-        ready_text = f"serving {full_name} at {listen.address_of(bound)}/v1 (Ctrl-C stops)"
+        ready_text = f"serving {full_name} at {listen.address_of(listener)}/v1 (Ctrl-C stops)"
         follower = follow_alias(server, resolved, overrides, *paths, show.note)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follower:
-            asyncio.run(_serve(server.model.sampler, listen.make_server(app).serve([bound]), ready_text))
+            asyncio.run(_serve(server.model.sampler, listen.make_server(app).serve([listener]), ready_text))
     show.note("stopped")
     return 0
 
@@ -85,15 +85,15 @@ async def _serve(sampler: Sampler, serving: Coroutine[Any, Any, None], ready_tex
     await serving
 
 
-def _check_host(host: str, key: str | None, server_name: str) -> bool:
+def _check_host(host: str, api_key: str | None, server_name: str) -> bool:
     """Return whether only this machine can connect; warn if others can."""
     from TrainingFactory.common.http import listen
 
-    local = listen.is_loopback(host)
-    if not local:
+    is_local = listen.is_loopback(host)
+    if not is_local:
         warning = f"warning: --host {host} lets other machines use this {server_name}, without encryption"
-        show.note(warning if key else f"{warning} and without a key; require one with --api-key-env NAME")
-    return local
+        show.note(warning if api_key else f"{warning} and without a key; require one with --api-key-env NAME")
+    return is_local
 
 
 def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api_key_env: str | None) -> int:
@@ -105,8 +105,8 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
     if invalid := [text for text in overrides if "=" not in text]:
         raise ValueError(f"--reward serves a reward, not the model {invalid[0]}. Leave the model out.")
     service = RewardService(read_config(path, overrides), show.note)
-    key = listen.api_key_from(api_key_env)
-    app = service.api(key, _check_host(host, key, "reward")).app
+    api_key = listen.api_key_from(api_key_env)
+    app = service.api(api_key, _check_host(host, api_key, "reward")).app
 
     async def run(serving: Coroutine[Any, Any, None], ready_text: str) -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -114,8 +114,8 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
             print(ready_text, flush=True)
             await serving
 
-    with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
-        ready_text = f"serving {service.name} as a reward at {listen.address_of(bound)}/ (Ctrl-C stops)"
-        asyncio.run(run(listen.make_server(app).serve([bound]), ready_text))
+    with listen.bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
+        ready_text = f"serving {service.name} as a reward at {listen.address_of(listener)}/ (Ctrl-C stops)"
+        asyncio.run(run(listen.make_server(app).serve([listener]), ready_text))
     show.note("stopped")
     return 0

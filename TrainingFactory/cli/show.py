@@ -50,17 +50,17 @@ def write_page(path: Path, page: str) -> None:
 
 
 def table(rows: list[tuple[str, str]]) -> None:
-    message_grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2))
     for name, value in rows:
-        message_grid.add_row(Text(name, style="bold"), Text(escape_control(value)))
-    console(stderr=False).print(message_grid)
+        grid.add_row(Text(name, style="bold"), Text(escape_control(value)))
+    console(stderr=False).print(grid)
 
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return table rows for the model's tool calls, then one for each tool that the model or the reward called."""
     calls = int(metrics["tool_calls"])
-    success_rates = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
-    rows = [("tool calls", f"{calls}{success_rates}")]
+    success_note = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
+    rows = [("tool calls", f"{calls}{success_note}")]
     for name in re.findall(r"^tools/(.+)/calls$", "\n".join(metrics), re.MULTILINE):
         rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
     return rows
@@ -71,19 +71,19 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
     for name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
-        if number := int(metrics.get(f"{prefix}/{name}", 0)):
-            text += f", {number} {name.replace('_', ' ')}"
+        if count := int(metrics.get(f"{prefix}/{name}", 0)):
+            text += f", {count} {name.replace('_', ' ')}"
     return text
 
 
 def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table with a header row."""
-    message_grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in names:
-        message_grid.add_column(Text(escape_control(name)), overflow="fold")
+        grid.add_column(Text(escape_control(name)), overflow="fold")
     for row in rows:
-        message_grid.add_row(*(Text(escape_control(value)) for value in row))
-    console(stderr=False).print(message_grid)
+        grid.add_row(*(Text(escape_control(value)) for value in row))
+    console(stderr=False).print(grid)
 
 
 def message_grid() -> Table:
@@ -96,14 +96,14 @@ def message_grid() -> Table:
 
 def episode(trajectory: Trajectory, title: str) -> None:
     """Print one episode as a conversation, followed by its status, reward and length."""
-    rows = _opening(trajectory.prompt, trajectory.tools)
-    row = 0
+    rows = _prompt_rows(trajectory.prompt, trajectory.tools)
+    row_index = 0
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
-        if span.row > row:  # an external agent may hold several conversations in one episode
-            row = span.row
+        if span.row > row_index:  # an external agent may hold several conversations in one episode
+            row_index = span.row
             fold = f", folded: {turn.fold}" if turn.fold else ""
             length = f"({len(turn.prompt_ids)} tokens{fold})"
-            rows.add_row(Text(f"row {row + 1}", style="dim"), Text(length, style="dim"))
+            rows.add_row(Text(f"row {row_index + 1}", style="dim"), Text(length, style="dim"))
         if turn.summary:
             rows.add_row(
                 Text("summary", style="dim"), Text("the model summarises the conversation", style="dim")
@@ -114,15 +114,15 @@ def episode(trajectory: Trajectory, title: str) -> None:
         for reply in turn.replies:
             result = next(results, None) if reply.role == "tool" else None
             _add_message(rows, reply, is_failed=result is not None and not result.ok)
-    _print(title, rows, _ending(trajectory))
+    _print(title, rows, _ending_text(trajectory))
 
 
 def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
     """Print a conversation from a dataset."""
-    _print(title, _opening(messages, tools))
+    _print(title, _prompt_rows(messages, tools))
 
 
-def _opening(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
+def _prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     rows = message_grid()
     for message in prompt:
         _add_message(rows, message)
@@ -156,7 +156,7 @@ def literal_text(text: str, style: str = "") -> Text:
     return Text(escape_control(text[:MAX_CHARS] + suffix), style=style)
 
 
-def _ending(trajectory: Trajectory) -> Text:
+def _ending_text(trajectory: Trajectory) -> Text:
     tokens = sum(turn.sampled_tokens for turn in trajectory.turns)
     reward = escape_control(reward_text(trajectory.reward))
     line = Text.assemble(

@@ -25,7 +25,7 @@ STOPPED = 1  # exit status: the budget is spent, or the endpoint failed
 @Parameter(name="*")
 @dataclass(slots=True)
 class Spending:
-    """Prices and limits of a teacher. The limits hold for all runs in the folder together."""
+    """Prices of a teacher, and limits that all runs in the folder share."""
 
     input_price: NotNegative | None = None
     """Price of a million input tokens, for the cost report and --max-cost."""
@@ -89,7 +89,7 @@ def teach(
     if teaching.num_finished:
         count = show.pluralize(teaching.num_finished, "finished episode")
         show.note(f"{teaching.folder} has {count}, which are not played again")
-    return _run(teaching, Selection(to, min_reward, best), as_json)
+    return _run_teaching(teaching, Selection(to, min_reward, best), as_json)
 
 
 def _judge_options(judge: str | None, out: Path) -> list[str]:
@@ -101,7 +101,7 @@ def _judge_options(judge: str | None, out: Path) -> list[str]:
     return [key_value(key, value) for key, value in values.items()]
 
 
-def _run(teaching: Teaching, selection: Selection, as_json: bool) -> int:
+def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> int:
     """Play the missing episodes, write rows and report of all finished ones, and return the exit status."""
     from TrainingFactory.assembly.endpoint_rollouts import EndpointStopped
 

@@ -79,7 +79,7 @@ async def list_tools(
             for offer in offers:
                 spec = offer.spec
                 options = _changed_options(offer.options)
-                rows.append((spec.name, _arguments(spec), options, _first_line(spec.description)))
+                rows.append((spec.name, _format_arguments(spec), options, _first_line(spec.description)))
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
@@ -160,27 +160,27 @@ async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ..
         yield call
 
 
-async def _measure(call: Call, calls: int, workers: int, display: Display) -> tuple[str, ...]:
-    """Make `calls` calls from `workers` concurrent workers and return a row of the table."""
+async def _measure(call: Call, calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
+    """Make `calls` calls from `num_workers` concurrent workers and return a row of the table."""
     remaining = iter(range(calls))
     num_failed = 0
     seconds: list[float] = []
 
-    async def work() -> None:
+    async def make_calls() -> None:
         nonlocal num_failed
         for _ in remaining:
             call_started = time.perf_counter()
             result = await call()
             seconds.append(time.perf_counter() - call_started)
             num_failed += not result.ok
-            display.advance(f"calls, {workers} concurrent", calls)
+            display.advance(f"calls, {num_workers} concurrent", calls)
 
     start_time = time.perf_counter()
-    await asyncio.gather(*(work() for _ in range(workers)))
+    await asyncio.gather(*(make_calls() for _ in range(num_workers)))
     rate = calls / (time.perf_counter() - start_time)
     p95 = sorted(seconds)[int(calls * 0.95)]
     times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
-    return str(workers), f"{rate:.0f}", *times, str(num_failed)
+    return str(num_workers), f"{rate:.0f}", *times, str(num_failed)
 
 
 def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, Any]:
@@ -189,8 +189,8 @@ def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, An
         return json.loads(arguments[0])  # JSONDecodeError is a ValueError that names the position
     values = {}
     for text in arguments:
-        key, equals, value = text.partition("=")
-        if not equals:
+        key, separator, value = text.partition("=")
+        if not separator:
             raise ValueError(f"{text!r} is not key=value. Write NAME=VALUE, or one JSON object.")
         values[key] = value
         if spec.parameters.get("properties", {}).get(key, {}).get("type") != "string":
@@ -199,7 +199,7 @@ def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, An
     return values
 
 
-def _arguments(spec: ToolSpec) -> str:
+def _format_arguments(spec: ToolSpec) -> str:
     required = spec.parameters.get("required", [])
     properties: dict[str, Any] = spec.parameters.get("properties", {})
     return ", ".join(name if name in required else f"[{name}]" for name in properties)

@@ -42,8 +42,8 @@ def train(
     from TrainingFactory.assembly.named_files import read_config
     from TrainingFactory.config.loading import key_value
 
-    recipe = {} if agent is None else find_agent(agent).options()
-    options = read_config(config, [*(key_value(key, value) for key, value in recipe.items()), *overrides])
+    agent_options = {} if agent is None else find_agent(agent).options()
+    options = read_config(config, [*(key_value(k, value) for k, value in agent_options.items()), *overrides])
     if serve_rank(options) is not None:  # a learner process of rank 0, which reports the progress
         return 0
     # Imported here because it is slow: --help and config errors should appear at once.

@@ -18,7 +18,7 @@ from cyclopts import Parameter, validators
 from TrainingFactory.cli import show
 from TrainingFactory.cli.options import RunsFolder
 
-TOKEN = "TFACTORY_UI_TOKEN"
+TOKEN_VARIABLE = "TFACTORY_UI_TOKEN"
 
 
 def ui(
@@ -70,15 +70,15 @@ def ui(
     if token is None:
         show.note("warning: --no-token lets everybody who can connect run programs as you")
     page = Page(Path(runs).expanduser(), host, token, endpoints)
-    with listen.bind(host, port) as bound, contextlib.suppress(KeyboardInterrupt):
-        address = listen.address_of(bound)
+    with listen.bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
+        address = listen.address_of(listener)
         for wildcard in ("0.0.0.0", "[::]"):  # other machines cannot open these addresses
             address = address.replace(f"//{wildcard}:", f"//{socket.gethostname()}:")
         address += f"/?token={token}" if token else "/"
         print(f"the page: {address} (Ctrl-C stops)", flush=True)
         if open_browser:
             webbrowser.open(address)
-        asyncio.run(page.serve(bound, listen.make_server(page.site.app)))
+        asyncio.run(page.serve(listener, listen.make_server(page.site.app)))
     if os.getpid() == 1:  # the main process of a container, whose exit kills all processes
         show.note("stopping the runs of this UI, each with a checkpoint")
         show.note(f"stopped, with {show.pluralize(page.stop_runs(), 'run')}")
@@ -90,8 +90,8 @@ def ui(
 def _token(file: Path | None, no_token: bool) -> str | None:
     """Return the access token; None: no token is required. Removes TFACTORY_UI_TOKEN from the environment, so that
     programs started by the UI cannot read it."""
-    token = os.environ.pop(TOKEN, "").strip() or secrets.token_urlsafe(24)
-    source = TOKEN
+    token = os.environ.pop(TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(24)
+    source = TOKEN_VARIABLE
     if no_token and file is not None:
         raise ValueError("--no-token and --token-file exclude each other. Remove one of them.")
     if file is not None:
@@ -102,13 +102,13 @@ def _token(file: Path | None, no_token: bool) -> str | None:
     return None if no_token else token
 
 
-def _stored_token(file: Path, new: str) -> str:
-    """Return the token stored in a file; create the file with `new` if it does not exist. Raise ValueError if other
+def _stored_token(file: Path, new_token: str) -> str:
+    """Return the token stored in a file; create the file with `new_token` if it is missing. Raise ValueError if other
     users can read or write it."""
     opener = partial(os.open, mode=0o600)
     with contextlib.suppress(FileExistsError), open(file, "x", encoding="utf-8", opener=opener) as stream:
-        stream.write(f"{new}\n")
-    info = file.stat()
-    if hasattr(os, "getuid") and (info.st_uid != os.getuid() or info.st_mode & 0o077):
+        stream.write(f"{new_token}\n")
+    file_stat = file.stat()
+    if hasattr(os, "getuid") and (file_stat.st_uid != os.getuid() or file_stat.st_mode & 0o077):
         raise ValueError(f"--token-file {file}: other users can read or change it. Run: chmod 600 {file}")
     return file.read_text(encoding="utf-8").strip()

@@ -17,10 +17,10 @@ from TrainingFactory.evaluation.records import (
     EvaluationRecord,
     Notify,
     TaskOutcome,
-    all_records,
+    read_all_records,
     read_records,
 )
-from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, request_model
+from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, make_model_request
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import is_run
@@ -46,9 +46,8 @@ class ComparedModel:
     pending: list[RecordedEvaluation | None] = field(default_factory=list)
 
     def add(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
-        """Reuse the record of an earlier evaluation under the same conditions, or schedule this evaluation. `rerun`:
-        never reuse a record."""
-        earlier_record = None if rerun else _earlier(evaluation)
+        """Reuse an earlier record under the same conditions unless `rerun` is set, or schedule the evaluation."""
+        earlier_record = None if rerun else _find_earlier_record(evaluation)
         if earlier_record is not None:
             evaluation.discard()
         self.stored.append(earlier_record)
@@ -59,9 +58,9 @@ class ComparedModel:
         for evaluation in self.pending:
             if evaluation is not None:
                 evaluation.run()
-        self.take()
+        self.collect_records()
 
-    def take(self) -> None:
+    def collect_records(self) -> None:
         """Add the records of scheduled evaluations that have run."""
         for index, evaluation in enumerate(self.pending):
             if evaluation is not None and evaluation.record is not None:
@@ -69,22 +68,21 @@ class ComparedModel:
 
     @property
     def records(self) -> list[EvaluationRecord]:
-        return [stored.record for stored in self.stored if stored is not None]
+        return [entry.record for entry in self.stored if entry is not None]
 
 
 class Flip(NamedTuple):
-    """A task with different success rates on both sides. `members` are the group members of the two episodes that show
-    the difference, one of each side."""
+    """Task with different success rates on both sides, and the two group members that show the difference."""
 
     entry_index: int  # index of the suite entry
     task: str
-    shares: tuple[float, float]
+    success_rates: tuple[float, float]
     members: tuple[int, int]
 
 
 @dataclass(slots=True)
 class Comparison:
-    """Result of a comparison of two models. A positive difference means that the second model is better."""
+    """Comparison of two models. A positive difference means that the second model is better."""
 
     first: ComparedModel
     second: ComparedModel
@@ -113,9 +111,9 @@ class Comparison:
     def episodes(self, flips: Iterable[Flip]) -> list[tuple[Flip, list[Trajectory | None]]]:
         """Return each flip with the episodes of both sides; an episode is None if it was not saved."""
         flips = list(flips)
-        sides = [_episodes(self.first, flips, 0), _episodes(self.second, flips, 1)]
+        episodes_by_side = [_load_episodes(self.first, flips, 0), _load_episodes(self.second, flips, 1)]
         return [
-            (flip, [episodes_of_side.get((flip.entry_index, flip.task)) for episodes_of_side in sides])
+            (flip, [episodes.get((flip.entry_index, flip.task)) for episodes in episodes_by_side])
             for flip in flips
         ]
 
@@ -132,70 +130,70 @@ def sides(
     """Return the sides of a comparison with their existing records, and the weights of the suite's entries. Nothing is
     run. Without a suite, the tasks are those of `env`, or of the first run in `names`, preferably one that sampled
     episodes."""
-    stored_records = {name: stored for name in names if (stored := _recorded(name, runs, notify)) is not None}
-    if stored_records and suite is not None:
-        name = next(iter(stored_records))
+    records_by_name = {n: record for n in names if (record := _get_record(n, runs, notify)) is not None}
+    if records_by_name and suite is not None:
+        name = next(iter(records_by_name))
         raise ValueError(f"cannot compare the single evaluation {name} on a suite. Name its model instead")
     sides = [ComparedModel(name) for name in names]
     reference = None
-    models = [name for name in names if name not in stored_records]
+    model_names = [name for name in names if name not in records_by_name]
     if suite is not None:
         check_overrides(overrides)
         loaded_suite, folder = load_suite(suite)
         for side in sides:
             for evaluation in suite_evaluations(
-                loaded_suite, request_model(side.name, overrides, runs), folder, notify
+                loaded_suite, make_model_request(side.name, overrides, runs), folder, notify
             ):
                 side.add(evaluation, again)
         return sides, [entry.weight for entry in loaded_suite.entries]
-    if models:
+    if model_names:
         trained_by_name = {
-            name: trained_by for name in models if (trained_by := find_model(name, runs).run) is not None
+            name: trained_by for name in model_names if (trained_by := find_model(name, runs).run) is not None
         }
-        samplers = [name for name, trained_by in trained_by_name.items() if _samples(trained_by.config)]
-        reference = ask([*samplers, *trained_by_name, *models][0], overrides, env, notify, runs)
+        sampling_names = [name for name, run in trained_by_name.items() if _is_sampling(run.config)]
+        reference = ask([*sampling_names, *trained_by_name, *model_names][0], overrides, env, notify, runs)
     for side in sides:
-        if side.name in stored_records:
-            side.stored.append(stored_records[side.name])
+        if side.name in records_by_name:
+            side.stored.append(records_by_name[side.name])
             side.pending.append(None)
         else:
             assert reference is not None
-            request = request_model(side.name, overrides, runs).with_conditions(reference.config)
+            request = make_model_request(side.name, overrides, runs).with_conditions(reference.config)
             side.add(RecordedEvaluation(request, notify=notify), again)
     return sides, [1.0]
 
 
-def _samples(config: TrainingConfig) -> bool:
+def _is_sampling(config: TrainingConfig) -> bool:
     return config.environment.environment_id is not None or KINDS[config.training.algorithm].samples
 
 
 def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float] = (1.0,)) -> Comparison:
     """Compare two sides task by task, on the tasks that both have scored."""
-    strata, notes, flips, count = [], [], list[Flip](), 0
-    for index, (weight, one, other) in enumerate(zip(weights, first.records, second.records, strict=True)):
-        pairs = paired(one, other)
+    strata, notes, flips, num_tasks = [], [], list[Flip](), 0
+    records = zip(weights, first.records, second.records, strict=True)
+    for index, (weight, a, b) in enumerate(records):
+        pairs = paired(a, b)
         if not pairs:
             raise ValueError(
-                f"{first.name} and {second.name} have no scored task in common: {one.id} has {len(one.outcomes)} "
-                f"tasks of {one.conditions.environment}, {other.id} has {len(other.outcomes)} tasks of "
-                f"{other.conditions.environment}. Evaluate both with the same --env and --tasks"
+                f"{first.name} and {second.name} have no scored task in common: {a.id} has {len(a.outcomes)} "
+                f"tasks of {a.conditions.environment}, {b.id} has {len(b.outcomes)} tasks of "
+                f"{b.conditions.environment}. Evaluate both with the same --env and --tasks"
             )
-        notes += _differences(one, other, len(pairs))
-        changes = [success_rate(b) - success_rate(a) for a, b in pairs]
+        notes += _compare_conditions(a, b, len(pairs))
+        changes = [success_rate(after) - success_rate(before) for before, after in pairs]
         strata.append((weight, changes))
-        count += len(pairs)
-        flips += [_flip(index, a, b) for (a, b), change in zip(pairs, changes, strict=True) if change]
-    better = [flip for flip in flips if flip.shares[1] > flip.shares[0]]
-    worse = [flip for flip in flips if flip.shares[1] < flip.shares[0]]
+        num_tasks += len(pairs)
+        flips += [_flip(index, *pair) for pair, change in zip(pairs, changes, strict=True) if change]
+    better = [flip for flip in flips if flip.success_rates[1] > flip.success_rates[0]]
+    worse = [flip for flip in flips if flip.success_rates[1] < flip.success_rates[0]]
     if len(flips) < MIN_FLIPS:
-        notes.append(f"only {len(flips)} of {count} tasks flipped, too few for significance; use more tasks")
+        notes.append(f"only {len(flips)} of {num_tasks} tasks flipped, too few for significance; use more")
     p = statistics.exact_test(len(better), len(worse))
-    return Comparison(first, second, statistics.bootstrap(strata), p, count, better, worse, notes)
+    return Comparison(first, second, statistics.bootstrap(strata), p, num_tasks, better, worse, notes)
 
 
-def _recorded(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
-    """Return the evaluation record that `name` identifies: a record id, or a JSONL file, of which the last record is
-    returned. Return None for any other name."""
+def _get_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
+    """Return the record with the id `name`, or the last one of a JSONL file `name`; None for other names."""
     if name.endswith(".jsonl"):
         records = read_records(Path(name).expanduser(), notify)
         if not records:
@@ -203,15 +201,15 @@ def _recorded(name: str, runs: str | Path, notify: Notify) -> StoredRecord | Non
         return StoredRecord(Path(name).expanduser(), records[-1])
     if not name.startswith("eval-") or is_run(Path(runs) / name):
         return None
-    known = {record.id: StoredRecord(file, record) for file, record in all_records(runs, notify)}
-    if name not in known:
-        hint = did_you_mean(nearest(name, known))
+    stored_by_id = {record.id: StoredRecord(file, record) for file, record in read_all_records(runs, notify)}
+    if name not in stored_by_id:
+        hint = did_you_mean(nearest(name, stored_by_id))
         raise ValueError(f"there is no evaluation record {name} in {runs}{hint}")
-    return known[name]
+    return stored_by_id[name]
 
 
-def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
-    """Return the last record of the same model under the same conditions as an evaluation; None if there is none."""
+def _find_earlier_record(evaluation: RecordedEvaluation) -> StoredRecord | None:
+    """Return the latest record of the same model under the same conditions; None if there is none."""
     file, model = evaluation.request.records, evaluation.model
     for record in reversed(read_records(file)):
         recorded_model = record.model
@@ -230,26 +228,26 @@ def _earlier(evaluation: RecordedEvaluation) -> StoredRecord | None:
     return None
 
 
-def paired(one: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
+def paired(record: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
     """Return pairs of the two records' outcomes, for all tasks that both have scored."""
-    second = {
+    other_outcomes = {
         (outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored_episodes
     }
-    first = [outcome for outcome in one.outcomes if outcome.scored_episodes]
-    return [(a, b) for a in first if (b := second.get((a.task, a.digest))) is not None]
+    outcomes = [outcome for outcome in record.outcomes if outcome.scored_episodes]
+    return [(a, b) for a in outcomes if (b := other_outcomes.get((a.task, a.digest))) is not None]
 
 
-def _differences(one: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
+def _compare_conditions(record: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
     """Return one note for each difference between two records other than their models."""
     notes = []
-    if differences := one.conditions.differences(other.conditions):
+    if differences := record.conditions.differences(other.conditions):
         texts = [text for text in differences if not text.startswith(("tasks ", "count "))]
         if any(text.startswith("rest ") for text in texts):
             texts = [text for text in texts if not text.startswith("rest ")]
             texts.append("environment, tools or reward differ")
-        notes += [f"the conditions of {one.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
-    if skipped := max(len(one.outcomes), len(other.outcomes)) - num_paired:
-        notes.append(f"skipped {pluralize(skipped, 'task')} for which only one model has a score")
+        notes += [f"the conditions of {record.id} and {other.id} differ: {', '.join(texts)}"] if texts else []
+    if num_skipped := max(len(record.outcomes), len(other.outcomes)) - num_paired:
+        notes.append(f"skipped {pluralize(num_skipped, 'task')} for which only one model has a score")
     return notes
 
 
@@ -257,28 +255,28 @@ def success_rate(outcome: TaskOutcome) -> float:
     return sum(outcome.scored_episodes) / len(outcome.scored_episodes)
 
 
-def _flip(index: int, one: TaskOutcome, other: TaskOutcome) -> Flip:
-    improved = success_rate(other) > success_rate(one)
+def _flip(entry_index: int, outcome: TaskOutcome, other: TaskOutcome) -> Flip:
+    has_improved = success_rate(other) > success_rate(outcome)
 
-    def member(outcome: TaskOutcome, success: bool) -> int:
+    def find_member(outcome: TaskOutcome, success: bool) -> int:
         return next((episode.member for episode in outcome.episodes if episode.success is success), 0)
 
-    members = member(one, not improved), member(other, improved)
-    return Flip(index, one.task, (success_rate(one), success_rate(other)), members)
+    members = find_member(outcome, not has_improved), find_member(other, has_improved)
+    return Flip(entry_index, outcome.task, (success_rate(outcome), success_rate(other)), members)
 
 
-def _episodes(
+def _load_episodes(
     model: ComparedModel, flips: Sequence[Flip], side_index: int
 ) -> dict[tuple[int, str], Trajectory]:
     """Load the episodes of `flips` from the files that the records of a side name; `side_index` is 0 or 1."""
     episodes: dict[tuple[int, str], Trajectory] = {}
     for index, stored in enumerate(model.stored):
-        members = {(flip.task, flip.members[side_index]) for flip in flips if flip.entry_index == index}
-        if not members or stored is None or stored.record.episodes_file is None:
+        keys = {(flip.task, flip.members[side_index]) for flip in flips if flip.entry_index == index}
+        if not keys or stored is None or stored.record.episodes_file is None:
             continue
         path = stored.file.parent / stored.record.episodes_file
         if path.is_file():
             for episode in load_trajectories(path):
-                if (episode.task.id, episode.member) in members:
+                if (episode.task.id, episode.member) in keys:
                     episodes[index, episode.task.id] = episode
     return episodes

@@ -33,8 +33,8 @@ class Evaluation(Rollouts):
     ) -> None:
         config = resolve_ids(config, notify)
         self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), notify))
-        group = config.training.group_size if "group_size" in config.training.model_fields_set else 1
-        super().__init__(config, out, group, replay=replay, choose=evaluation_reward, notify=notify)
+        group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
+        super().__init__(config, out, group_size, (), replay, evaluation_reward, notify)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
@@ -43,13 +43,12 @@ class Evaluation(Rollouts):
 
 
 def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
-    """Return the config sections for evaluating a model. For the checkpoint of a run they include the run's
-    environment, held-out data, sampling and tools."""
+    """Return the config sections for evaluating a model; for a run's checkpoint these include the run's own options."""
     if resolved.run is None:
         return {"model": resolved.section}
     training_config = with_original_paths(resolved.run.config, resolved.run.run_info)
-    in_checkpoint = {"tools_format", "chat_template"}
-    model = training_config.model.model_dump(exclude_unset=True, exclude=in_checkpoint)
+    checkpoint_options = {"tools_format", "chat_template"}
+    model = training_config.model.model_dump(exclude_unset=True, exclude=checkpoint_options)
     sections = {"model": model | resolved.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(training_config, section).model_dump()
@@ -84,18 +83,17 @@ def training_task_options(run: TrainedBy) -> dict[str, Any]:
 
 
 def run_reward(run: TrainedBy) -> RewardSection | None:
-    """Return the reward section of a run, with file paths that are valid from any folder; None if its reward was a
-    Python object."""
+    """Return the reward section of a run with absolute file paths; None if its reward was a Python object."""
     if "reward" in run.run_info.get("objects", []):
         return None
     config = with_original_files(run.config, run)
 
-    def absolute(model: Any) -> dict[str, str]:  # resolves the name of a run to its folder
+    def with_model_folder(model: Any) -> dict[str, str]:  # resolves the name of a run to its folder
         return {"model": str(assemble_rewards.reward_model(model, config).folder)}
 
     reward = config.reward
     if reward.type == "learned" and not reward.parts:
-        return reward.model_copy(update=absolute(reward.model))
+        return reward.model_copy(update=with_model_folder(reward.model))
     learned_parts = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
-    parts = {name: part | absolute(part.get("model")) for name, part in learned_parts.items()}
+    parts = {name: part | with_model_folder(part.get("model")) for name, part in learned_parts.items()}
     return reward.model_copy(update={"parts": reward.parts | parts})

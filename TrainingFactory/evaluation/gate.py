@@ -65,16 +65,15 @@ class Gate(Section):
         return 0.0 - (self.not_worse or 0.0)
 
     def problems(self, entries: Sequence[str]) -> list[Problem]:
-        """Return a problem for each unknown entry and for each guard without a limit; `entries` are the names in the
-        suite."""
+        """Return a problem for each entry that is not in `entries` and for each guard without a limit."""
         references = [(("gate", "entry"), self.entry)]
         references += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
-        text = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
+        message = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
         unknown = [(key, name) for key, name in references if name is not None and name not in entries]
-        problems = [Problem(key, text, name) for key, name in unknown]
-        text = "has no limit. Set worse_by, at_least or at_most"
+        problems = [Problem(key, message, name) for key, name in unknown]
+        message = "has no limit. Set worse_by, at_least or at_most"
         unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
-        return problems + [Problem(("gate", "guards", n), text) for n in unlimited]
+        return problems + [Problem(("gate", "guards", n), message) for n in unlimited]
 
     def required_guards(self, is_first: bool) -> list[Guard]:
         """Return the guards to check. For the first champion these are the guards with an absolute limit."""
@@ -116,18 +115,18 @@ def mean_metric(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None
 def check_guard(
     guard: Guard, main: str, outcomes: Sequence[TaskOutcome], baseline: Sequence[TaskOutcome] | None
 ) -> GateCheck:
-    """Check a guard on outcomes of the challenger (`outcomes`) and the champion (`baseline`, or None) on the same
-    tasks."""
+    """Check a guard on outcomes of the challenger and, if not None, the champion (`baseline`) on the same tasks."""
     value = mean_metric(outcomes, guard.metric)
-    champion = None if baseline is None else mean_metric(baseline, guard.metric)
+    baseline_mean = None if baseline is None else mean_metric(baseline, guard.metric)
     name = f"{guard.metric} on {guard.entry or main}"
-    if value is None and champion is None and guard.at_least is None:
+    if value is None and baseline_mean is None and guard.at_least is None:
         return GateCheck(name, True, f"no values; limit: {guard.limits()}")
     if value is None:
         return GateCheck(name, False, f"the challenger has no values; limit: {guard.limits()}")
-    drop = 0.0 if champion is None else (value - champion) * (1 if guard.metric in LOWER_IS_BETTER else -1)
+    sign = 1 if guard.metric in LOWER_IS_BETTER else -1
+    drop = 0.0 if baseline_mean is None else (value - baseline_mean) * sign
     is_met = guard.worse_by is None or drop <= guard.worse_by + 1e-9  # tolerance for rounding errors
     is_met = is_met and (guard.at_least is None or value >= guard.at_least)
     is_met = is_met and (guard.at_most is None or value <= guard.at_most)
-    champion_note = "" if champion is None else f", the champion's {champion:.4g}"
+    champion_note = "" if baseline_mean is None else f", the champion's {baseline_mean:.4g}"
     return GateCheck(name, is_met, f"{value:.4g}{champion_note}; limit: {guard.limits()}")

@@ -18,7 +18,7 @@ from TrainingFactory.registry.store import digest_of as sums_digest
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 
-WEIGHTS = (".safetensors", ".bin", ".gguf")
+SUFFIXES = (".safetensors", ".bin", ".gguf")
 # Options that change the outputs.
 OUTPUT_OPTIONS = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")
 # Sampling options that change only the speed or the shapes of the engine.
@@ -34,11 +34,10 @@ def identity(
     step: int | None = None,
     is_saved: bool = True,
 ) -> ModelIdentity:
-    """Return the identity of a model: its name and options, its run and step, and the digest of its weights if these
-    are saved (`is_saved`)."""
+    """Return a model's name, options, run and step, and the digest of its weights if these are saved."""
     options = {key: value for key in OUTPUT_OPTIONS if (value := getattr(model, key)) is not None}
     if model.chat_template is not None:
-        options["chat_template"] = _by_content(model.chat_template)
+        options["chat_template"] = _content_id(model.chat_template)
     run_info = {} if run is None else {"run": run.name, "run_id": run.run_info.get("id"), "step": step}
     return ModelIdentity(
         name=name, digest=model_digest(model) if is_saved else None, options=options, **run_info
@@ -50,13 +49,13 @@ def conditions(
 ) -> Conditions:
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
     and Python objects that the config does not name by `extra_inputs`."""
-    hashed = map_files(config, _by_content)
+    hashed_config = map_files(config, _content_id)
     environment = config.environment.environment_id
     if environment is not None and is_file_name(environment):
         environment = Path(environment).name
-    reward = hashed.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
-    tools = [entry.model_dump() for entry in hashed.tools]
-    section = hashed.environment
+    reward = hashed_config.reward.model_dump(exclude={"max_unscored", "max_equal_steps"})
+    tools = [entry.model_dump() for entry in hashed_config.tools]
+    section = hashed_config.environment
     settings = section.model_dump(include=ENVIRONMENT_OPTIONS, exclude_defaults=True)
     return Conditions(
         environment=environment,
@@ -75,20 +74,20 @@ def conditions(
 
 def model_digest(model: ModelSection) -> str:
     """Return the digest of local weights; for others, the name and revision of the model."""
-    base = _base_digest(model)
+    base_digest = _base_digest(model)
     if model.adapter is None:
-        return base
-    adapter = weights_digest(Path(model.adapter).expanduser())
-    return f"sha256:{hashlib.sha256(f'{base} {adapter}'.encode()).hexdigest()}"
+        return base_digest
+    adapter_digest = weights_digest(Path(model.adapter).expanduser())
+    return f"sha256:{hashlib.sha256(f'{base_digest} {adapter_digest}'.encode()).hexdigest()}"
 
 
 def weights_digest(folder: Path) -> str:
     """Return the digest of the weight files in a folder, from its checksum file if it has one."""
-    sums = read_checksums(folder)
+    checksums = read_checksums(folder)
     files = [
-        path for path in folder.iterdir() if path.suffix in WEIGHTS and path.name not in TRAINING_STATE_FILES
+        path for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in TRAINING_STATE_FILES
     ]
-    return f"sha256:{sums_digest({p.name: sums.get(p.name) or file_digest(p) for p in files})}"
+    return f"sha256:{sums_digest({p.name: checksums.get(p.name) or file_digest(p) for p in files})}"
 
 
 def _base_digest(model: ModelSection) -> str:
@@ -106,10 +105,10 @@ def _base_digest(model: ModelSection) -> str:
     from huggingface_hub import try_to_load_from_cache
 
     revision = model.revision or "main"
-    cached = try_to_load_from_cache(target, "config.json", revision=revision)
-    return f"hub:{target}@{Path(cached).parent.name if isinstance(cached, str) else revision}"
+    cached_path = try_to_load_from_cache(target, "config.json", revision=revision)
+    return f"hub:{target}@{Path(cached_path).parent.name if isinstance(cached_path, str) else revision}"
 
 
-def _by_content(name: str) -> str:
+def _content_id(name: str) -> str:
     path = Path(name).expanduser()
     return f"{path.name} {file_digest(path)}" if path.is_file() else name

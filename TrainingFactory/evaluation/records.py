@@ -28,12 +28,12 @@ VERSION = 1
 Notify = Callable[[str], None]
 
 
-class _Plain(BaseModel):
+class _FrozenModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EpisodeOutcome(_Plain):
-    """Result of one episode. Its sampling seed depends only on seed, task and member."""
+class EpisodeOutcome(_FrozenModel):
+    """Result of one episode; seed, task and member determine its sampling."""
 
     member: int
     reward: float | None  # outcome plus step rewards; None if the episode could not be scored
@@ -60,7 +60,7 @@ class EpisodeOutcome(_Plain):
         )
 
 
-class TaskOutcome(_Plain):
+class TaskOutcome(_FrozenModel):
     task: str
     digest: str  # of the task's contents, because another task can have the same id
     episodes: list[EpisodeOutcome]
@@ -71,7 +71,7 @@ class TaskOutcome(_Plain):
         return [episode.success for episode in self.episodes if episode.success is not None]
 
 
-class ModelIdentity(_Plain):
+class ModelIdentity(_FrozenModel):
     """`digest` identifies the weights; it is None during training, when `run_id` and `step` identify them. `options`
     are the keys of the model section that change the outputs."""
 
@@ -83,7 +83,7 @@ class ModelIdentity(_Plain):
     step: int | None = None
 
 
-class Conditions(_Plain):
+class Conditions(_FrozenModel):
     """Conditions that two evaluations must share to be comparable."""
 
     environment: str | None
@@ -96,7 +96,7 @@ class Conditions(_Plain):
 
     def differences(self, other: Conditions) -> list[str]:
         """Return a text for each key that differs."""
-        own_values, other_values = _flat(self), _flat(other)
+        own_values, other_values = _flatten(self), _flatten(other)
         return [
             f"{key} is {own_values.get(key)} and {other_values.get(key)}"
             for key in own_values | other_values
@@ -104,7 +104,7 @@ class Conditions(_Plain):
         ]
 
 
-class EvaluationRecord(_Plain):
+class EvaluationRecord(_FrozenModel):
     version: int = VERSION
     id: str = ""
     time: str
@@ -131,8 +131,7 @@ def make_record(
     metrics: dict[str, float],
     **fields: Any,
 ) -> EvaluationRecord:
-    """Summarise episodes in a record. `metrics`, such as seconds and the cost of judges, are stored together with the
-    metrics computed from the episodes."""
+    """Summarise episodes in a record, with `metrics` added to the metrics that are computed from them."""
     by_task: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         by_task.setdefault(episode.task.id, []).append(episode)
@@ -160,7 +159,7 @@ def success_metrics(successes: Sequence[Sequence[bool]], episodes: int) -> dict[
     """Return the success rate with its interval; with several episodes per task also pass@k and pass^k."""
     if not successes:
         return {}
-    rate = statistics.success(successes)
+    rate = statistics.estimate_success(successes)
     metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
     for k in statistics.reported_ks(episodes) if episodes > 1 else ():
         for name, value in (
@@ -186,13 +185,13 @@ def digest_of(value: Any) -> str:
     return _digest(value, 16)
 
 
-def _digest(value: Any, size: int) -> str:
+def _digest(value: Any, num_bytes: int) -> str:
     # A value that is not JSON, such as a user's object as the answer, is represented by its type.
     text = json.dumps(value, sort_keys=True, default=lambda value_object: type(value_object).__name__)
-    return blake2b(text.encode(errors="surrogatepass"), digest_size=size).hexdigest()
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).hexdigest()
 
 
-def _flat(conditions: Conditions) -> dict[str, Any]:
+def _flatten(conditions: Conditions) -> dict[str, Any]:
     fields = conditions.model_dump()
     return {f"sampling.{key}": value for key, value in fields.pop("sampling").items()} | fields
 
@@ -201,7 +200,7 @@ def _flat(conditions: Conditions) -> dict[str, Any]:
 
 
 def append_record(path: Path, record: EvaluationRecord) -> None:
-    """Append the record as a line and flush it to disk. An incomplete line of a killed process is terminated first."""
+    """Append the record as a flushed line, after ending an incomplete line of a killed process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     line = json.dumps(record.model_dump()).encode() + b"\n"
     with naming_file_on_error(path), path.open("a+b") as file:
@@ -220,18 +219,18 @@ def read_records(path: Path, notify: Notify = lambda _: None) -> list[Evaluation
     """Return the records of a file, oldest first. Invalid lines are reported with `notify` and skipped. An incomplete
     last line is skipped silently, because another process may be writing it."""
     records = []
-    for number, line in enumerate(read_lines(path), 1):
+    for line_number, line in enumerate(read_lines(path), 1):
         if not line.strip():
             continue
         try:
-            records.append(_read(line))
+            records.append(_parse_record(line))
         except ValueError as error:
             if line.endswith(b"\n"):
-                notify(f"note: skipped {path}, line {number}: {error}")
+                notify(f"note: skipped {path}, line {line_number}: {error}")
     return records
 
 
-def _read(line: bytes) -> EvaluationRecord:
+def _parse_record(line: bytes) -> EvaluationRecord:
     try:
         row = json.loads(line)
         version = row["version"]
@@ -251,7 +250,7 @@ def _read(line: bytes) -> EvaluationRecord:
         raise ValueError(f"not an evaluation record ({type(error).__name__})") from None
 
 
-def all_records(
+def read_all_records(
     runs: str | Path = "runs", notify: Notify = lambda _: None
 ) -> list[tuple[Path, EvaluationRecord]]:
     """Return all records in a folder of runs, each with its file."""

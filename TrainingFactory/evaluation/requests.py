@@ -33,15 +33,14 @@ from TrainingFactory.types import Task, Trajectory
 
 # Prefixes of config keys that belong to the model and not to the conditions of the evaluation.
 MODEL_KEYS = ("model.", "logging.", "training.seed")
-OTHER_REWARD = ("reward.type", "reward.parts")  # an override of these replaces the run's reward
+REWARD_KEYS = ("reward.type", "reward.parts")  # an override of these replaces the run's reward
 # kind of Python object -> option that replaces it in a command
-NAMED_BY = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
+OPTIONS = {"environment": "--env FILE.py", "tools": "'tools=[\"FILE.py:NAME\"]'", "tasks": "data.tasks=FILE"}
 
 
 @dataclass(slots=True)
 class EvaluationRequest:
-    """A request to evaluate a model: its name as the user wrote it, the config of the evaluation, and the run that
-    trained the model, if any."""
+    """Request to evaluate a model: its name, the evaluation's config, and the run that trained it, if any."""
 
     name: str
     config: TrainingConfig
@@ -58,7 +57,7 @@ class EvaluationRequest:
         folder = Path(self.config.logging.output_dir).expanduser() if self.run is None else self.run.path
         return folder / EVALUATIONS
 
-    def keep(self, record: EvaluationRecord) -> None:
+    def save_record(self, record: EvaluationRecord) -> None:
         """Append the record to its file, and to the registry if the model is registered."""
         append_record(self.records, record)
         if self.version is not None and self.registry is not None:
@@ -73,7 +72,7 @@ class EvaluationRequest:
 
 
 class RecordedEvaluation(Evaluation):
-    """An evaluation that saves a record, unless it was interrupted or no episode could be scored."""
+    """Evaluation that saves a record, unless it was interrupted or all episodes are unscored."""
 
     def __init__(
         self,
@@ -93,42 +92,41 @@ class RecordedEvaluation(Evaluation):
             return report
         request = self.request
         episodes_file = os.path.relpath(self.path.resolve(), request.records.parent.resolve())
-        played_tasks = {episode.task.id for episode in report.trajectories}
-        tasks = [task for task in self.tasks if task.id in played_tasks]  # not all if a test stopped early
+        task_ids = {episode.task.id for episode in report.trajectories}
+        tasks = [task for task in self.tasks if task.id in task_ids]  # not all if a test stopped early
         actual = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
         self.record: EvaluationRecord | None = make_record(
             report.trajectories, self.model, actual, report.metrics, by="eval", scored_by=self.scored_by,
             suite=request.suite, entry=request.entry, episodes_file=episodes_file,
         )  # fmt: skip
         report.metrics = self.record.metrics
-        await in_thread(request.keep, self.record)
+        await in_thread(request.save_record, self.record)
         return report
 
 
 def append_training_record(
-    config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, given_objects: Sequence[str],
+    config: TrainingConfig, run: RunFolder, tasks: Sequence[Task], scored_by: str, object_kinds: Sequence[str],
     step: int, episodes: Sequence[Trajectory], metrics: dict[str, float],
 ) -> None:  # fmt: skip
-    """Append the record of an evaluation during training, after `step` steps. `given_objects` are the kinds of Python
+    """Append the record of an evaluation during training, after `step` steps. `object_kinds` are the kinds of Python
     objects that replace parts of the config. They have no digest, so the conditions then include the run's id and
     match no other run."""
-    extra_inputs = [*given_objects, run.run_info.get("id")] if given_objects else []
+    extra_inputs = [*object_kinds, run.run_info.get("id")] if object_kinds else []
     model = identity(config.model, f"{run.name}@step-{step}", run, step, is_saved=False)
-    scored_by = "a reward from Python" if "reward" in given_objects else scored_by
+    scored_by = "a reward from Python" if "reward" in object_kinds else scored_by
     evaluation_conditions = conditions(config, tasks, 1, extra_inputs)
     record = make_record(episodes, model, evaluation_conditions, metrics, by="training", scored_by=scored_by)
     append_record(run.path / EVALUATIONS, record)
 
 
-def request_model(
+def make_model_request(
     model: str, overrides: Sequence[str] = (), runs: str | Path = "runs", registry: str | Path | None = None
 ) -> EvaluationRequest:
-    """Return a request whose config has only the model's own options. A suite or another request adds the
-    conditions."""
+    """Return a request with only the model's own options; a suite or another request adds the conditions."""
     resolved = find_model(model, runs, registry)
-    defaults = evaluations.overrides_of({"model": evaluations.config_sections(resolved)["model"]})
-    model_overrides = [option for option in overrides if _key(option).startswith(MODEL_KEYS)]
-    return _request(resolved, load_config(None, [*defaults, *model_overrides]), registry_path(runs, registry))
+    model_defaults = evaluations.overrides_of({"model": evaluations.config_sections(resolved)["model"]})
+    overrides = [option for option in overrides if _option_key(option).startswith(MODEL_KEYS)]
+    return _request(resolved, load_config(None, [*model_defaults, *overrides]), registry_path(runs, registry))
 
 
 def ask(
@@ -141,8 +139,8 @@ def ask(
     resolved, task_options = find_model(model, runs, registry), {}
     sections |= evaluations.config_sections(resolved)
     if resolved.run is not None:
-        other_reward = any(_key(option) in OTHER_REWARD for option in overrides)
-        sections |= _reward(resolved.run, other_reward, notify)
+        replaces_reward = any(_option_key(option) in REWARD_KEYS for option in overrides)
+        sections |= _reward_section(resolved.run, replaces_reward, notify)
         task_options = evaluations.training_task_options(resolved.run) if env is None else {}
         sections["data"] |= task_options
     defaults = evaluations.overrides_of(sections)
@@ -156,25 +154,24 @@ def ask(
     return _request(resolved, config, registry_path(runs, registry))
 
 
-def _key(option: str) -> str:
+def _option_key(option: str) -> str:
     """Return the full config key of a key=value option."""
     return full_key(option.partition("=")[0].strip())
 
 
 def _request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
-    run, number = model.run, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
+    run, step_match = model.run, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
         return EvaluationRequest(model.requested, config, version=model.version, registry=registry)
-    return EvaluationRequest(model.requested, config, run, int(number[1]) if number else None)
+    return EvaluationRequest(model.requested, config, run, int(step_match[1]) if step_match else None)
 
 
-def _reward(run: TrainedBy, other_reward: bool, notify: Notify) -> dict[str, dict[str, Any]]:
-    """Return the config's section `reward` of the run; empty if the user chose another reward or the run's was a Python
-    object."""
+def _reward_section(run: TrainedBy, is_replaced: bool, notify: Notify) -> dict[str, dict[str, Any]]:
+    """Return the run's config section `reward`; empty if the user replaced it or it was a Python object."""
     for name in changed_files(run.run_info):
         notify(f"note: {name} has changed since run {run.name} was started")
-    reward = None if other_reward else evaluations.run_reward(run)
-    if reward is None and not other_reward:
+    reward = None if is_replaced else evaluations.run_reward(run)
+    if reward is None and not is_replaced:
         notify(
             f"note: the reward of run {run.name} was a Python object, which cannot be restored here. The environment's "
             "own reward scores instead"
@@ -182,17 +179,17 @@ def _reward(run: TrainedBy, other_reward: bool, notify: Notify) -> dict[str, dic
     return {} if reward is None else {"reward": reward.model_dump()}
 
 
-def _check_objects(run: TrainedBy, config: TrainingConfig, other_environment: bool) -> None:
+def _check_objects(run: TrainedBy, config: TrainingConfig, has_other_environment: bool) -> None:
     """Raise ValueError if a run was started with Python objects that the config does not replace."""
     environment = config.environment.environment_id
-    replaced = {
+    replacements = {
         "environment": environment,
-        "tools": config.tools or other_environment,
+        "tools": config.tools or has_other_environment,
         "tasks": config.data.tasks or environment,
     }
-    objects = [kind for kind in run.run_info.get("objects", []) if kind in replaced]
-    if missing := [NAMED_BY[kind] for kind in objects if not replaced[kind]]:
+    objects = [kind for kind in run.run_info.get("objects", []) if kind in replacements]
+    if missing_options := [OPTIONS[kind] for kind in objects if not replacements[kind]]:
         raise ValueError(
             f"run {run.name} was started from Python with its own {' and '.join(objects)}, which cannot be restored "
-            f"from its folder. Add to the command: {' '.join(missing)}"
+            f"from its folder. Add to the command: {' '.join(missing_options)}"
         )

@@ -43,8 +43,7 @@ from TrainingFactory.types import Task, Trajectory
 
 @dataclass(slots=True)
 class RolloutReport:
-    """The episodes of a `Rollouts` run and their metrics. If `interrupted`, only the episodes that had ended are
-    included."""
+    """Finished episodes of a `Rollouts` run and their metrics."""
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
@@ -54,7 +53,7 @@ class RolloutReport:
 class Rollouts:
     """Runs `group_size` episodes per task and saves them to the JSONL file `out`, by default a new one. If
     logging.record_tools is set to true, tool calls are recorded in a folder beside it; `replay` is such a folder, whose
-    recorded calls are replayed. `choose` selects the part of the config's reward that scores the episodes."""
+    recorded calls are replayed. `select_reward` selects the part of the config's reward that scores the episodes."""
 
     def __init__(
         self,
@@ -63,16 +62,16 @@ class Rollouts:
         group_size: int = 1,
         tools: Sequence[Any] = (),
         replay: str | Path | None = None,
-        choose: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
+        select_reward: Callable[[RewardFunction | None], RewardFunction | None] = lambda reward: reward,
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = factories.resolve_ids(config, notify)
         objects = factories.with_dataset_rows(config, UserObjects(), notify)
         self.config = config = with_resolved_model(config)
-        self.group_size, self._choose, self._notify = group_size, choose, notify
+        self.group_size, self._select_reward, self._notify = group_size, select_reward, notify
         self.tools = RunTools(config, tools, replay)
         reward_section = check_reward(config)
-        check_group_size(choose(reward_section), group_size)
+        check_group_size(select_reward(reward_section), group_size)
         self.environment: EnvironmentFactory = make_environment(config, self.tools.is_needed, notify)
         with factories.listing_searched_places("datasets"):
             self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
@@ -81,16 +80,16 @@ class Rollouts:
         check_self_play(config, self.environment, reward_section)
         self.tools.check_tasks(self.tasks)
         check_tasks(self.tasks)  # now, not after the episodes
-        # A partition of the tasks. Rounds run one after the other until `enough` returns True.
+        # A partition of the tasks. Rounds run one after the other until `should_stop` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]
-        self.enough: Callable[[Sequence[Trajectory]], bool] = lambda _: False
+        self.should_stop: Callable[[Sequence[Trajectory]], bool] = lambda _: False
         self.total = len(self.tasks) * group_size
-        name = short_name(config.environment.environment_id or "tools")
+        file_stem = short_name(config.environment.environment_id or "tools")
         folder = Path(config.logging.output_dir).expanduser() / "rollouts"
-        self.path = out.expanduser() if out is not None else unused_path(folder, name, ".jsonl")
-        self._target = self.path.resolve()  # replace the target of a link, not the link
-        self._recording = self._new_recording()
-        self._partial_file = create_part_file(self._target)
+        self.path = out.expanduser() if out is not None else unused_path(folder, file_stem, ".jsonl")
+        self._target_path = self.path.resolve()  # replace the target of a link, not the link
+        self._recording_folder = self._new_recording()
+        self._partial_file = create_part_file(self._target_path)
         self._interrupts = Interrupts(lambda _: None)
         self._ended_episodes: list[Trajectory] = []
         self._reward: RewardFunction | None = None
@@ -99,7 +98,7 @@ class Rollouts:
         )
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
-        """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
+        """Sample all episodes; after Ctrl-C, save and report the finished ones."""
         return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.ask)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
@@ -111,13 +110,13 @@ class Rollouts:
                 stack.push_async_callback(self.tools.close)
                 stack.callback(self.tools.commit)
                 with self._interrupts.watching():
-                    start_time = await self._interrupts.interruptible(self._play(stack, on_episode))
+                    start_time = await self._interrupts.interruptible(self._run_episodes(stack, on_episode))
         except StopRequested:
             interrupted = True
         except EndpointStopped as error:
-            saved = f", saved to {self.path}" if self._ended_episodes else ""
-            count = f"{len(self._ended_episodes)} of {pluralize(self.total, 'episode')}{saved}"
-            raise EndpointStopped(f"{error}. Finished: {count}") from error
+            saved_note = f", saved to {self.path}" if self._ended_episodes else ""
+            progress = f"{len(self._ended_episodes)} of {pluralize(self.total, 'episode')}{saved_note}"
+            raise EndpointStopped(f"{error}. Finished: {progress}") from error
         finally:
             seconds = time.perf_counter() - start_time
             await in_thread(self._finish)
@@ -129,7 +128,7 @@ class Rollouts:
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
         return RolloutReport(self._ended_episodes, metrics, interrupted)
 
-    async def _play(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
+    async def _run_episodes(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
         """Create environment, sampler and reward, and run the episodes. Return the start time of the first one."""
 
         def on_ended(trajectory: Trajectory) -> None:
@@ -147,19 +146,19 @@ class Rollouts:
         await await_engines(sampler)
         self._reward = make_reward(config)
         await build_rewards.open_reward(self._reward, stack, self._notify)
-        reward = self._choose(self._reward)
+        reward = self._select_reward(self._reward)
         engine = make_rollouts(
             config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
         )
         if isinstance(engine, EndpointRollouts):
             engine.finished = {(episode.task.id, episode.member) for episode in self._ended_episodes}
-        self._record()
+        self._start_recording()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()
-        heldout = "eval" if config.data.split == "heldout" else None
+        recorded_as = "eval" if config.data.split == "heldout" else None
         for tasks in self.rounds:
-            await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=heldout)
-            if self.enough(self._ended_episodes):
+            await engine.rollout_batch(tasks, sampler, self.group_size, recorded_as=recorded_as)
+            if self.should_stop(self._ended_episodes):
                 break
         return start_time
 
@@ -176,7 +175,7 @@ class Rollouts:
         options = self.config.logging
         if not (options.record_tools and "record_tools" in options.model_fields_set):
             return None
-        folder = recording_beside(self._target)
+        folder = recording_beside(self._target_path)
         if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
             raise ValueError(
                 f"cannot replay and record {folder} at the same time. Choose another file with --out, or remove "
@@ -184,11 +183,11 @@ class Rollouts:
             )
         return folder
 
-    def _record(self) -> None:
-        if self._recording is not None:
-            self._recording.mkdir(parents=True, exist_ok=True)
-            (self._recording / CALLS_FILE).write_bytes(b"")  # discard an earlier recording with this name
-            self.tools.record_to(self._recording)
+    def _start_recording(self) -> None:
+        if self._recording_folder is not None:
+            self._recording_folder.mkdir(parents=True, exist_ok=True)
+            (self._recording_folder / CALLS_FILE).write_bytes(b"")  # discard an earlier recording
+            self.tools.record_to(self._recording_folder)
 
     def discard(self) -> None:
         """Remove the temporary file of episodes."""
@@ -196,11 +195,11 @@ class Rollouts:
 
     def _finish(self) -> None:
         """Write the episodes to the target file, sorted by task and member."""
-        task_order = {task.id: number for number, task in enumerate(self.tasks)}
+        task_order = {task.id: position for position, task in enumerate(self.tasks)}
         self._ended_episodes.sort(key=lambda trajectory: (task_order[trajectory.task.id], trajectory.member))
         if self._ended_episodes:
             save_trajectories(self._partial_file, self._ended_episodes)
-            os.replace(self._partial_file, self._target)
+            os.replace(self._partial_file, self._target_path)
         self.discard()
 
 

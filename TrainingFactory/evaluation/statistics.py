@@ -27,7 +27,7 @@ class Estimate:
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def success(tasks: Sequence[TaskSuccesses]) -> Estimate:
+def estimate_success(tasks: Sequence[TaskSuccesses]) -> Estimate:
     """Return the success rate over all episodes. Because episodes of one task are correlated, the Wilson interval is
     computed for the effective number of independent episodes."""
     episodes, successes = sum(map(len, tasks)), sum(map(sum, tasks))
@@ -72,25 +72,24 @@ def reported_ks(max_k: int) -> list[int]:
 
 
 def bootstrap(strata: Sequence[tuple[float, Sequence[float]]], seed: int = 0) -> Estimate:
-    """Return the weighted mean of the means of several sets of tasks (weight, values), with a stratified bootstrap
-    interval over tasks."""
+    """Return the weighted mean of several task sets' means (weight, values), with a stratified bootstrap interval."""
     import numpy as np  # a quarter of a second that most commands do without
 
-    rng, total = np.random.default_rng(seed), sum(weight for weight, _ in strata)
-    value, sampled_means = 0.0, np.zeros(RESAMPLES)
+    rng, total_weight = np.random.default_rng(seed), sum(weight for weight, _ in strata)
+    weighted_mean, sampled_means = 0.0, np.zeros(RESAMPLES)
     for weight, values in strata:
         counts = Counter(values)
-        distinct, frequencies = np.array(list(counts)), np.array(list(counts.values()))
+        distinct_values, frequencies = np.array(list(counts)), np.array(list(counts.values()))
         # Drawing n values with replacement equals drawing how often each distinct value occurs: far fewer numbers.
-        times = rng.multinomial(len(values), frequencies / len(values), size=RESAMPLES)
-        value += weight / total * fmean(values)
-        sampled_means += weight / total * (times @ distinct) / len(values)
+        draws = rng.multinomial(len(values), frequencies / len(values), size=RESAMPLES)
+        weighted_mean += weight / total_weight * fmean(values)
+        sampled_means += weight / total_weight * (draws @ distinct_values) / len(values)
     low, high = np.quantile(sampled_means, [0.025, 0.975])
-    return Estimate(value, float(low), float(high))
+    return Estimate(weighted_mean, float(low), float(high))
 
 
-def exact_test(better: int, worse: int) -> float:
-    """Return the two-sided p-value of McNemar's exact test for the numbers of tasks that became better and worse."""
-    num_changed, num_fewer = better + worse, min(better, worse)
+def exact_test(num_better: int, num_worse: int) -> float:
+    """Return the two-sided p-value of McNemar's exact test for the numbers of improved and worsened tasks."""
+    num_changed, num_fewer = num_better + num_worse, min(num_better, num_worse)
     tail_count = sum(math.comb(num_changed, n) for n in range(num_fewer + 1))
     return min(1.0, 2 * tail_count / 2**num_changed)

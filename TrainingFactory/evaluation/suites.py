@@ -23,7 +23,7 @@ from TrainingFactory.evaluation.requests import MODEL_KEYS, EvaluationRequest, R
 
 
 class SuiteEntry(Section):
-    """One set of tasks: an environment or a file, and how the episodes are scored."""
+    """One set of tasks, from an environment or a file, with its reward and sampling options."""
 
     name: Text | None = None
     """Name in the results table; null: the environment or file."""
@@ -120,24 +120,24 @@ def load_suite(source: str) -> tuple[Suite, Path | None]:
             f"there is no suite {source!r}. Use a YAML file or a built-in suite: {known_names}{hint}"
         )
     problems: list[Problem] = []
-    places: dict[Key, str] = {}
-    data = read_yaml(path, places, problems, "a list `entries:`, each with an environment or tasks")
+    locations: dict[Key, str] = {}
+    content = read_yaml(path, locations, problems, "a list `entries:`, each with an environment or tasks")
     try:
-        suite = Suite(**{str(key): value for key, value in data.items()})
-        problems += _problems(suite)
+        suite = Suite(**{str(key): value for key, value in content.items()})
+        problems += _find_problems(suite)
         if not problems:
             return suite.model_copy(update={"name": suite.name or path.stem}), path.parent
     except ValidationError as error:
         problems += problems_of(error, Suite)
-    raise KeyLocations(places, str(path)).error(problems) from None
+    raise KeyLocations(locations, str(path)).error(problems) from None
 
 
-def _problems(suite: Suite) -> list[Problem]:
+def _find_problems(suite: Suite) -> list[Problem]:
     """Return the problems of a suite: entries without tasks, duplicate names, and problems of the gate."""
     problems: list[Problem] = []
     titles: list[str] = []
-    for number, entry in enumerate(suite.entries):
-        key = ("entries", number)
+    for index, entry in enumerate(suite.entries):
+        key = ("entries", index)
         if entry.environment is None and entry.tasks is None:
             problems.append(Problem(key, "has neither an environment nor tasks. Set one of them"))
         if entry.title in titles:
@@ -159,8 +159,7 @@ def check_overrides(overrides: Sequence[str]) -> None:
 def suite_evaluations(
     suite: Suite, model: EvaluationRequest, folder: Path | None = None, notify: Notify = lambda _: None
 ) -> list[RecordedEvaluation]:
-    """Return an evaluation for each entry of a suite. If an entry is invalid, raise ValueError with its name before any
-    evaluation runs."""
+    """Return an evaluation for each entry of a suite; raise ValueError with the name of an invalid entry."""
     evaluations: list[RecordedEvaluation] = []
     for request in suite.requests(model, folder):
         try:

@@ -31,7 +31,7 @@ from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolRes
 
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
-STEMS = {  # class -> stem of its source file and of the file with its function docs
+FILE_STEMS = {  # class -> stem of its source file and of the file with its function docs
     "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot",
     "TravelAPI": "travel_booking", "VehicleControlAPI": "vehicle_control",
@@ -53,7 +53,7 @@ class BfclEnvironment(ToolEnvironment):
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
         """Yield at most `count` tasks. The split "all" has all 200 in BFCL's order; train and heldout have separate
         parts of them, shuffled."""
-        rows = list(_rows(cls.category).values())
+        rows = list(_load_rows(cls.category).values())
         if split != "all":
             # Categories are variants of the same tasks, so the task number assigns the split in all of them.
             rows = [row for row in rows if in_split(f"bfcl {row['id'].rpartition('_')[2]}", split)]
@@ -62,15 +62,15 @@ class BfclEnvironment(ToolEnvironment):
             yield Task(row["id"], [message_from_dict(message) for message in row["question"][0]])
 
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = (), **options: Any) -> None:
-        rows = _rows(self.category)
+        rows = _load_rows(self.category)
         if task.id not in rows:
             raise ValueError(f"BFCL's {self.category} has no task {task.id!r}. Remove data.tasks.")
         self.row = rows[task.id]
         missing_functions: dict[str, list[str]] = self.row.get("missed_function", {})
         self._release_turn = {name: int(turn) for turn, names in missing_functions.items() for name in names}
-        self._model_scenario, self._true_scenario = _Scenario(self.row), _Scenario(self.row)
+        self._model_scenario, self._expected_scenario = _Scenario(self.row), _Scenario(self.row)
         self._results: list[str] = []  # results of all calls so far
-        self._earlier_results = 0  # number of results from before the present request
+        self._num_earlier_results = 0  # number of results from before the present request
         self.request_results: list[bool] = []  # one entry for each answered request
         functions = [_Function(self, spec) for name in self.row["involved_classes"] for spec in _specs(name)]
         super().__init__(task, [*functions, *tools], **options)
@@ -78,14 +78,14 @@ class BfclEnvironment(ToolEnvironment):
             function for function in functions if function.spec.name not in self._release_turn
         ]
         if self.short:
-            visible_functions = [_Function(self, _shortened(function.spec)) for function in visible_functions]
+            visible_functions = [_Function(self, _shorten(function.spec)) for function in visible_functions]
         self.tools = [*visible_functions, *self.tools[len(functions) :]]
 
     async def step(self, message: Message) -> Step:
         if message.tool_calls:
             return await super().step(message)
         self.request_results.append(self._matches_ground_truth())
-        self._earlier_results = len(self._results)
+        self._num_earlier_results = len(self._results)
         if len(self.request_results) == len(self.row["question"]):
             return Step(done=True)
         return Step(self._next_request())
@@ -98,9 +98,9 @@ class BfclEnvironment(ToolEnvironment):
 
     def reward(self, episode: Episode) -> Reward:
         """Return 1 if every request was answered and matches the ground truth, else 0."""
-        requests = len(self.row["question"])
-        solved = len(self.request_results) == requests and all(self.request_results)
-        return Reward(float(solved), parts={"requests": sum(self.request_results) / requests})
+        num_requests = len(self.row["question"])
+        is_solved = len(self.request_results) == num_requests and all(self.request_results)
+        return Reward(float(is_solved), parts={"requests": sum(self.request_results) / num_requests})
 
     def expert(self) -> Iterator[Message]:
         """Yield the calls of the ground truth, one per turn."""
@@ -112,21 +112,21 @@ class BfclEnvironment(ToolEnvironment):
     def _matches_ground_truth(self) -> bool:
         """Return whether the model's state equals the ground truth's, and the model saw all of its results."""
         calls = self.row["ground_truth"][len(self.request_results)]
-        expected = Counter(self._true_scenario.call(name, arguments).content for name, arguments in calls)
+        expected = Counter(self._expected_scenario.call(name, arguments).content for name, arguments in calls)
         if not calls:  # the request cannot be fulfilled, and the model's reply is not judged
             return True
-        if len(self._results) == self._earlier_results or expected - Counter(self._results):
+        if len(self._results) == self._num_earlier_results or expected - Counter(self._results):
             return False
-        return self._model_scenario.state() == self._true_scenario.state()
+        return self._model_scenario.state() == self._expected_scenario.state()
 
     def _next_request(self) -> list[Message]:
-        number = len(self.request_results)
+        index = len(self.request_results)
         new_functions = [
-            tool.spec for tool in self.executor.tools if self._release_turn.get(tool.spec.name) == number
+            tool.spec for tool in self.executor.tools if self._release_turn.get(tool.spec.name) == index
         ]
-        docs = json.dumps([spec_to_dict(_shortened(spec) if self.short else spec) for spec in new_functions])
+        docs = json.dumps([spec_to_dict(_shorten(spec) if self.short else spec) for spec in new_functions])
         announcement = [Message("user", f"{NEW_TOOLS}\n{docs}")] if new_functions else []
-        return [*announcement, *map(message_from_dict, self.row["question"][number])]
+        return [*announcement, *map(message_from_dict, self.row["question"][index])]
 
 
 class _Function:
@@ -148,14 +148,14 @@ class _Scenario:
     """The BFCL objects behind the tools of a task, initialized for the task, and their callable methods."""
 
     def __init__(self, row: dict[str, Any]) -> None:
-        self._objects = {name: _class(name)() for name in row["involved_classes"]}
-        for name, instance in self._objects.items():
+        self._instances = {name: _load_class(name)() for name in row["involved_classes"]}
+        for name, instance in self._instances.items():
             if name != STATELESS:
                 scenario = deepcopy(row["initial_config"].get(name, {}))
                 instance._load_scenario(scenario, long_context="long_context" in row["id"])
         self._methods = {
             spec.name: getattr(instance, spec.name)
-            for name, instance in self._objects.items()
+            for name, instance in self._instances.items()
             for spec in _specs(name)
         }
 
@@ -165,13 +165,13 @@ class _Scenario:
         except Exception as error:  # foreign code
             return ToolResult(f"Error during execution: {error}", ok=False, error="exception")
         is_failed = isinstance(value, dict) and "error" in value
-        return ToolResult(_text(value), ok=not is_failed, error="exception" if is_failed else None)
+        return ToolResult(_result_text(value), ok=not is_failed, error="exception" if is_failed else None)
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return the public attributes of each object, as BFCL compares them."""
         return {
             name: {key: value for key, value in vars(instance).items() if not key.startswith("_")}
-            for name, instance in self._objects.items()
+            for name, instance in self._instances.items()
         }
 
 
@@ -183,23 +183,23 @@ def environment(name: str) -> type[BfclEnvironment]:
     if name not in known_names:
         hint = did_you_mean(nearest(name, known_names))
         raise ValueError(f"there is no environment bfcl/{name}{hint} (known: {', '.join(known_names)})")
-    _rows(category)  # raises if the package or its data is missing
+    _load_rows(category)  # raises if the package or its data is missing
     return type(f"bfcl/{name}", (BfclEnvironment,), {"category": category, "short": bool(variant)})
 
 
 @cache
-def _rows(category: str) -> dict[str, dict[str, Any]]:
+def _load_rows(category: str) -> dict[str, dict[str, Any]]:
     """Load the tasks of a category by id, with their ground truth as (function name, arguments)."""
-    rows = {row["id"]: row for row in _lines(f"BFCL_v4_{category}.json")}
-    for answer in _lines(f"possible_answer/BFCL_v4_{category}.json"):
+    rows = {row["id"]: row for row in _read_lines(f"BFCL_v4_{category}.json")}
+    for answer in _read_lines(f"possible_answer/BFCL_v4_{category}.json"):
         row = rows[answer["id"]]
         schemas = {spec.name: spec.parameters for name in row["involved_classes"] for spec in _specs(name)}
         row["ground_truth"] = []
         for texts in answer["ground_truth"]:
             calls = [parse_call(text, row["involved_classes"]) for text in texts]
             # A call that violates the function's own schema (a string for an integer) is not required of the model.
-            valid = [call for call in calls if make_validator(schemas[call[0]]).is_valid(call[1])]
-            row["ground_truth"].append(valid)
+            valid_calls = [call for call in calls if make_validator(schemas[call[0]]).is_valid(call[1])]
+            row["ground_truth"].append(valid_calls)
     return rows
 
 
@@ -214,33 +214,32 @@ def parse_call(text: str, classes: Iterable[str]) -> tuple[str, dict[str, Any]]:
         raise ValueError(f"{text!r} calls {name}, which is not a documented function of {', '.join(classes)}")
     positional = [ast.literal_eval(value) for value in call.args]
     keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    bound = inspect.signature(getattr(_class(owner), name)).bind(None, *positional, **keywords)
+    bound = inspect.signature(getattr(_load_class(owner), name)).bind(None, *positional, **keywords)
     return name, dict(list(bound.arguments.items())[1:])
 
 
 @cache
-def _specs(name: str) -> list[ToolSpec]:
-    docs = _lines(f"multi_turn_func_doc/{STEMS[name]}.json")
-    return [ToolSpec(doc["name"], doc["description"], _schema(doc["parameters"])) for doc in docs]
+def _specs(class_name: str) -> list[ToolSpec]:
+    docs = _read_lines(f"multi_turn_func_doc/{FILE_STEMS[class_name]}.json")
+    return [ToolSpec(doc["name"], doc["description"], _json_schema(doc["parameters"])) for doc in docs]
 
 
-def _shortened(spec: ToolSpec) -> ToolSpec:
+def _shorten(spec: ToolSpec) -> ToolSpec:
     """Return the spec reduced to the names and types of its parameters."""
     properties = spec.parameters.get("properties", {})
     types = {name: {"type": value.get("type", "string")} for name, value in properties.items()}
     return ToolSpec(spec.name, "", {"type": "object", "properties": types})
 
 
-def _schema(doc: dict[str, Any]) -> dict[str, Any]:
-    """Convert documented parameters to a JSON schema; BFCL's types `dict`, `float` and `tuple` are replaced by those of
-    JSON schemas."""
+def _json_schema(doc: dict[str, Any]) -> dict[str, Any]:
+    """Convert documented parameters, with BFCL's types `dict`, `float` and `tuple`, to a JSON schema."""
     schema: dict[str, Any] = dict(doc)
     if "type" in doc:
         schema["type"] = JSON_TYPES.get(doc["type"], doc["type"])
     if "items" in doc:
-        schema["items"] = _schema(doc["items"])
+        schema["items"] = _json_schema(doc["items"])
     if "properties" in doc:
-        schema["properties"] = {name: _schema(value) for name, value in doc["properties"].items()}
+        schema["properties"] = {name: _json_schema(value) for name, value in doc["properties"].items()}
         for name in MAX_ARGUMENTS.keys() & schema["properties"].keys():
             schema["properties"][name]["maximum"] = MAX_ARGUMENTS[name]
         schema["additionalProperties"] = False
@@ -248,11 +247,11 @@ def _schema(doc: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _class(name: str) -> Any:
-    return getattr(importlib.import_module(f"{SOURCES}.{STEMS[name]}"), name)
+def _load_class(name: str) -> Any:
+    return getattr(importlib.import_module(f"{SOURCES}.{FILE_STEMS[name]}"), name)
 
 
-def _lines(file: str) -> list[dict[str, Any]]:
+def _read_lines(file: str) -> list[dict[str, Any]]:
     """Read a JSONL file of the package's data."""
     spec = find_spec("bfcl_eval")
     if spec is None or not spec.submodule_search_locations:
@@ -266,7 +265,7 @@ def _lines(file: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _text(value: Any) -> str:
+def _result_text(value: Any) -> str:
     """Convert a function's return value to text as BFCL does."""
     try:
         return json.dumps(value) if isinstance(value, dict) else str(value)

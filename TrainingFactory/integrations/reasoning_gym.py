@@ -67,8 +67,8 @@ def environment(name: str) -> type[ReasoningGymEnvironment]:
         raise ValueError(f"reasoning-gym has no dataset {dataset!r}{hint} (known: {known_names})")
     if slash and variant != "partial":
         raise ValueError(f"there is no environment reasoning_gym/{name}; did you mean {dataset}/partial?")
-    fault = _scorer_fault(dataset, partial=bool(variant))
-    if fault and not all(_answer_of(_entry(dataset, number)) for number in range(PROBES)):
+    fault = _test_scorer(dataset, partial=bool(variant))
+    if fault and not all(_answer_of(_entry(dataset, index)) for index in range(PROBES)):
         raise ValueError(
             f"reasoning_gym/{name} cannot be scored: its scorer {fault}, and it has no answers to compare exactly. "
             "Choose another dataset."
@@ -86,31 +86,31 @@ def final_answer(text: str) -> str:
 
 def _tasks(name: str, split: str, seed: int) -> Iterator[Task]:
     first_seed = (2 * seed + (split == "heldout")) * SEED_STRIDE % 2**31  # numpy's seeds end at 2**32
-    misses = 0
-    for number in count_from(first_seed):
-        entry = _entry(name, number)
+    num_misses = 0
+    for index in count_from(first_seed):
+        entry = _entry(name, index)
         # Different seeds alone do not separate the splits: some datasets draw from few questions.
         if in_split(entry["question"], split):
-            misses = 0
-            yield Task(f"{name}-{number}", entry["question"], entry["answer"], {"number": number})
-        elif (misses := misses + 1) == MAX_MISSES:
+            num_misses = 0
+            yield Task(f"{name}-{index}", entry["question"], entry["answer"], {"number": index})
+        elif (num_misses := num_misses + 1) == MAX_MISSES:
             raise ValueError(f"reasoning_gym/{name} has too few questions for {split!r}. Use fewer tasks.")
 
 
-def _score(name: str, text: str, number: int, exact: bool) -> float:
-    entry = _entry(name, number)
-    if exact or not is_safe_to_evaluate(text, _evaluators_of(name)):
+def _score(name: str, text: str, index: int, exact: bool) -> float:
+    entry = _entry(name, index)
+    if exact or not is_safe_to_evaluate(text, _find_evaluators(name)):
         return float(bool(text) and text == _answer_of(entry))
-    return float(_dataset(name, number // CHUNK).score_answer(text, entry))
+    return float(_dataset(name, index // CHUNK).score_answer(text, entry))
 
 
 def _answer_of(entry: dict[str, Any]) -> str:
     return "" if entry["answer"] is None else str(entry["answer"]).strip()
 
 
-def _scorer_fault(name: str, partial: bool) -> str | None:
-    """Test a scorer with junk answers and with correct answers. Return a description of its fault; None: it passed."""
-    entries = [_entry(name, number) for number in range(PROBES)]
+def _test_scorer(name: str, partial: bool) -> str | None:
+    """Test a scorer with junk and correct answers; return its fault, or None if it passes."""
+    entries = [_entry(name, index) for index in range(PROBES)]
     answers = [_answer_of(entry) for entry in entries]
     wrong_answers = [
         next((answer for answer in answers[i:] + answers if answer != answers[i]), "") for i in range(PROBES)
@@ -126,39 +126,37 @@ def _scorer_fault(name: str, partial: bool) -> str | None:
     }
     for kind, texts in junk_scores.items():
         wrong_texts = [None if text == entries[i]["answer"] else text for i, text in enumerate(texts)]
-        scores = _probe_scores(name, wrong_texts)
+        scores = _score_probes(name, wrong_texts)
         if not partial:
             scores = [float(score >= 1) for score in scores]
         if scores and (mean := sum(scores) / len(scores)) > MAX_JUNK_REWARD:
             return f"gives {mean:.2f} of 1 to {kind}"
-    correct = _probe_scores(name, answers) if all(answers) else [1.0]
+    correct = _score_probes(name, answers) if all(answers) else [1.0]
     return None if correct and min(correct) >= 1 else "does not give its own answers full marks"
 
 
-def _probe_scores(name: str, texts: Sequence[str | None]) -> list[float]:
-    """Score one text per entry. Skip texts that are None and texts on which the scorer raises, because an unscored
-    episode earns nothing."""
+def _score_probes(name: str, texts: Sequence[str | None]) -> list[float]:
+    """Score one text per entry; skip None and texts on which the scorer raises, as episodes would be unscored."""
     scores = []
-    for number, text in enumerate(texts):
+    for index, text in enumerate(texts):
         if text is not None:
             with suppress(Exception):  # foreign code
-                scores.append(_score(name, text, number, exact=False))
+                scores.append(_score(name, text, index, exact=False))
     return scores
 
 
 @cache
-def _evaluators_of(name: str) -> set[str]:
+def _find_evaluators(name: str) -> set[str]:
     """Return the names in EVALUATORS that a dataset's module calls, except functions that the module itself defines."""
     tree = ast.parse(inspect.getsource(sys.modules[_datasets()[name].__module__]))
     defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     callees = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    names = {func.id for func in callees if isinstance(func, ast.Name)} - defined
-    return EVALUATORS & (names | {func.attr for func in callees if isinstance(func, ast.Attribute)})
+    called = {func.id for func in callees if isinstance(func, ast.Name)} - defined
+    return EVALUATORS & (called | {func.attr for func in callees if isinstance(func, ast.Attribute)})
 
 
 def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:
-    """Return whether the evaluators can safely run on a text: plain arithmetic; for Python's own eval and exec also
-    literals and text that is not valid Python."""
+    """Return whether evaluators can safely run on a text: arithmetic, or for eval and exec also literals."""
     if not evaluators:
         return True
     with suppress(ValueError, ZeroDivisionError, RecursionError):
@@ -196,6 +194,6 @@ def _dataset(name: str, chunk: int) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _entry(name: str, number: int) -> dict[str, Any]:
-    """Return entry `number` of a dataset; it is deterministic."""
-    return _dataset(name, number // CHUNK)[number % CHUNK]
+def _entry(name: str, index: int) -> dict[str, Any]:
+    """Return entry `index` of a dataset; it is deterministic."""
+    return _dataset(name, index // CHUNK)[index % CHUNK]

@@ -12,7 +12,7 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
 from TrainingFactory.evaluation.gate import KEYS, Gate, GateCheck, Guard, check_guard
 from TrainingFactory.evaluation.records import EvaluationRecord, Notify, TaskOutcome
-from TrainingFactory.evaluation.requests import RecordedEvaluation, request_model
+from TrainingFactory.evaluation.requests import RecordedEvaluation, make_model_request
 from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 from TrainingFactory.promotion import sequential
 from TrainingFactory.registry.catalogue import Catalogue
@@ -110,7 +110,7 @@ class Promotion:
             ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
         ]
         for side in self.sides:
-            model = request_model(side.name, options, runs, registry.path)
+            model = make_model_request(side.name, options, runs, registry.path)
             for evaluation in suite_evaluations(required_suite, model, folder, notify):
                 side.add(evaluation)
         self.criteria = self.gate.describe(self.main, first)
@@ -148,7 +148,7 @@ class Promotion:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
             ordered = [tasks[task] for task in sequential_test.order]
             evaluation.rounds = [ordered[start : start + size] for start in range(0, len(ordered), size)]
-            evaluation.enough = sequential_test.is_decided
+            evaluation.should_stop = sequential_test.is_decided
         self._run_entry(challenger, 0, play)
         challenger_scores = {
             name: outcome.scored_episodes for name, outcome in _outcomes_by_task(challenger, 0).items()
@@ -176,7 +176,7 @@ class Promotion:
         evaluation = model.pending[index]
         if model.stored[index] is None and evaluation is not None:
             play(model.name, evaluation)
-            model.take()
+            model.collect_records()
             if model.stored[index] is None:
                 raise ValueError(
                     f"no decision: the evaluation of {model.name} on {self.entries[index]} was interrupted, or no "

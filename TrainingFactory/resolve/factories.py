@@ -42,9 +42,9 @@ def read_entries() -> Entries:
     configs: Entries = {kind: {} for kind in KINDS}
     if not path.is_file():
         return configs
-    places: dict[tuple[str | int, ...], str] = {}
+    locations: dict[tuple[str | int, ...], str] = {}
     problems: list[Problem] = []
-    for kind, ids in read_yaml(path, places, problems).items():
+    for kind, ids in read_yaml(path, locations, problems).items():
         if kind not in KINDS:
             problems.append(Problem((str(kind),), choice_error(kind, KINDS)))
         elif not isinstance(ids, Mapping | None):
@@ -55,21 +55,21 @@ def read_entries() -> Entries:
                     configs[kind][str(name)] = as_config(kind, value)
                 except ConfigError as error:
                     for problem in error.problems:
-                        inner = problem.key if isinstance(value, Mapping) else ()
-                        problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner)))
-    text = "refers to {!r}, which is itself an id in this file. Write the target of that id"
+                        inner_key = problem.key if isinstance(value, Mapping) else ()
+                        problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner_key)))
+    message = "refers to {!r}, which is itself an id in this file. Write the target of that id"
     for kind, ids in configs.items():
         targets = {name: target_of(kind, config) for name, config in ids.items()}
         chained = {name: target for name, target in targets.items() if target != name and target in ids}
-        problems += [Problem((kind, name), text.format(target)) for name, target in chained.items()]
+        problems += [Problem((kind, name), message.format(target)) for name, target in chained.items()]
     if problems:
-        raise KeyLocations(places, FILE).error(problems)
+        raise KeyLocations(locations, FILE).error(problems)
     return configs
 
 
 def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     """Add an entry to factories.yaml and keep its comments. `target` is one value, or several key=value options."""
-    section, _ = _split(KINDS[kind][0])
+    section, _ = _split_key(KINDS[kind][0])
     value: Any = target[0]
     if all("=" in option for option in target):
         options = [opt if "." in opt.partition("=")[0] else f"{section}.{opt}" for opt in target]
@@ -79,24 +79,23 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     if name in read_entries()[kind]:
         raise ValueError(f"{FILE} already has {kind}.{name}. Edit the file to change it")
     path = Path(FILE)
-    before = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
+    old_text = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
     entry = f"{json.dumps(name)}: {json.dumps(value)}\n"
-    if head := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", before, re.MULTILINE):
-        after = f"{before[: head.start(1)]}{head[1] or '  '}{entry}{before[head.start(1) :]}"
+    if heading := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", old_text, re.MULTILINE):
+        new_text = f"{old_text[: heading.start(1)]}{heading[1] or '  '}{entry}{old_text[heading.start(1) :]}"
     else:
-        after = f"{before}{kind}:\n  {entry}"
-    write_atomically(path, after)
+        new_text = f"{old_text}{kind}:\n  {entry}"
+    write_atomically(path, new_text)
     try:
         read_entries()
     except ValueError:
-        write_atomically(path, before) if before else path.unlink()
+        write_atomically(path, old_text) if old_text else path.unlink()
         raise
 
 
 def as_config(kind: str, value: Any) -> TrainingConfig:
-    """Return the config fragment of an entry in factories.yaml. The entry is a text, the keys of one section, or
-    several sections."""
-    section, key = _split(KINDS[kind][0])
+    """Return the config fragment of a factories.yaml entry: a text, the keys of one section, or several sections."""
+    section, key = _split_key(KINDS[kind][0])
     if not isinstance(value, Mapping):
         value = {key: value}
     if not value.keys() & {"tools", *sections()}:
@@ -109,17 +108,16 @@ def as_config(kind: str, value: Any) -> TrainingConfig:
 
 
 def target_of(kind: str, config: TrainingConfig) -> str | None:
-    """Return the target of an entry in factories.yaml as one line; None for an environment that consists only of
-    tools."""
+    """Return the target of a factories.yaml entry as one line; None for an environment that has only tools."""
     if kind == "compute":
         section = config.compute
         gpus = "all GPUs" if section.num_gpus is None else f"{section.num_gpus} GPUs"
         return None if section.allocation_id else f"{gpus} of {section.backend}"
-    parts = [(getattr(config, section), key) for section, key in map(_split, KINDS[kind])]
-    return next((getattr(part, key) for part, key in parts if key in part.model_fields_set), None)
+    candidates = [(getattr(config, section), key) for section, key in map(_split_key, KINDS[kind])]
+    return next((getattr(model, key) for model, key in candidates if key in model.model_fields_set), None)
 
 
-def _split(key: str) -> tuple[str, str]:
+def _split_key(key: str) -> tuple[str, str]:
     section, _, name = key.partition(".")
     return section, name
 
@@ -133,58 +131,58 @@ def model_target(name: str) -> str | None:
 def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> TrainingConfig:
     """Return the config with its ids replaced by their targets in factories.yaml. Further keys of an entry apply where
     the config does not set them."""
-    known = read_entries()
+    entries = read_entries()
     for kind, id_keys in KINDS.items():
         for id_key in id_keys:
-            section, key = _split(id_key)
+            section, key = _split_key(id_key)
             name = getattr(getattr(config, section), key)
-            if name not in known[kind]:
+            if name not in entries[kind]:
                 continue
-            entry = known[kind][name]
+            entry = entries[kind][name]
             target = target_of(kind, entry)
-            config = _fill(config, entry, id_keys)
+            config = _fill_unset(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
-                config = _with(config, section, {key: target})
+                config = _with_options(config, section, {key: target})
             notify(f"{id_key} {name} is {target or 'a conversation with tools'} ({FILE})")
     return config
 
 
-def _fill(config: TrainingConfig, entry: TrainingConfig, id_keys: Sequence[str]) -> TrainingConfig:
-    """Return the config with an entry's keys where the config does not set them itself. `id_keys` are not filled in."""
+def _fill_unset(config: TrainingConfig, entry: TrainingConfig, id_keys: Sequence[str]) -> TrainingConfig:
+    """Return the config with an entry's values for unset keys, except for `id_keys`."""
     for name in entry.model_fields_set:
         section, defaults = getattr(config, name), getattr(entry, name)
         if isinstance(defaults, BaseModel):
-            missing = defaults.model_fields_set - section.model_fields_set
-            options = {key: getattr(defaults, key) for key in missing if f"{name}.{key}" not in id_keys}
-            config = _with(config, name, options)
+            unset_keys = defaults.model_fields_set - section.model_fields_set
+            options = {key: getattr(defaults, key) for key in unset_keys if f"{name}.{key}" not in id_keys}
+            config = _with_options(config, name, options)
         elif name not in config.model_fields_set:
             config = config.model_copy(update={name: defaults})
     return config
 
 
-def _with(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> TrainingConfig:
+def _with_options(config: TrainingConfig, section: str, keys: Mapping[str, Any]) -> TrainingConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(keys))})
 
 
 def with_dataset_rows(
-    config: TrainingConfig, given: UserObjects, notify: Notify = lambda _: None
+    config: TrainingConfig, objects: UserObjects, notify: Notify = lambda _: None
 ) -> UserObjects:
-    """Return a copy of the objects `given` that adds the rows of each dataset id that DataFactory resolves. Files, and
+    """Return a copy of the objects that adds the rows of each dataset id that DataFactory resolves. Files, and
     data that the caller passed as Python objects, stay unchanged. `notify` gets one line per resolved id."""
-    objects = dataclasses.replace(given)
-    no_heldout = given.heldout is None and given.heldout_tasks is None
-    evaluates = no_heldout and config.training.eval_every is not None
-    needed = {"tasks": given.tasks is None, "dataset": given.examples is None, "heldout": evaluates}
+    result = dataclasses.replace(objects)
+    no_heldout = objects.heldout is None and objects.heldout_tasks is None
+    needs_heldout = no_heldout and config.training.eval_every is not None
+    missing = {"tasks": objects.tasks is None, "dataset": objects.examples is None, "heldout": needs_heldout}
     data = config.data
-    rows = {key: _rows(key, getattr(data, key), notify) if read else None for key, read in needed.items()}
-    read_objects(config, objects, **rows)
-    return objects
+    rows = {k: _find_rows(k, getattr(data, k), notify) if needed else None for k, needed in missing.items()}
+    read_objects(config, result, **rows)
+    return result
 
 
-def _rows(key: str, name: str | None, notify: Notify) -> Any:
+def _find_rows(key: str, name: str | None, notify: Notify) -> Any:
     if name is None or is_path(name) or Path(name).exists():
         return None
-    if (dataset := DATA.ask(name)) is not None:
+    if (dataset := DATA.find_object(name)) is not None:
         notify(f"data.{key} {name} is a dataset of {DATA.package}")
         return rows_of(dataset)
     if builtin_dataset(name) is not None:
@@ -193,19 +191,20 @@ def _rows(key: str, name: str | None, notify: Notify) -> Any:
 
 
 def find_allocation(config: TrainingConfig, notify: Notify) -> Allocation | None:
-    """Return the ComputeFactory allocation that the config names; None if it names none or factories.yaml has it."""
+    """Return the config's ComputeFactory allocation; None if the id is unset or an entry of factories.yaml."""
     name = config.compute.allocation_id
     if name is None or name in read_entries()["compute"]:
         return None
-    allocation = COMPUTE.ask(name)
+    allocation = COMPUTE.find_object(name)
     if allocation is not None:
         return Allocation.of(allocation)
-    if not COMPUTE.installed or COMPUTE.method(COMPUTE.find) is not None:
+    if not COMPUTE.installed or COMPUTE.load_method(COMPUTE.find_method) is not None:
         error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
         raise unknown_id_error("compute", name, error)
     notify(
-        f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.manager} has no method "
-        f"{COMPUTE.find}. The run uses this machine. Pass the allocation object instead: allocation_id=allocation"
+        f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.class_name} has no "
+        f"method {COMPUTE.find_method}. The run uses this machine. Pass the allocation object instead: "
+        "allocation_id=allocation"
     )
     return Allocation.of(SimpleNamespace(allocation_id=name))
 
@@ -220,7 +219,7 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
         raise ValueError(f"compute.num_gpus={requested}, but allocation {allocation.id} has {available} GPUs")
     options = {"num_gpus": available, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
-    filled = _fill(config, entry, ())
+    filled = _fill_unset(config, entry, ())
     if available is not None:
         notify(f"allocation {allocation.id} has {available} GPUs: compute.num_gpus={filled.compute.num_gpus}")
     return filled
@@ -235,13 +234,12 @@ def listing_searched_places(kind: str) -> Iterator[None]:
         raise unknown_id_error(kind, error.name, error) from error
 
 
-def unknown_id_error(kind: str, name: str, last: object) -> ValueError:
-    """Return the error for an unknown id. Its text contains `last`, the error of the last lookup, and the other places
-    that were searched."""
-    near = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
-    result = f"not under {kind}{near}" if Path(FILE).is_file() else "no such file in this folder"
-    places = f"in {FILE} ({result})"
+def unknown_id_error(kind: str, name: str, last_error: object) -> ValueError:
+    """Return the error for an unknown id, with the last lookup's error and the other searched places."""
+    hint = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
+    reason = f"not under {kind}{hint}" if Path(FILE).is_file() else "no such file in this folder"
+    searched = f"in {FILE} ({reason})"
     if sibling := SIBLINGS.get(kind):
-        result = "unknown id" if sibling.installed else "not installed"
-        places += f" and in {sibling.package} ({result})"
-    return ValueError(f"{last}\nAlso searched for {name!r} {places}. See {docs_page('FACTORIES.md')}")
+        reason = "unknown id" if sibling.installed else "not installed"
+        searched += f" and in {sibling.package} ({reason})"
+    return ValueError(f"{last_error}\nAlso searched for {name!r} {searched}. See {docs_page('FACTORIES.md')}")

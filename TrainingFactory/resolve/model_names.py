@@ -37,7 +37,7 @@ ADAPTER = "adapter_config.json"
 CHECKPOINT_NAME = re.compile(r"(?P<run>.+)@(?P<which>step-\d+|best|last)")
 MODEL_KEY = "model"  # key of environment.json: the model that the run was started from
 # Options inherited from the run that trained the model, unless the config sets them.
-INHERITED = ("family", "thinking")
+INHERITED_OPTIONS = ("family", "thinking")
 
 
 class TrainedBy(Protocol):
@@ -53,7 +53,7 @@ class TrainedBy(Protocol):
 
 @dataclass(slots=True, frozen=True)
 class RecordedRun:
-    """The registry's copy of a run's config and metadata; the run itself may be deleted."""
+    """Copy of a run's config and metadata in the registry, which outlives the run."""
 
     name: str
     config: TrainingConfig
@@ -62,8 +62,7 @@ class RecordedRun:
 
 @dataclass(slots=True, frozen=True)
 class ResolvedModel:
-    """A resolved model name. `name` is the argument for `load_model`; if `adapter` is set, it is the adapter's base
-    model."""
+    """A resolved model name; `name` is the model for `load_model`, or the base model of `adapter`."""
 
     requested: str
     name: str
@@ -119,10 +118,10 @@ def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
         resolved = find_model(model.name, runs, registry)
         changes |= resolved.section
         if resolved.run is not None:
-            trained = with_original_model(resolved.run).model
-            inherited = (*INHERITED, "quantization") if resolved.adapter else INHERITED
+            trained_model = with_original_model(resolved.run).model
+            inherited = (*INHERITED_OPTIONS, "quantization") if resolved.adapter else INHERITED_OPTIONS
             unset_options = [name for name in inherited if name not in model.model_fields_set]
-            changes |= {name: getattr(trained, name) for name in unset_options}
+            changes |= {name: getattr(trained_model, name) for name in unset_options}
             if model.revision is not None:
                 key = "revision"
                 raise ValueError(f"is only for hub models, but {model.name} was trained here. Remove it")
@@ -158,7 +157,7 @@ def model_provenance(config: TrainingConfig) -> dict[str, Any]:
         path = Path(getattr(model, name) or "").expanduser()
         if getattr(model, name) and path.exists():
             section[name] = str(path.resolve())
-    folder = _model_folder(section)
+    folder = _folder_of_section(section)
     return {
         "written": config.model.name,
         "meant": section,
@@ -196,7 +195,7 @@ def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) ->
 def check_original_model(run: TrainedBy) -> None:
     """Raise ValueError if the files of the model that a run was started from are missing or changed."""
     origin = run.run_info.get(MODEL_KEY) or {}
-    folder, digest, problem = _model_folder(origin.get("meant", {})), origin.get("digest"), ""
+    folder, digest, problem = _folder_of_section(origin.get("meant", {})), origin.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
     elif folder is not None and digest is not None and recorded_digest(folder) != digest:
@@ -208,7 +207,7 @@ def check_original_model(run: TrainedBy) -> None:
         )
 
 
-def _model_folder(section: Mapping[str, Any]) -> Path | None:
+def _folder_of_section(section: Mapping[str, Any]) -> Path | None:
     """Return the folder that a model section names: the adapter's if it has one, else the model's."""
     name = section.get("adapter") or section.get("name")
     return Path(name) if name else None
@@ -219,8 +218,8 @@ def _resolve_run(name: str, runs: Path) -> ResolvedModel | None:
     path, match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
         return _resolve_checkpoint(name, RunFolder(path.parent.parent), path)
-    stem = Path(match["run"] if match else name).expanduser()
-    folder = next((folder for folder in (runs / stem, stem) if is_run(folder)), None)
+    run_path = Path(match["run"] if match else name).expanduser()
+    folder = next((folder for folder in (runs / run_path, run_path) if is_run(folder)), None)
     if folder is None:
         return None
     run = RunFolder(folder)
@@ -237,12 +236,12 @@ def find_checkpoint(run: RunFolder, name: str) -> Path:
         return checkpoint
     if name in ("best", "last"):
         return checkpoints[-1]
-    number = int(name.removeprefix("step-"))
+    step = int(name.removeprefix("step-"))
     for path in checkpoints:
-        if path == run.checkpoint_folder(number):
+        if path == run.checkpoint_folder(step):
             return path
-    existing = ", ".join(path.name for path in checkpoints)
-    raise ValueError(f"run {run.name} has no checkpoint of step {number}. Existing checkpoints: {existing}")
+    names = ", ".join(path.name for path in checkpoints)
+    raise ValueError(f"run {run.name} has no checkpoint of step {step}. Existing checkpoints: {names}")
 
 
 def _resolve_checkpoint(name: str, run: RunFolder, folder: Path) -> ResolvedModel:
@@ -259,29 +258,29 @@ def _resolve_checkpoint(name: str, run: RunFolder, folder: Path) -> ResolvedMode
 def _damaged_files(folder: Path) -> list[str]:
     """Return the files of a model that differ from their checksums. The result is cached until a file changes."""
     files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
-    return _read_damage(folder, tuple(files))
+    return _find_modified_files(folder, tuple(files))
 
 
 @functools.lru_cache(64)
-def _read_damage(folder: Path, state: tuple[Any, ...]) -> list[str]:
+def _find_modified_files(folder: Path, file_stats: tuple[Any, ...]) -> list[str]:
     return modified_files(folder, ignored=TRAINING_STATE_FILES)
 
 
 def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> ResolvedModel:
-    folder, node = catalogue.folder(version), version.lineage
+    folder, lineage = catalogue.folder(version), version.lineage
     for stored_folder in map(catalogue.store.folder, sorted(version.digests)):
         if not stored_folder.is_dir() or _damaged_files(stored_folder):
             raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
     trained_by = None
-    if "config" in node:
-        trained_by = RecordedRun(str(version), TrainingConfig(**node["config"]), node["about"])
+    if "config" in lineage:
+        trained_by = RecordedRun(str(version), TrainingConfig(**lineage["config"]), lineage["about"])
     if version.base is None:
         return ResolvedModel(name, str(folder), None, folder, trained_by, version)
     return ResolvedModel(name, catalogue.base_name(version), str(folder), folder, trained_by, version)
 
 
 def _resolve_folder(name: str, path: Path, runs: Path) -> ResolvedModel:
-    """Return the model or adapter in a folder. The base model of an adapter is the one in its adapter_config.json."""
+    """Resolve a folder with a model, or with an adapter, whose adapter_config.json names its base model."""
     if (path / "config.json").is_file():
         return ResolvedModel(name, name, None, path)
     if not (path / ADAPTER).is_file():
@@ -291,5 +290,5 @@ def _resolve_folder(name: str, path: Path, runs: Path) -> ResolvedModel:
             f"model {name!r}: the folder {path} has no config.json, as a model has, and no {ADAPTER}, as an adapter "
             "has"
         )
-    base = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    return ResolvedModel(name, str(base), name, path)
+    base_name = json.loads((path / ADAPTER).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    return ResolvedModel(name, str(base_name), name, path)

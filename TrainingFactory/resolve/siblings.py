@@ -20,23 +20,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class SiblingFactory:
-    """A sibling factory: its package, the class in the package's `services` that resolves ids, and the names of two of
-    its methods."""
+    """A sibling factory: its package, its class in `services` that resolves ids, and two of the class's methods."""
 
     package: str
-    manager: str
-    find: str
+    class_name: str
+    find_method: str
     required: str  # method that every version of the class has
 
     @property
     def installed(self) -> bool:
         return find_spec(self.package) is not None
 
-    def method(self, name: str) -> Callable[..., Any] | None:
+    def load_method(self, name: str) -> Callable[..., Any] | None:
         """Instantiate the factory's class and return its method `name`; None if it has no such method."""
-        path = f"{self.package}.services.{self.manager}"
+        path = f"{self.package}.services.{self.class_name}"
         try:
-            manager = getattr(import_module(f"{self.package}.services"), self.manager)()
+            manager = getattr(import_module(f"{self.package}.services"), self.class_name)()
         except Exception as error:  # foreign code
             raise ValueError(f"{self.package} is installed, but {path}() fails: {describe(error)}") from error
         if not hasattr(manager, self.required):
@@ -46,9 +45,9 @@ class SiblingFactory:
             )
         return getattr(manager, name, None)
 
-    def ask(self, name: str) -> Any:
+    def find_object(self, name: str) -> Any:
         """Return the object with this id; None if the package is not installed or does not know the id."""
-        find = self.method(self.find) if self.installed else None
+        find = self.load_method(self.find_method) if self.installed else None
         if find is None:
             return None
         try:
@@ -86,27 +85,27 @@ class Allocation:
     id: str
     num_gpus: int | None = None
     backend: str | None = None
-    give_back: Callable[[], Any] | None = None
+    release_callback: Callable[[], Any] | None = None
 
     @classmethod
     def of(cls, source: Any) -> Allocation:
         """Convert a ComputeFactory allocation: its GPUs are `num_gpus`, or the `count` of its `resource_spec`."""
-        spec, gpus = getattr(source, "resource_spec", source), getattr(source, "num_gpus", None)
-        if gpus is None and getattr(spec, "resource_type", None) == "gpu":
-            gpus = getattr(spec, "count", None)
+        spec, num_gpus = getattr(source, "resource_spec", source), getattr(source, "num_gpus", None)
+        if num_gpus is None and getattr(spec, "resource_type", None) == "gpu":
+            num_gpus = getattr(spec, "count", None)
         name = str(source.allocation_id)
-        if gpus is not None and (not isinstance(gpus, int) or gpus < 1):
-            raise ValueError(f"allocation {name!r} has {gpus!r} GPUs; the number must be an integer from 1")
+        if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
+            raise ValueError(f"allocation {name!r} has {num_gpus!r} GPUs; it must be an integer from 1")
         release = getattr(source, "release", None)
-        if release is None and COMPUTE.installed and (by_id := COMPUTE.method("release_resource")):
-            release = functools.partial(by_id, name)
-        return cls(name, gpus, getattr(source, "backend", None), release)
+        if release is None and COMPUTE.installed and (method := COMPUTE.load_method("release_resource")):
+            release = functools.partial(method, name)
+        return cls(name, num_gpus, getattr(source, "backend", None), release)
 
     def release(self) -> None:
-        """Release the machines, once. Failures are logged and never mask the run's own error."""
-        give_back, self.give_back = self.give_back, None
-        if give_back is not None:
+        """Release the machines once; log failures, so that they never mask the run's own error."""
+        callback, self.release_callback = self.release_callback, None
+        if callback is not None:
             try:
-                give_back()
+                callback()
             except Exception as error:  # foreign code
                 log.warning("cannot release allocation %s: %s", self.id, describe(error))

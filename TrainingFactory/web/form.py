@@ -93,7 +93,7 @@ class StartingPoints(BaseModel):
 
 
 class Draft(BaseModel):
-    """A config as YAML, as options by dotted key, or both: then the options override the YAML."""
+    """A draft config: YAML, options by dotted key, or both; options override the YAML."""
 
     yaml: str | None = Field(default=None, max_length=200_000)
     options: dict[str, Any] = Field(default_factory=dict)
@@ -123,23 +123,23 @@ def options() -> Options:
         else:
             properties = section.model_json_schema()["properties"]
             entries = [_option(f"{name}.{key}", schema) for key, schema in properties.items()]
-        text = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
-        result.append(OptionSection(name=name, help=text, algorithm=name in ALGORITHMS, options=entries))
+        help_text = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
+        result.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=entries))
     return Options(sections=result)
 
 
 def _option(key: str, schema: Mapping[str, Any]) -> Option:
-    kinds = schema.get("anyOf", [schema])
-    first = next(candidate for candidate in kinds if candidate.get("type") != "null")
-    kind: Kind = "choice" if "enum" in first else KIND_BY_TYPE.get(first.get("type", ""), "text")
-    if "$ref" in first:  # an optional section of its own
+    alternatives = schema.get("anyOf", [schema])
+    branch = next(candidate for candidate in alternatives if candidate.get("type") != "null")
+    kind: Kind = "choice" if "enum" in branch else KIND_BY_TYPE.get(branch.get("type", ""), "text")
+    if "$ref" in branch:  # an optional section of its own
         kind = "map"
-    names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
+    known_names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
         key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
-        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=first.get("enum", names),
-        least=first.get("minimum", first.get("exclusiveMinimum")), above="exclusiveMinimum" in first,
-        most=first.get("maximum", first.get("exclusiveMaximum")), nullable={"type": "null"} in kinds,
+        default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=branch.get("enum", known_names),
+        least=branch.get("minimum", branch.get("exclusiveMinimum")), above="exclusiveMinimum" in branch,
+        most=branch.get("maximum", branch.get("exclusiveMaximum")), nullable={"type": "null"} in alternatives,
         advanced=key not in COMMON_OPTIONS,
     )  # fmt: skip
 
@@ -152,8 +152,8 @@ def starting_points(runs: Path) -> StartingPoints:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:  # an unreadable template must not hide the others
             text = f"# Cannot read this template: {error}\n"
-        head = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
-        templates.append(ConfigTemplate(name=path.stem, what=head.partition(". ")[0].rstrip("."), yaml=text))
+        intro = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
+        templates.append(ConfigTemplate(name=path.stem, what=intro.partition(". ")[0].rstrip("."), yaml=text))
     return StartingPoints(
         templates=templates, runs=[valid_text(run.name) for run in reversed(list_runs(runs))]
     )
@@ -172,7 +172,7 @@ def read_draft(draft: Draft) -> TrainingConfig:
 
 
 def with_runs_folder(config: TrainingConfig, runs: Path) -> TrainingConfig:
-    """Return the config with the UI's folder of runs as its output folder, because model names are looked up there."""
+    """Return the config with the UI's runs folder as its output folder, because model names are resolved there."""
     logging = config.logging.model_copy(update={"output_dir": str(runs)})
     return config.model_copy(update={"logging": logging})
 
@@ -188,41 +188,42 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
     texts, folder = [*notices(config), *unused_options(config)], config.logging.output_dir
     if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
         texts.append(f"logging.output_dir: runs started here are saved to {runs}, not to {folder}")
-    missed = start_problems(with_runs_folder(config, runs))
-    return DraftCheck(options=flat_options(config), yaml=minimal_yaml(config), problems=missed, notices=texts)
+    problems = start_problems(with_runs_folder(config, runs))
+    options, text = flat_options(config), minimal_yaml(config)
+    return DraftCheck(options=options, yaml=text, problems=problems, notices=texts)
 
 
 def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
-    """Return the problems that would prevent the start of a run. The check imports no user code and loads no model."""
+    """Return the problems that would prevent the start of a run, without importing user code or loading a model."""
     problems = list[Problem]()
 
-    def tried(key: str, look: Callable[[], Any]) -> Any:
+    def collect(key: str, check: Callable[[], Any]) -> Any:
         try:
-            return look()
+            return check()
         except ConfigError as error:
             problems.extend(error.problems)
         except ValueError as error:
             problems.append(Problem(tuple(key.split(".")), str(error)))
 
-    config = tried("", lambda: resolve_ids(config)) or config
-    tried("model.name", lambda: with_resolved_model(config))
-    kind, recorded = KINDS[config.training.algorithm], config.data.dataset is not None
-    plays = kind.samples or (kind.demonstrations and not recorded)
-    tried("", lambda: check_options(config, recorded))
-    if (place := config.environment.environment_id) is not None:
-        tried("environment.environment_id", lambda: check_name(place))
-    elif plays and config.environment.command is None:  # a plain conversation with tasks from a file
-        tried("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
+    config = collect("", lambda: resolve_ids(config)) or config
+    collect("model.name", lambda: with_resolved_model(config))
+    kind, has_dataset = KINDS[config.training.algorithm], config.data.dataset is not None
+    plays_episodes = kind.samples or (kind.demonstrations and not has_dataset)
+    collect("", lambda: check_options(config, has_dataset))
+    if (name := config.environment.environment_id) is not None:
+        collect("environment.environment_id", lambda name=name: check_name(name))
+    elif plays_episodes and config.environment.command is None:  # a plain conversation with tasks from a file
+        collect("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
         if config.tools and config.data.tasks is None:
-            tried("data.tasks", lambda: make_tasks(config, ToolEnvironment))  # raises
+            collect("data.tasks", lambda: make_tasks(config, ToolEnvironment))  # raises
     for key in ("tasks", "dataset", "heldout"):
         name = getattr(config.data, key) or ""
         if is_path(name) and not Path(name).expanduser().exists():
-            tried(f"data.{key}", lambda name=name: next(read_rows(name)))  # raises
+            collect(f"data.{key}", lambda name=name: next(read_rows(name)))  # raises
     if config.reward.type in SIMPLE_REWARDS and not (
         config.reward.parts or config.optimization.distributed_reward
     ):
-        tried("reward", lambda: check_reward(config))
+        collect("reward", lambda: check_reward(config))
     return config_problems(config.wrong(problems))
 
 
@@ -231,9 +232,9 @@ def config_problems(error: ConfigError) -> list[ConfigProblem]:
     rows = []
     for problem in error.problems:
         key, line = dotted(problem.key), problem.location.rpartition(":")[2]
-        got = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
-        number = int(line) if line.isdecimal() else None
-        rows.append(ConfigProblem(key=key, message=problem.text + got, line=number))
+        value_note = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
+        line_number = int(line) if line.isdecimal() else None
+        rows.append(ConfigProblem(key=key, message=problem.text + value_note, line=line_number))
     return rows
 
 
@@ -243,7 +244,7 @@ def minimal_yaml(config: TrainingConfig) -> str:
 
 
 def flat_options(config: TrainingConfig) -> dict[str, Any]:
-    values: dict[str, Any] = {"tools": config.model_dump()["tools"]}
+    options: dict[str, Any] = {"tools": config.model_dump()["tools"]}
     for name in sections():
-        values |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}
-    return values
+        options |= {f"{name}.{key}": value for key, value in getattr(config, name).model_dump().items()}
+    return options

@@ -21,7 +21,7 @@ from TrainingFactory.web.worker import index_of
 
 
 class Label(BaseModel):
-    """A label of an episode: good or bad, or a score in the judge's range. Neither: remove the label."""
+    """Label of an episode: good or bad, or a score in the judge's range; without either, the label is removed."""
 
     run: str
     number: int  # line of trajectories.jsonl
@@ -42,7 +42,7 @@ class Labels(BaseModel):
 
 
 class JudgeRoutes:
-    """The HTTP routes for judge audits and labels. `find` returns the run with a given name."""
+    """HTTP routes for judge audits and labels; `find` returns the run with a given name."""
 
     def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
         self._runs, self._find, self._lock = runs, find, threading.Lock()
@@ -57,10 +57,10 @@ class JudgeRoutes:
     def labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""
         path = self._path(run)
-        rows, unread = _read(path)
-        gold = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
+        rows, unread = _read_labels(path)
+        gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
         rows = [LabelRow(**row) for row in rows.values()]
-        command = f"tfactory judge audit --gold {gold} base_url=URL model=NAME"
+        command = f"tfactory judge audit --gold {gold_arguments} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
 
     def _path(self, run: str) -> Path:
@@ -71,13 +71,13 @@ class JudgeRoutes:
         path = self._path(request.run)
         row = gold_row(request, index_of(self._find(request.run).path).episode(request.number))
         with self._lock:
-            labels, unread = _read(path)
+            labels, other_lines = _read_labels(path)
             labels.pop(request.number, None)
             if request.label is not None or request.score is not None:
                 labels[request.number] = row
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = [json.dumps(label_row, ensure_ascii=False) for label_row in labels.values()]
-            write_atomically(path, "".join(f"{line}\n" for line in [*unread, *rows]))
+            write_atomically(path, "".join(f"{line}\n" for line in [*other_lines, *rows]))
         return self.labels(request.run)
 
 
@@ -94,13 +94,13 @@ def gold_row(request: Label, view: EpisodeView) -> Json:
     return row
 
 
-def _read(path: Path) -> tuple[dict[int, Json], list[str]]:
+def _read_labels(path: Path) -> tuple[dict[int, Json], list[str]]:
     """Return the labels in a file by episode number, and the lines that this page did not write."""
-    rows, unread = dict[int, Json](), list[str]()
+    rows, other_lines = dict[int, Json](), list[str]()
     for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
         try:
             row = json.loads(line or "null")
             rows[LabelRow(**row).number] = row
         except (ValueError, TypeError):  # pydantic's own is a ValueError
-            unread += [line] if line.strip() else []
-    return rows, unread
+            other_lines += [line] if line.strip() else []
+    return rows, other_lines

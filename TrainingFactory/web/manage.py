@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class AnnotationRequest(BaseModel):
-    """Fields that are null stay as they are; `tags` replaces all tags."""
+    """New annotations of a run: null keeps a field, and `tags` replaces all tags."""
 
     archived: bool | None = None
     tags: dict[str, str] | None = None
@@ -117,7 +117,7 @@ class ManageRoutes:
     def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
         self._runs, self._find = runs, find
         self._jobs: list[_Job] = []
-        self._changing = threading.Lock()
+        self._change_lock = threading.Lock()
         site.add("GET", "/api/runs/{name}/references", self.references)
         site.add("GET", "/api/runs/{name}/jobs", self.jobs)
         for action in (self.annotate, self.rename, self.delete, self.evaluate, self.export, self.cancel):
@@ -131,14 +131,14 @@ class ManageRoutes:
     def annotate(self, name: str, request: AnnotationRequest) -> ManagedRun:
         """Archive a run, or replace its tags or its note."""
         run = self._find(name)
-        removed = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
-        annotate(run, archived=request.archived, tags=request.tags, removed=removed, note=request.note)
+        removed_tags = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
+        annotate(run, archived=request.archived, tags=request.tags, removed=removed_tags, note=request.note)
         return ManagedRun(name=name, command=f"tfactory runs show {run.display_path}")
 
     def rename(self, name: str, request: RenameRequest) -> ManagedRun:
         """Rename a run that is not running and whose files no other run needs."""
         run = self._find(name)
-        with self._changing, _refusals():
+        with self._change_lock, _conflict_on_error():
             self._check_idle(name)
             renamed = manage.rename_run(run, request.new_name, self._runs)
         arguments = shlex.join(["tfactory", "runs", "rename", name, renamed.name])
@@ -149,7 +149,7 @@ class ManageRoutes:
         run = self._find(name)
         if request.confirm != name:
             raise ApiError(f"confirm must be the name of the run, {name}", "confirm")
-        with self._changing, _refusals():
+        with self._change_lock, _conflict_on_error():
             self._check_idle(name)
             manage.delete_run(run, self._runs, request.force)
         arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
@@ -195,13 +195,13 @@ class ManageRoutes:
         run = self._find(name)
         log = run.path / f"{kind}.log"
         arguments = [kind, f"{run.path.resolve()}@{checkpoint}", *options]
-        with self._changing:
+        with self._change_lock:
             if any(job.kind == kind for job in self._running(name)):
                 raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
             with open_regular(log, "ab") as output:
-                start = output.tell()
+                log_start = output.tell()
                 process = processes.launch(arguments, output)
-            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log, start, process)
+            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log, log_start, process)
             self._jobs.append(job)
         return job.view(len(self._jobs) - 1)
 
@@ -214,7 +214,7 @@ class ManageRoutes:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def _conflict_on_error() -> Iterator[None]:
     """Respond with status 409 if the action in the block raises ValueError."""
     try:
         yield

@@ -81,7 +81,7 @@ class SavedRow(BaseModel):
 class PlayRoutes:
     def __init__(self, site: Site, runs: Runs, pool: Pool, endpoints: Sequence[str]) -> None:
         self._runs, self._pool, self._lock = runs, pool, threading.Lock()
-        self._endpoints = endpoints
+        self._named_endpoints = endpoints
         self._open: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-play-")
         self._spending: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
@@ -93,8 +93,8 @@ class PlayRoutes:
 
     def choices(self) -> PlayChoices:
         """List the models and environments of the playground."""
-        catalogued = catalog.names("environment").items()
-        names = [name for name, alias in catalogued if alias is None and not name.endswith("/")]
+        entries = catalog.names("environment").items()
+        names = [name for name, alias in entries if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
@@ -107,24 +107,23 @@ class PlayRoutes:
         for version in Catalogue(registry_path(self._runs.folder)).versions():
             label = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": label, "environment": None})
-        local = {model["name"] for model in models}
-        models += [_endpoint_row(name) for name in self._endpoint_names() if name not in local]
+        local_names = {model["name"] for model in models}
+        models += [_endpoint_row(name) for name in self._endpoint_names() if name not in local_names]
         return PlayChoices(models=models, environments=environments)
 
     def _endpoint_names(self) -> list[str]:
-        """Return the endpoints named when the UI was started and the endpoint files of the working directory, without
-        duplicates."""
-        return list(dict.fromkeys([*self._endpoints, *(str(path) for path in endpoint_files(Path()))]))
+        """Return the unique endpoints of the command line and of the working directory's endpoint files."""
+        return list(dict.fromkeys([*self._named_endpoints, *(str(path) for path in endpoint_files(Path()))]))
 
     async def begin(self, request: ConversationRequest) -> OpenedConversation:
         """Load a model in its worker process, and begin a conversation in an environment."""
-        known = await asyncio.to_thread(self.choices)
-        choices = {"model": known.models, "environment": [{"name": None}, *known.environments]}
+        available = await asyncio.to_thread(self.choices)
+        choices = {"model": available.models, "environment": [{"name": None}, *available.environments]}
         for field, options in choices.items():
             if (value := getattr(request, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        arguments["spending"] = self._spending_file(request.model, known.models)
+        arguments["spending"] = self._spending_file(request.model, available.models)
         opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
         self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._folder.name}
         return OpenedConversation(id=arguments["id"], **opened)
@@ -145,8 +144,8 @@ class PlayRoutes:
     def keep(self, id: str, request: SaveRequest) -> SavedRow:
         """Append a conversation to a dataset as a training row."""
         form, tools, messages = FORMS[request.kind], self._find(id)["tools"], request.messages
-        rows = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
-        row = rows.get(form, {"chosen": messages, "rejected": request.other})
+        rows_by_form = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
+        row = rows_by_form.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
         load_examples([row], form, check_call=argument_problem)  # raises if training could not use the row
         path = self._runs.folder / "datasets" / f"{request.dataset}.{form}.jsonl"
@@ -171,11 +170,10 @@ class PlayRoutes:
 
 
 def _endpoint_row(name: str) -> Json:
-    """Return the list row of an endpoint. It shows the host that receives the API key, and the name of the key's
-    variable, never the key."""
+    """Return the list row of an endpoint with the host and the API key's variable, never the key itself."""
     try:
         endpoint = find_endpoint(name).endpoint()
-        about = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
+        description = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
     except ValueError:  # beginning a conversation reports it
-        about = "invalid options"
-    return {"name": name, "what": f"{ENDPOINT}, {about}", "environment": None}
+        description = "invalid options"
+    return {"name": name, "what": f"{ENDPOINT}, {description}", "environment": None}

@@ -49,7 +49,7 @@ COMPUTED_REWARDS = ("environment", "rule_based", "function")  # others need a mo
 
 
 class PlayConversation(ABC):
-    """The environment, tools and reward of a playground conversation. A subclass adds the model that answers."""
+    """Playground conversation with an environment, tools and a reward; a subclass adds the model."""
 
     def __init__(self, chat: ChatFormat, config: TrainingConfig) -> None:
         self.chat, self.config = chat, config
@@ -72,12 +72,11 @@ class PlayConversation(ABC):
     async def begin_answer(
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> PlayedAnswer:
-        """Return a new, not yet played answer of the model to a conversation."""
+        """Return the model's next answer to a conversation; the answer is not yet played."""
 
     @abstractmethod
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
-        """Store the parts of a finished answer that later answers reuse; return the facts about it that the page
-        shows."""
+        """Cache the parts of an answer that later answers reuse, and return the facts for the page."""
 
     async def open(self, task: str | None) -> None:
         if self.config.environment.command is not None:
@@ -86,12 +85,12 @@ class PlayConversation(ABC):
             self._factory: Any = await self._tools.equip(make_environment(self.config, True))
             if self.config.data.tasks is not None or generates_tasks(self._factory):
                 self.tasks = make_tasks(self.config, self._factory)[:MAX_TASKS]
-            matching = [candidate for candidate in self.tasks if candidate.id == task]
-            if task is not None and not matching:
+            matching_tasks = [candidate for candidate in self.tasks if candidate.id == task]
+            if task is not None and not matching_tasks:
                 raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
             # The person's own words replace the prompt of the first task, whose data the environment may need.
-            own = [replace(first, id=self.task.id, prompt="") for first in self.tasks[:1]]
-            self.task = [*matching, *own, self.task][0]
+            own_tasks = [replace(first, id=self.task.id, prompt="") for first in self.tasks[:1]]
+            self.task = [*matching_tasks, *own_tasks, self.task][0]
             if self._computes_reward:
                 await self._open_reward()
         except BaseException:
@@ -113,9 +112,9 @@ class PlayConversation(ABC):
         section = self.config.reward
         return section.type in COMPUTED_REWARDS and not section.parts and self.task.id != OWN_WORDS
 
-    async def renew(self) -> list[Message]:
+    async def restart_environment(self) -> list[Message]:
         """Restart the environment; return its initial messages."""
-        await self._leave()
+        await self._close_environment()
         try:
             self.environment = environment = self._factory(self.task)
             self.seen, self.specs = [], [tool.spec for tool in environment.tools]
@@ -124,70 +123,69 @@ class PlayConversation(ABC):
         except Exception as error:  # foreign code
             raise as_value_error(error) from error
 
-    async def at(self, messages: list[Message]) -> bool:
-        """Restart the environment if the user edited the conversation; return whether the effects of earlier tool calls
-        are lost."""
+    async def follow_edits(self, messages: list[Message]) -> bool:
+        """Restart the environment if the user edited the conversation; return whether tool effects are lost."""
         if self.environment is not None and messages[: len(self.seen)] == self.seen:
             return False
-        await self.renew()
+        await self.restart_environment()
         self._calls_are_lost = any(message.role == "tool" for message in messages)
         return self._calls_are_lost
 
-    async def replies(self, message: Message) -> list[Message]:
+    async def call_tools(self, message: Message) -> list[Message]:
         """Execute the tool calls of a turn that the user wrote."""
         assert self.environment is not None
         if not message.tool_calls:
             raise ValueError("the last message is the model's and calls no tool; add a message after it")
-        cut, most = self.chat.truncate, self.config.sampling.max_reply_tokens
+        truncate, max_tokens = self.chat.truncate, self.config.sampling.max_reply_tokens
         step = await self.environment.step(message)
-        contents = [cut(reply.content, most) for reply in step.replies]
+        contents = [truncate(reply.content, max_tokens) for reply in step.replies]
         return [
             replace(reply, content=content, images=moved(reply.images, reply.content, content))
             for reply, content in zip(step.replies, contents, strict=True)
         ]
 
     def settings(self, params: SamplingParams) -> EpisodeSettings:
-        place, most = self.config.environment, self.config.sampling.max_reply_tokens
-        limits = place.max_turns, place.episode_timeout, most
+        section, max_tokens = self.config.environment, self.config.sampling.max_reply_tokens
+        limits = section.max_turns, section.episode_timeout, max_tokens
         return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]
 
     def seed_of(self, seed: int, history: Sequence[Message]) -> Callable[[int], int]:
         return partial(turn_seed, seed, 0, "play", len(history))
 
     async def score(
-        self, answer: PlayedAnswer, start: int, stopped: bool
+        self, answer: PlayedAnswer, start_index: int, was_stopped: bool
     ) -> tuple[Reward | None, str | None]:
-        """Return the reward of the conversation, whose answer begins at position `start` of `seen`, or why scoring
-        failed; (None, None) if there is nothing to score."""
+        """Return the reward of the conversation, or the reason why scoring failed; (None, None) if there is nothing to
+        score. The answer begins at position `start_index` of `seen`."""
         trajectory = answer.trajectory
-        at = [n for n, message in enumerate(self.seen) if n >= start and message.role == "assistant"]
-        self._turns |= dict(zip(at, trajectory.turns, strict=True))
-        ended = not stopped and trajectory.status not in ("error", "tool_failure")
+        positions = [n for n, seen in enumerate(self.seen) if n >= start_index and seen.role == "assistant"]
+        self._turns |= dict(zip(positions, trajectory.turns, strict=True))
+        has_ended = not was_stopped and trajectory.status not in ("error", "tool_failure")
         has_reward = self._reward or self._reward_problem or getattr(self.environment, "reward", None)
-        if not (ended and has_reward and self._computes_reward) or self._calls_are_lost:
+        if not (has_ended and has_reward and self._computes_reward) or self._calls_are_lost:
             return None, None
         if self._reward_problem is not None:
             return None, self._reward_problem
-        prompt, turns = self._episode()
+        prompt, turns = self._as_episode()
         scored = await answer.score(prompt, turns)
         if scored.reward is None:
             return None, scored.error
-        own_steps = scored.reward.steps[len(turns) - len(trajectory.turns) :]
-        trajectory.reward = replace(scored.reward, steps=own_steps)
+        step_rewards = scored.reward.steps[len(turns) - len(trajectory.turns) :]
+        trajectory.reward = replace(scored.reward, steps=step_rewards)
         return scored.reward, None
 
-    def _episode(self) -> tuple[list[Message], list[Turn]]:
+    def _as_episode(self) -> tuple[list[Message], list[Turn]]:
         """Return the conversation as an episode. A user message becomes a reply to the turn before it."""
         prompt, turns = list[Message](), list[Turn]()
-        for number, message in enumerate(self.seen):
+        for position, message in enumerate(self.seen):
             if message.role == "assistant":
-                turn = self._turns.get(number) or Turn([], Completion([], [], "stop"), message)
+                turn = self._turns.get(position) or Turn([], Completion([], [], "stop"), message)
                 turns.append(replace(turn, replies=[]))
             else:
                 (turns[-1].replies if turns else prompt).append(message)
         return prompt, turns
 
-    async def _leave(self) -> None:
+    async def _close_environment(self) -> None:
         environment, self.environment = self.environment, None
         if environment is not None:
             await environment.close()
@@ -195,40 +193,39 @@ class PlayConversation(ABC):
                 await environment.executor.close()
 
     async def close(self) -> None:
-        await self._leave()
+        await self._close_environment()
         await self._exit_stack.aclose()
         await self._tools.close()
 
 
 class PlayedAnswer(EpisodeRun):
-    """An answer of the model: turns until one calls no tool. Each turn and its tool results are reported to the page.
-    The answer ends when the file `stop` exists."""
+    """Answer of the model: turns, reported to the page one by one, until one calls no tool or `stop_file` exists."""
 
     is_interruptible = True  # whether a stop cancels at once
 
-    def listen(self, arguments: JobArguments, tell: ProgressCallback) -> None:
-        """Report progress to `tell` from now on, and end when the stop file of the arguments exists."""
-        self.tell, self.stop = tell, Path(arguments["stop"])
+    def report_to(self, arguments: JobArguments, tell: ProgressCallback) -> None:
+        """Set the callback for progress and the file that stops the answer."""
+        self.tell, self.stop_file = tell, Path(arguments["stop"])
 
-    async def until_stopped(self) -> bool:
+    async def play_until_stopped(self) -> bool:
         """Play the turns; return whether the user stopped the answer."""
-        work = asyncio.ensure_future(self.play())
-        while not work.done():
-            await asyncio.wait({work}, timeout=STOP_POLL_SECONDS)
-            if self.is_interruptible and self.stop.exists():
-                work.cancel()
+        play_task = asyncio.ensure_future(self.play())
+        while not play_task.done():
+            await asyncio.wait({play_task}, timeout=STOP_POLL_SECONDS)
+            if self.is_interruptible and self.stop_file.exists():
+                play_task.cancel()
         self.leave()
-        return work.cancelled() or work.result() is not None or self.stop.exists()
+        return play_task.cancelled() or play_task.result() is not None or self.stop_file.exists()
 
     async def score(self, prompt: list[Message], turns: list[Turn]) -> Trajectory:
         """Score the whole conversation with the answer and return it as an episode."""
         answer = self.trajectory
-        self.trajectory = whole = replace(answer, prompt=prompt, turns=turns)
+        self.trajectory = conversation = replace(answer, prompt=prompt, turns=turns)
         try:
             await self._score_episode()
         finally:
             self.trajectory = answer
-        return whole
+        return conversation
 
     async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         self.tell({"message": message_to_dict(turn.message)})

@@ -34,20 +34,19 @@ _samplers: dict[str, EndpointSampler] = {}  # endpoint -> its client, which all 
 
 
 class EndpointConversation(PlayConversation):
-    """A conversation with a model behind an endpoint. Its spending is logged in the file named by the arguments."""
+    """Conversation with a model behind an endpoint; a file logs its spending."""
 
     def __init__(self, arguments: JobArguments) -> None:
         super().__init__(TextFormat(), config_of(arguments))
-        self._name, self._log = arguments["model"], SpendingLog(Path(arguments["spending"]))
+        self._name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
         self._originals = dict[tuple[int, str], Any]()  # by position and message
 
     async def sampler(self) -> EndpointSampler:
-        """Return the endpoint's client. Its options are read again each time, so that a raised budget applies from the
-        next answer on."""
+        """Return the endpoint's client with its current options, because the user can raise the budget."""
         settings, sampler = find_endpoint(self._name), _samplers.get(self._name)
         if sampler is None or sampler.settings != settings:
-            spent = self._log.usage(settings.budget)
-            _samplers[self._name] = EndpointSampler(settings, spent, self._log.add)
+            usage = self._spending_log.usage(settings.budget)
+            _samplers[self._name] = EndpointSampler(settings, usage, self._spending_log.add)
             if sampler is not None:
                 await sampler.close()
         return _samplers[self._name]
@@ -59,17 +58,17 @@ class EndpointConversation(PlayConversation):
     def description(self) -> JobArguments:
         sampler = _samplers[self._name]
         endpoint, options = sampler.endpoint, sampler.settings.options or {}
-        ignored = _ignored_settings(sampler)
+        ignored_settings = _ignored_settings(sampler)
         notes = [MESSAGES_ONLY]
-        for name in ignored:
-            fixed = name != "temperature" or name in options
-            reason = "the endpoint's options set it" if fixed else f"{sampler.settings.api}'s API has none"
+        for name in ignored_settings:
+            is_fixed = name != "temperature" or name in options
+            reason = "the endpoint's options set it" if is_fixed else f"{sampler.settings.api}'s API has none"
             notes.append(f"The page does not send {name}: {reason}.")
         return {
             "max_length": None, "temperature": self.config.sampling.temperature, "max_tokens": MAX_TOKENS,
             "endpoint": {
                 "model": endpoint.model, "host": endpoint.host, "key": endpoint.api_key_env, "notes": notes,
-                "ignored": ["seed", *ignored], "spent": _spending(sampler),
+                "ignored": ["seed", *ignored_settings], "spent": _spending(sampler),
             },
         }  # fmt: skip
 
@@ -77,8 +76,8 @@ class EndpointConversation(PlayConversation):
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> EndpointAnswer:
         answer = EndpointAnswer(self, await self.sampler(), history, arguments, tell)
-        kept = {n: self._originals.get((n, _key(message))) for n, message in enumerate(history)}
-        answer.originals = {n: original for n, original in kept.items() if original is not None}
+        stored = {n: self._originals.get((n, _message_key(message))) for n, message in enumerate(history)}
+        answer.originals = {n: original for n, original in stored.items() if original is not None}
         return answer
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
@@ -86,31 +85,31 @@ class EndpointConversation(PlayConversation):
         messages = list(history)
         for turn in answer.trajectory.turns:
             messages += [turn.message, *turn.replies]
-        for number, original in answer.originals.items():
-            if original is not None and number < len(messages):
-                self._originals[number, _key(messages[number])] = original
-        for oldest in list(self._originals)[:-MAX_ORIGINALS]:
-            del self._originals[oldest]
+        for position, original in answer.originals.items():
+            if original is not None and position < len(messages):
+                self._originals[position, _message_key(messages[position])] = original
+        for key in list(self._originals)[:-MAX_ORIGINALS]:
+            del self._originals[key]
         return {"spent": _spending(_samplers[self._name])}
 
 
 class EndpointAnswer(PlayedAnswer, EndpointRun):
-    """An answer of a model behind an endpoint. An error of the endpoint ends the answer; its finished turns are
-    kept."""
+    """Answer of a model behind an endpoint; finished turns are kept if the endpoint fails."""
 
     def __init__(
         self,
-        playing: EndpointConversation,
+        conversation: EndpointConversation,
         sampler: EndpointSampler,
         history: list[Message],
         arguments: JobArguments,
         tell: ProgressCallback,
     ) -> None:
         params = SamplingParams(temperature=arguments["temperature"], max_tokens=arguments["max_tokens"])
-        trajectory = Trajectory(playing.task, "play", arguments["seed"], list(history), playing.specs)
-        seed_of = playing.seed_of(arguments["seed"], history)
-        super().__init__(playing.settings(params), trajectory, sampler, seed_of)
-        self.listen(arguments, tell)
+        task, seed = conversation.task, arguments["seed"]
+        trajectory = Trajectory(task, "play", seed, list(history), conversation.specs)
+        seed_of = conversation.seed_of(seed, history)
+        super().__init__(conversation.settings(params), trajectory, sampler, seed_of)
+        self.report_to(arguments, tell)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
         return []  # the trajectory has the conversation, which the environment has seen
@@ -125,9 +124,9 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
 def _ignored_settings(sampler: EndpointSampler) -> list[str]:
     """Return the sampling settings that do not change the request to this endpoint."""
     base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
-    changed = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
+    requests = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
     body = sampler.endpoint.body
-    return [name for name, request in changed.items() if body(request) == body(base)]
+    return [name for name, request in requests.items() if body(request) == body(base)]
 
 
 def _spending(sampler: EndpointSampler) -> JobArguments:
@@ -139,5 +138,5 @@ def _spending(sampler: EndpointSampler) -> JobArguments:
     return total | {"limits": limits}
 
 
-def _key(message: Message) -> str:
+def _message_key(message: Message) -> str:
     return json.dumps(message_to_dict(message), sort_keys=True)

@@ -40,12 +40,12 @@ class LocalConversation(PlayConversation):
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
         assert isinstance(answer, LocalAnswer)
-        prompt, so_far = answer.prompt, list(history)
+        prompt, messages = answer.prompt, list(history)
         turns, folding = answer.trajectory.turns, self.served.folding
         for turn in turns:
-            node = RequestNode(turn, list(so_far), prompt.tools, "")
+            node = RequestNode(turn, list(messages), prompt.tools, "")
             self.turns.add(node, turn.completion, turn.message, answer.session)
-            so_far += [turn.message, *turn.replies]
+            messages += [turn.message, *turn.replies]
         self.turns.answered_nodes[:-MAX_KEPT_TURNS] = []
         num_tokens = len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in turns)
         # `written`: "extended" if the earlier tokens were reused, else why not. `unfolded`: the fold limit that the
@@ -57,20 +57,20 @@ class LocalConversation(PlayConversation):
 
 
 class LocalAnswer(PlayedAnswer):
-    """An answer of a local model to a rendered prompt. Reports each piece of a turn as soon as it is sampled."""
+    """Answer of a local model to a rendered prompt; each sampled piece of a turn is reported at once."""
 
     def __init__(
-        self, playing: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
+        self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
     ) -> None:
-        served = playing.served
-        rules = playing.settings(replace(served.defaults, temperature=arguments["temperature"]))
-        trajectory = Trajectory(playing.task, "play", prompt=node.messages, tools=node.tools)
-        seed_of = playing.seed_of(arguments["seed"], node.messages)
+        served = owner.served
+        rules = owner.settings(replace(served.defaults, temperature=arguments["temperature"]))
+        trajectory = Trajectory(owner.task, "play", prompt=node.messages, tools=node.tools)
+        seed_of = owner.seed_of(arguments["seed"], node.messages)
         super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
         self.prompt = node
-        self._most = arguments["max_tokens"]
+        self._max_tokens = arguments["max_tokens"]
         self.is_interruptible = False  # while sampling: the current piece is kept
-        self.listen(arguments, tell)
+        self.report_to(arguments, tell)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
         return self.prompt.turn.prompt_ids
@@ -78,17 +78,17 @@ class LocalAnswer(PlayedAnswer):
     async def _sample_completion(
         self, ids: list[int], number: int, max_tokens: int | None = None
     ) -> Completion:
-        """Sample a turn in pieces and report each piece. The pieces give the same tokens as one call."""
-        whole, most = Completion([], [], "length"), max(1, min(self._most, self.max_length - len(ids)))
-        while whole.finish == "length" and len(whole.token_ids) < most:
-            piece = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, most - len(whole.token_ids)))
-            self.rules = replace(self.rules, params=piece)
-            more = await super()._sample_completion(ids + whole.token_ids, number)
-            sampled, logprobs = whole.token_ids + more.token_ids, whole.logprobs + more.logprobs
-            whole = Completion(sampled, logprobs, more.finish, more.policy_version)
-            shown = sampled[:-1] if more.finish == "stop" else sampled
-            self.tell({"text": self.rules.chat.decode(shown).rstrip("\ufffd")})  # incomplete character
-            if self.stop.exists():
+        """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
+        whole, limit = Completion([], [], "length"), max(1, min(self._max_tokens, self.max_length - len(ids)))
+        while whole.finish == "length" and len(whole.token_ids) < limit:
+            params = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, limit - len(whole.token_ids)))
+            self.rules = replace(self.rules, params=params)
+            chunk = await super()._sample_completion(ids + whole.token_ids, number)
+            sampled, logprobs = whole.token_ids + chunk.token_ids, whole.logprobs + chunk.logprobs
+            whole = Completion(sampled, logprobs, chunk.finish, chunk.policy_version)
+            shown_ids = sampled[:-1] if chunk.finish == "stop" else sampled
+            self.tell({"text": self.rules.chat.decode(shown_ids).rstrip("\ufffd")})  # incomplete character
+            if self.stop_file.exists():
                 break
         return whole
 

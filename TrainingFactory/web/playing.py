@@ -31,63 +31,65 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _job(
-    work: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
+def _as_job(
+    job: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
 ) -> Callable[[JobArguments, ProgressCallback], JobArguments]:
-    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(work(arguments, tell), _loop()).result()
+    return lambda arguments, tell: asyncio.run_coroutine_threadsafe(job(arguments, tell), _loop()).result()
 
 
-@_job
+@_as_job
 async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
-    playing = await _playing(arguments)
-    first = [message for message in await playing.renew() if arguments["task"] or message.role == "system"]
+    conversation = await _open_conversation(arguments)
+    prompt = await conversation.restart_environment()
+    messages = [message for message in prompt if arguments["task"] or message.role == "system"]
     return {
-        "tools": [spec_to_dict(spec) for spec in playing.specs],
-        "messages": [message_to_dict(message) for message in first],
+        "tools": [spec_to_dict(spec) for spec in conversation.specs],
+        "messages": [message_to_dict(message) for message in messages],
         "tasks": [{"id": t.id, "prompt": t.prompt if isinstance(t.prompt, str) else t.prompt[-1].content}
-                  for t in playing.tasks],
-    } | playing.description()  # fmt: skip
+                  for t in conversation.tasks],
+    } | conversation.description()  # fmt: skip
 
 
-@_job
+@_as_job
 async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
-    playing = await _playing(arguments)
+    conversation = await _open_conversation(arguments)
     messages = [message_from_dict(message) for message in arguments["messages"]]
-    anew, conversation = await playing.at(messages), list(messages)
+    was_restarted, history = await conversation.follow_edits(messages), list(messages)
     if messages[-1].role == "assistant":  # an edited turn: execute its tool calls now
-        conversation += await playing.replies(messages[-1])
-    answer = await playing.begin_answer(conversation, arguments, tell)
-    stopped, trajectory, start = await answer.until_stopped(), answer.trajectory, len(conversation)
-    about_model = playing.finish_answer(answer, conversation)
+        history += await conversation.call_tools(messages[-1])
+    answer = await conversation.begin_answer(history, arguments, tell)
+    was_stopped = await answer.play_until_stopped()
+    trajectory, num_before = answer.trajectory, len(history)
+    about_model = conversation.finish_answer(answer, history)
     for turn in trajectory.turns:
-        conversation += [turn.message, *turn.replies]
-    playing.seen = conversation
-    reward, unscored = await playing.score(answer, start, stopped)
+        history += [turn.message, *turn.replies]
+    conversation.seen = history
+    reward, unscored = await conversation.score(answer, num_before, was_stopped)
     # `anew`: the environment was restarted. `unscored`: why scoring failed.
     return {
-        "messages": [message_to_dict(message) for message in conversation[len(messages) :]],
-        "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": anew,
-        "status": "stopped" if stopped else trajectory.status, "error": trajectory.error,
+        "messages": [message_to_dict(message) for message in history[len(messages) :]],
+        "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": was_restarted,
+        "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
         "reward": None if reward is None else total(reward), "unscored": unscored,
     } | about_model  # fmt: skip
 
 
-async def _playing(arguments: JobArguments) -> PlayConversation:
+async def _open_conversation(arguments: JobArguments) -> PlayConversation:
     """Return the conversation of a job. Open it if it is not open in this process."""
-    if (playing := _open.get(arguments["id"])) is None:
-        playing = await _conversation(arguments)
-        await playing.open(arguments["task"])
-        _open[arguments["id"]] = playing
+    if (conversation := _open.get(arguments["id"])) is None:
+        conversation = await _make_conversation(arguments)
+        await conversation.open(arguments["task"])
+        _open[arguments["id"]] = conversation
     while len(_open) > MAX_OPEN:
         await _open.popitem(last=False)[1].close()
-    return playing
+    return conversation
 
 
-async def _conversation(arguments: JobArguments) -> PlayConversation:
+async def _make_conversation(arguments: JobArguments) -> PlayConversation:
     if arguments["spending"] is not None:
         return EndpointConversation(arguments)
     config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
-    loaded = [opened.served for opened in _open.values() if isinstance(opened, LocalConversation)]
-    served = loaded[0] if loaded else await asyncio.to_thread(load_served_model, config)
+    loaded_models = [opened.served for opened in _open.values() if isinstance(opened, LocalConversation)]
+    served = loaded_models[0] if loaded_models else await asyncio.to_thread(load_served_model, config)
     return LocalConversation(served, arguments)

@@ -13,14 +13,13 @@ from TrainingFactory.common.http.site import Events, event
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
 TARGET = "TrainingFactory.web.worker:answer"
-IDLE = 300.0  # seconds after which an idle process is killed
-LONGEST = 6 * 3600.0  # timeout of a job, in seconds
-MOST = 4  # maximum processes; beyond it, the least recently used idle ones are killed
+IDLE_SECONDS = 300.0  # seconds after which an idle process is killed
+JOB_TIMEOUT = 6 * 3600.0  # timeout of a job, in seconds
+MAX_PROCESSES = 4  # maximum processes; beyond it, the least recently used idle ones are killed
 
 
 class Pool:
-    """Worker processes, one for each kind of job: `credit`, `check`, `promote`, `play:MODEL`. The first job of a kind
-    starts its process."""
+    """Worker processes, one for each kind of job (`credit`, `check`, `promote`, `play:MODEL`), started on demand."""
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
@@ -33,11 +32,11 @@ class Pool:
         Cancelling the call kills the process."""
         worker = self._workers.setdefault(kind, Worker(TARGET))
         self._busy[kind] += 1
-        idle = [name for name in self._last_jobs if self._workers[name].alive and not self._busy[name]]
-        for name in idle[: max(0, len(idle) + self._busy.total() - MOST)]:
+        idle_kinds = [name for name in self._last_jobs if self._workers[name].alive and not self._busy[name]]
+        for name in idle_kinds[: max(0, len(idle_kinds) + self._busy.total() - MAX_PROCESSES)]:
             self._workers[name].kill()
         try:
-            answer = await worker.ask({"job": job, "given": arguments}, LONGEST, hear)
+            answer = await worker.ask({"job": job, "given": arguments}, JOB_TIMEOUT, hear)
         except WorkerError as error:
             raise ApiError(f"the job failed: {error}", status=500, code="worker_failed") from error
         except (WorkerDied, WorkerTooSlow) as error:
@@ -46,29 +45,29 @@ class Pool:
             self._busy[kind] -= 1
             self._last_jobs.pop(kind, None)
             self._last_jobs[kind] = job_id = object()  # moves the kind to the end: most recently used
-            asyncio.get_running_loop().call_later(IDLE, self._end_idle, kind, job_id)
+            asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_idle, kind, job_id)
         if (error_text := answer.get("wrong")) is not None:
             raise ApiError(error_text)
         return answer["ok"]
 
     async def events(
-        self, kind: str, job: str, arguments: dict[str, Any], leave: Callable[[], None] | None = None
+        self, kind: str, job: str, arguments: dict[str, Any], end_job: Callable[[], None] | None = None
     ) -> Events:
         """Run a job; yield each of its progress messages as a server-sent event named `told`, then its result as an
-        event named `done`. If the client disconnects, call `leave` to end the job; without `leave`, kill the job's
+        event named `done`. If the client disconnects, call `end_job`; without `end_job`, kill the job's
         process."""
         messages: asyncio.Queue[Any] = asyncio.Queue()
-        work = asyncio.create_task(self.ask(kind, job, arguments, messages.put_nowait))
-        work.add_done_callback(lambda _: messages.put_nowait(None))
+        job_task = asyncio.create_task(self.ask(kind, job, arguments, messages.put_nowait))
+        job_task.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
                 yield event("told", message)
-            yield event("done", await work)
+            yield event("done", await job_task)
         finally:
-            ended = asyncio.gather(work, return_exceptions=True)
-            (leave or work.cancel)()
-            if leave is None:
-                await ended
+            job_end = asyncio.gather(job_task, return_exceptions=True)
+            (end_job or job_task.cancel)()
+            if end_job is None:
+                await job_end
 
     def _end_idle(self, kind: str, job_id: object) -> None:
         if self._last_jobs[kind] is job_id and not self._busy[kind]:

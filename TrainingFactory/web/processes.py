@@ -25,31 +25,31 @@ START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
 COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
 START_TIMEOUT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
 LAST_LINES = 12  # lines of the log in the error of a failed start
-_starting = set[str]()  # names of runs that have not begun yet
+_starting_names = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
 
 
-async def train(text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
-    """Start `tfactory train` with the YAML of a config; return the run's name and the command once it has begun."""
+async def train(config_text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
+    """Start `tfactory train` with a config's YAML and wait until it begins; return the run's name and the command."""
     name = name or new_name(with_runs_folder(config, runs))
-    path, part = runs / name, runs / f".{name}.part"
+    path, partial = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")
-    if path.exists() or name in _starting:
+    if path.exists() or name in _starting_names:
         raise ApiError(f"a run {name} already exists; choose another name", "name", status=409)
-    _starting.add(name)
+    _starting_names.add(name)
     try:
         # A run adopts a folder of this name as its own, so that its log is complete from the first line.
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        (part / START_CONFIG).write_text(text, encoding="utf-8")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        (partial / START_CONFIG).write_text(config_text, encoding="utf-8")
         options = [f"logging.output_dir={runs}", "--name", name]
-        await _start(["train", str(part / START_CONFIG), *options], part / LOG, lambda: is_run(path))
+        await _start(["train", str(partial / START_CONFIG), *options], partial / LOG, lambda: is_run(path))
     except ApiError:
-        shutil.rmtree(part, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
         raise
     finally:
-        _starting.discard(name)
+        _starting_names.discard(name)
     return name, shlex.join(["tfactory", "train", str(path / START_CONFIG), *options])
 
 
@@ -81,8 +81,7 @@ async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool])
 
 
 def launch(arguments: list[str], output: IO[Any]) -> subprocess.Popen[Any]:
-    """Start a command of this installation in its own session, so that Ctrl-C in the server's terminal does not reach
-    it."""
+    """Start a command of this installation in its own session, out of reach of Ctrl-C in the server's terminal."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
     process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **streams)
     _processes.append(process)
@@ -96,14 +95,13 @@ def end_of_output(output: bytes) -> str:
     return "\n".join(text.split("\n")[-LAST_LINES:]).strip()
 
 
-def stop_runs(stopping: Collection[int]) -> int:
+def stop_runs(stopped_pids: Collection[int]) -> int:
     """Stop the runs that this server started; each saves a checkpoint first. Return how many were running. Processes
-    with ids in `stopping` have been signalled already and are not signalled again, because a second signal would end
-    them without a checkpoint."""
-    running = [process for process in _processes if process.poll() is None]
-    for process in running:
-        if process.pid not in stopping:
+    with ids in `stopped_pids` are not signalled again, because a second signal would end them without a checkpoint."""
+    running_processes = [process for process in _processes if process.poll() is None]
+    for process in running_processes:
+        if process.pid not in stopped_pids:
             process.terminate()
-    for process in running:
+    for process in running_processes:
         process.wait()
-    return len(running)
+    return len(running_processes)

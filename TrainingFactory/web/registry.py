@@ -77,7 +77,7 @@ class RegistryRoutes:
         return AliasChange(version=str(version), was=previous, command=command)
 
     async def promote(self, name: str, request: PromotionRequest) -> Events:
-        """Promote a version if it passes the suite's gate; events `told`, then `done` with `promoted` and why."""
+        """Promote a version if it passes the suite's gate: events `told`, then `done` with the decision."""
         if (suite := _suites().get(request.suite)) is None:
             available = ", ".join(_suites()) or "none here"
             raise ApiError(f"no suite {request.suite!r} with a gate; available: {available}", "suite")

@@ -62,10 +62,8 @@ class Page:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.live = RunEvents(self.runs)
-        self._stopped, self._stop_lock = (
-            set(),
-            threading.Lock(),
-        )  # processes of runs that were signalled to stop
+        self._stopped_processes = set[Any]()  # processes of runs that were signalled to stop
+        self._stop_lock = threading.Lock()
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
         get("/api/about", self.about)
         get("/api/events", self.events)
@@ -94,20 +92,20 @@ class Page:
         JudgeRoutes(self.site, self.runs.folder, self.find)
         self.site.add_files()
 
-    async def serve(self, bound: socket, server: Any) -> None:
+    async def serve(self, listener: socket, server: Any) -> None:
         """Serve the UI until Ctrl-C or SIGTERM, then end the worker processes. Runs continue."""
         self.live.stopping = lambda: server.should_exit
         # read the runs before the first request needs them
-        reading = asyncio.create_task(asyncio.to_thread(self.runs.rows))
+        rows_task = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
-            await server.serve([bound])
+            await server.serve([listener])
         finally:
-            await asyncio.gather(reading, return_exceptions=True)
+            await asyncio.gather(rows_task, return_exceptions=True)
             await self.pool.close()
 
     def stop_runs(self) -> int:
         """Stop the runs that this server started; each saves a checkpoint first. Return how many were running."""
-        return processes.stop_runs({process.pid for process in self._stopped})
+        return processes.stop_runs({process.pid for process in self._stopped_processes})
 
     def find(self, name: str) -> RunFolder:
         """Return the run of that name; respond 404 if there is none. The name is never used as a path."""
@@ -196,7 +194,7 @@ class Page:
         run = self.find(name)
         try:
             with self._stop_lock:
-                stop(run, self._stopped)
+                stop(run, self._stopped_processes)
         except ValueError as error:
             raise ApiError(str(error), "name", status=409) from error
         return RunAction(name=name, state="stopping", command=f"tfactory runs stop {run.display_path}")
@@ -219,7 +217,7 @@ class Page:
 
     async def train(self, draft: form.Draft) -> RunAction:
         """Start a run in a separate process, which outlives the server."""
-        config = _read(draft)
+        config = _read_draft(draft)
         name, command = await processes.train(form.minimal_yaml(config), config, draft.name, self.runs.folder)
         return RunAction(name=name, state="running", command=command)
 
@@ -232,10 +230,10 @@ class Page:
         return self.pool.events("check", "sample", self._draft_arguments(draft))
 
     def _draft_arguments(self, draft: form.Draft) -> shapes.Json:
-        return {"yaml": form.minimal_yaml(form.with_runs_folder(_read(draft), self.runs.folder))}
+        return {"yaml": form.minimal_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}
 
 
-def _read(draft: form.Draft) -> TrainingConfig:
+def _read_draft(draft: form.Draft) -> TrainingConfig:
     try:
         return form.read_draft(draft)
     except ConfigError as error:

@@ -63,7 +63,7 @@ class WizardRoutes:
             servers, problems = self._servers(pasted.text)
         except ValueError as error:
             servers, problems = [], [str(error)]
-        return ServerList(servers=[_shown(server) for server in servers], problems=problems)
+        return ServerList(servers=[_describe_server(server) for server in servers], problems=problems)
 
     async def open(self, pasted: PastedText) -> ServerTools:
         """Start or connect to the servers, all confirmed by their digests, and list their tools."""
@@ -78,10 +78,10 @@ class WizardRoutes:
 
     def tasks(self, pasted: PastedText) -> TaskPreview:
         """Read pasted or uploaded tasks (JSONL, JSON, CSV or one question per line) as a run would; save them."""
-        kind, text = _kind(pasted.text), pasted.text
+        kind, text = _detect_format(pasted.text), pasted.text
         if kind == "lines":  # the answer may follow after a tab
-            cells = [map(str.strip, line.split("\t", 1)) for line in text.splitlines() if line.strip()]
-            rows = [dict(zip(("prompt", "answer"), task, strict=False)) for task in cells]
+            task_cells = [map(str.strip, line.split("\t", 1)) for line in text.splitlines() if line.strip()]
+            rows = [dict(zip(("prompt", "answer"), task, strict=False)) for task in task_cells]
             text = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
         path = self._save(text, "tasks" + {"JSON": ".json", "CSV": ".csv"}.get(kind, ".jsonl"))
         try:
@@ -90,11 +90,11 @@ class WizardRoutes:
             path.unlink()
             problem = str(error).replace(f"{path}, ", "").replace(str(path), "the text")
             return TaskPreview(kind=kind, problem=problem)
-        first_tasks = [
+        preview = [
             {"id": task.id, "prompt": task.prompt, "answer": task.answer} for task in tasks[:PREVIEW_TASKS]
         ]
-        answered = sum(task.answer is not None for task in tasks)
-        return TaskPreview(path=str(path), kind=kind, count=len(tasks), answered=answered, first=first_tasks)
+        num_answered = sum(task.answer is not None for task in tasks)
+        return TaskPreview(path=str(path), kind=kind, count=len(tasks), answered=num_answered, first=preview)
 
     def _servers(self, text: str) -> tuple[list[ServerConfig], list[str]]:
         """Return the servers, and the problems that prevent their start; raise ValueError if the text is invalid."""
@@ -103,39 +103,37 @@ class WizardRoutes:
         except (ValueError, RecursionError) as error:
             raise ValueError(f'invalid JSON: {error}; paste {{"mcpServers": {{...}}}}') from None
         # Parsed as if read from its future path, so that the digests equal those of a run.
-        servers = parse_config(data, "the pasted text", self._place(text))
+        servers = parse_config(data, "the pasted text", self._folder_of(text))
         text = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
         return servers, [f"{dotted(key)} {text}" for key, _ in secrets_in(data)]
 
-    def _place(self, text: str) -> Path:
-        """Return the folder in which a pasted text is saved. The folder is named by the text's digest, so that the same
-        text is saved only once, and no path comes from the browser."""
+    def _folder_of(self, text: str) -> Path:
+        """Return the folder for a pasted text, named by its digest, because the browser must not choose paths."""
         return self._folder / hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
     def _save(self, text: str, name: str) -> Path:
-        folder = self._place(text)
+        folder = self._folder_of(text)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_atomically(folder / name, text)
         return folder / name
 
 
-def _shown(server: ServerConfig) -> Json:
-    """Return the full description of the command or URL that a server entry would start or connect to. Values from
-    environment variables appear as ${NAME}."""
+def _describe_server(server: ServerConfig) -> Json:
+    """Return the command or URL of a server entry in full, with environment values shown as ${NAME}."""
 
-    def plain(text: str) -> str:
+    def mask(text: str) -> str:
         for name, value in server.filled.items():
             if len(value) > 3 and value == os.environ.get(name):
                 text = text.replace(value, f"${{{name}}}")
         return text
 
-    command = [plain(part) for part in (server.command, *server.args) if part]
-    variables = [f"{name}={plain(value)}" for name, value in sorted((server.env | server.headers).items())]
-    fields = {"url": plain(server.url), "cwd": plain(server.cwd or "") or None, "variables": variables}
+    command = [mask(part) for part in (server.command, *server.args) if part]
+    variables = [f"{name}={mask(value)}" for name, value in sorted((server.env | server.headers).items())]
+    fields = {"url": mask(server.url), "cwd": mask(server.cwd or "") or None, "variables": variables}
     return {"name": server.name, "command": command, "digest": server.launch} | fields
 
 
-def _kind(text: str) -> str:
+def _detect_format(text: str) -> str:
     stripped = text.lstrip("\ufeff \t\r\n")
     header = next(csv.reader(stripped.splitlines()[:1]), [])
     if stripped.startswith(("[", "{")):

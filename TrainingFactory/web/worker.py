@@ -25,8 +25,7 @@ JOBS |= dict.fromkeys(("begin", "say"), "TrainingFactory.web.playing")
 
 
 def answer(request: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
-    """Run a job and return its result. ValueError and OSError, which are usually a user's mistake, are returned as an
-    error text."""
+    """Run a job and return its result, or the text of a ValueError or OSError, which are usually a user's mistake."""
     try:
         return {"ok": getattr(import_module(JOBS[request["job"]]), request["job"])(request["given"], report)}
     except (ValueError, OSError) as error:
@@ -34,7 +33,7 @@ def answer(request: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
 
 
 class ProgressWatcher(PlainLines):
-    """Watcher that forwards progress messages to the page."""
+    """Watcher that sends progress messages to the page."""
 
     def __init__(self, report: ProgressCallback) -> None:
         self._report = report
@@ -87,11 +86,11 @@ def tools(arguments: dict[str, Any], report: ProgressCallback) -> list[dict[str,
     """Start or connect to the confirmed servers of a file, list their tools, and stop them."""
     from TrainingFactory.tools.mcp_tools import MCPTools
 
-    async def ask() -> list[dict[str, Any]]:
-        async with MCPTools.load_from_config(arguments["path"]) as opened:
-            return [asdict(offer.spec) | {"server": offer.server} for offer in opened.offers]
+    async def fetch_tools() -> list[dict[str, Any]]:
+        async with MCPTools.load_from_config(arguments["path"]) as servers:
+            return [asdict(offer.spec) | {"server": offer.server} for offer in servers.offers]
 
-    return asyncio.run(ask())
+    return asyncio.run(fetch_tools())
 
 
 def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
@@ -99,12 +98,12 @@ def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, An
     from TrainingFactory.promotion.promotion import Promotion
 
     def play(name: str, evaluation: Any) -> None:
-        text, number = f"{name} plays {evaluation.request.entry}", count(1)
-        evaluation.run(lambda _: report({"text": text, "done": next(number), "of": evaluation.total}))
+        text, numbers = f"{name} plays {evaluation.request.entry}", count(1)
+        evaluation.run(lambda _: report({"text": text, "done": next(numbers), "of": evaluation.total}))
 
-    names = [arguments[key] for key in ("version", "alias", "suite", "first")]
+    options = [arguments[key] for key in ("version", "alias", "suite", "first")]
     registry = ModelRegistry(None, arguments["runs"])
-    promotion = Promotion(registry, *names, runs=arguments["runs"], notify=ProgressWatcher(report).say)
+    promotion = Promotion(registry, *options, runs=arguments["runs"], notify=ProgressWatcher(report).say)
     for line in promotion.criteria:
         report({"text": f"the gate: {line}"})
     decision = promotion.run(play)

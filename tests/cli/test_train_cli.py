@@ -14,7 +14,7 @@ from rich.console import Console
 from tests.kits.cli import ROOT, Run
 from tests.kits.forks import FORKED, Command
 from tests.kits.run import assert_same_run
-from TrainingFactory.cli.display import Display, duration, sparkline
+from TrainingFactory.cli.display import Display, format_duration, sparkline
 from TrainingFactory.config import load_config
 from TrainingFactory.config.schema import ALGORITHMS
 from TrainingFactory.runs.folder import RunFolder
@@ -136,7 +136,7 @@ def test_the_panel_of_a_terminal() -> None:
     ):
         assert part in text
     assert sparkline([0, 1, 2]) == "▁▅█" and sparkline([1, 1]) == "▁▁"
-    assert [duration(s) for s in (5, 65, 3700)] == ["0:00:05", "0:01:05", "1:01:40"]
+    assert [format_duration(s) for s in (5, 65, 3700)] == ["0:00:05", "0:01:05", "1:01:40"]
 
 
 def test_the_panel_plots_the_whole_run() -> None:

@@ -40,7 +40,7 @@ def test_tasks_are_paired() -> None:
     assert found.difference.value == pytest.approx(5 / 11)
     assert found.p == 2 * (1 + 9 + 36) / 2**9  # by hand
     assert found.difference.low < 5 / 11 < found.difference.high
-    assert [flip.task for flip in found.worse] == ["t8", "t11"] and found.worse[0].shares == (1.0, 0.0)
+    assert [flip.task for flip in found.worse] == ["t8", "t11"] and found.worse[0].success_rates == (1.0, 0.0)
     assert len(found.notes) == 1 and found.notes[0].startswith("skipped 1 task ")
 
 
@@ -57,7 +57,7 @@ def test_several_episodes_of_a_task_are_one_pair() -> None:
     found = compare(side("a", one), side("b", other))
     assert found.difference.value == 0.25 and found.p == 1.0
     [flip] = found.better
-    assert flip.shares == (0.25, 0.75) and flip.members == (1, 0)
+    assert flip.success_rates == (0.25, 0.75) and flip.members == (1, 0)
     assert "only 1 of 2 tasks flipped" in found.notes[-1]
 
 

@@ -91,12 +91,12 @@ def test_pass_at_k_and_pass_all_are_those_of_all_choices_of_k_episodes() -> None
 def test_the_interval_goes_by_tasks() -> None:
     alike = [[True] * 4] * 5 + [[False] * 4] * 5  # four episodes tell no more than one
     assert statistics.effective_size(alike) == pytest.approx(10, rel=0.12)
-    single = statistics.success([[True]] * 5 + [[False]] * 5)
-    clustered = statistics.success(alike)
+    single = statistics.estimate_success([[True]] * 5 + [[False]] * 5)
+    clustered = statistics.estimate_success(alike)
     assert (clustered.low, clustered.high) == pytest.approx((single.low, single.high), abs=0.02)
     mixed = [[True, False, True, False]] * 10  # no task differs from another: all forty count
     assert statistics.effective_size(mixed) == 40
-    assert statistics.success([[True] * 8] * 3).low == statistics.success([[True]] * 3).low
+    assert statistics.estimate_success([[True] * 8] * 3).low == statistics.estimate_success([[True]] * 3).low
     # Wilson's interval of 5 in 10, as it stands in textbooks
     assert (single.low, single.high) == pytest.approx((0.2366, 0.7634), abs=1e-4)
 

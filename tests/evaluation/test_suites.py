@@ -11,7 +11,7 @@ from tests.evaluation.test_compare import PARITY, outcomes
 from tests.kits.cli import Run
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.records import read_records
-from TrainingFactory.evaluation.requests import EvaluationRequest, request_model
+from TrainingFactory.evaluation.requests import EvaluationRequest, make_model_request
 from TrainingFactory.evaluation.suites import (
     BUILTIN,
     Suite,
@@ -66,7 +66,7 @@ def test_one_command_gives_a_table_and_a_total(tfactory: Run) -> None:
 
 def test_an_entry_becomes_a_config() -> None:
     suite = Suite(entries=[SuiteEntry(environment="any/where", count=3, weight=2.0, task_seed=7)])
-    [asked] = suite.requests(request_model("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
+    [asked] = suite.requests(make_model_request("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
     config = asked.config
     assert config.sampling.top_p == 1.0  # the suite says how it is asked
     assert config.model.name == "some/model" and config.environment.environment_id == "any/where"

@@ -62,7 +62,7 @@ def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) 
                 turn.tool_results = [ToolResult("", ok=name != "agent:4")]
                 scored = None if reward is None else Reward(reward)
                 ended.append(Trajectory(task, "0", turns=[turn], reward=scored))
-            if evaluation.enough(ended):
+            if evaluation.should_stop(ended):
                 break
         there = [each.task for each in ended]
         asked = evaluation.conditions.model_copy(update={"tasks": tasks_digest(there), "count": len(there)})
@@ -75,7 +75,7 @@ def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) 
             scored_by="a script",
             entry=evaluation.request.entry,
         )
-        evaluation.request.keep(evaluation.record)
+        evaluation.request.save_record(evaluation.record)
         evaluation.discard()
         if played is not None:
             played.append((name, evaluation.request.entry, len(there)))

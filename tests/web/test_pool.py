@@ -45,7 +45,7 @@ async def test_a_job_tells_and_ends() -> None:
 
 @pytest.mark.usefixtures("pretended")
 def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "IDLE", 0.05)
+    monkeypatch.setattr(pool, "IDLE_SECONDS", 0.05)
 
     async def run() -> None:
         made = Pool()
@@ -60,7 +60,7 @@ def test_a_process_that_nobody_asks_is_ended(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("pretended")
 def test_there_are_only_so_many_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MOST", 2)
+    monkeypatch.setattr(pool, "MAX_PROCESSES", 2)
 
     async def run() -> None:
         made = Pool()

@@ -227,8 +227,8 @@ def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "token"
-    monkeypatch.setenv(ui.TOKEN, "x" * 20)
-    assert ui._token(None, False) == "x" * 20 and ui.TOKEN not in os.environ
+    monkeypatch.setenv(ui.TOKEN_VARIABLE, "x" * 20)
+    assert ui._token(None, False) == "x" * 20 and ui.TOKEN_VARIABLE not in os.environ
     made = ui._token(file, False)
     assert made == file.read_text().strip() == ui._token(file, False) and file.stat().st_mode & 0o777 == 0o600
     assert ui._token(None, False) != ui._token(None, False) and ui._token(None, True) is None
@@ -237,8 +237,8 @@ def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
         ui._token(file, False)
     with pytest.raises(ValueError, match="--no-token and --token-file"):
         ui._token(file, True)
-    monkeypatch.setenv(ui.TOKEN, "short")
-    with pytest.raises(ValueError, match=ui.TOKEN):
+    monkeypatch.setenv(ui.TOKEN_VARIABLE, "short")
+    with pytest.raises(ValueError, match=ui.TOKEN_VARIABLE):
         ui._token(None, False)
 
 

@@ -32,7 +32,7 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.envs.builtin.text2sql import explored_tasks
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
-from TrainingFactory.evaluation.requests import RecordedEvaluation, request_model
+from TrainingFactory.evaluation.requests import RecordedEvaluation, make_model_request
 from TrainingFactory.runs.devices import device_failure
 from TrainingFactory.runs.folder import RunFolder, is_run
 from TrainingFactory.runs.tracking import Watcher
@@ -282,7 +282,7 @@ class Recipe:
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
         options |= {f"environment.options.{key}": value for key, value in (further or {}).items()}
-        model = request_model(self.evaluated[name], (), self.out).with_conditions(
+        model = make_model_request(self.evaluated[name], (), self.out).with_conditions(
             self._config("grpo", options)
         )
         variant = "-".join([name, *(further or ())])
@@ -297,7 +297,7 @@ class Recipe:
                 watcher.phase("evaluate")
                 if evaluation.run(watcher.episode).interrupted:
                     raise KeyboardInterrupt
-        compared_model.take()
+        compared_model.collect_records()
         if not compared_model.records:
             raise ValueError(f"no episode of {variant} on {split} was scored; see the errors in {file}")
         return compared_model

@@ -11,7 +11,7 @@ from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.files import read_json, read_last_lines
 from TrainingFactory.apps.views.runs import evaluation_row, lineage_rows
 from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare, paired, success_rate
-from TrainingFactory.evaluation.records import all_records
+from TrainingFactory.evaluation.records import read_all_records
 from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import Version
 
@@ -57,7 +57,7 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     """Compare two models by their recorded evaluations; play no episodes. A name is a run, sft@step-40, a version, a
     model or the id of a record, never a path. Use the latest pair of records with the most similar conditions, or all
     entries of a suite; raise ValueError if there is no pair."""
-    records = [StoredRecord(*record) for record in all_records(runs)]
+    records = [StoredRecord(*record) for record in read_all_records(runs)]
     ours, theirs = (_recorded(name, records, catalogue) for name in (first, second))
     pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
     if not pairs:

@@ -19,7 +19,7 @@ from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.types import ToolResult
 
 OPENAI = "https://api.openai.com/v1"
-KEY, ADDRESS, MODEL = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
+KEY_NAME, URL_NAME, MODEL_NAME = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
 TIMEOUT = 30 * 24 * 3600.0  # seconds; long, because a whole training can be one tool call
 SYSTEM = "You are a helpful assistant. Answer in the user's language."
 
@@ -33,7 +33,7 @@ class ToolParameter(BaseModel):
 
 
 class Tool(ABC):
-    """A tool of HelloAgents 0.2: `run` takes a dictionary and returns text."""
+    """Tool of HelloAgents 0.2, whose `run` takes a dictionary and returns text."""
 
     def __init__(self, name: str, description: str) -> None:
         self.name, self.description = name, description
@@ -46,9 +46,9 @@ class Tool(ABC):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The parameters as a JSON schema. With `call`, it lets `as_tool` convert this class to a tool of ours."""
+        """JSON schema of the parameters, from which `as_tool` builds one of our tools."""
         parameters = self.get_parameters()
-        properties = {one.name: {"type": one.type, "description": one.description} for one in parameters}
+        properties = {p.name: {"type": p.type, "description": p.description} for p in parameters}
         required = [parameter.name for parameter in parameters if parameter.required]
         return {"type": "object", "properties": properties, "required": required}
 
@@ -94,21 +94,22 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         # LLM_API_KEY is sent only to the address in LLM_BASE_URL, or together with an explicit `api_key`.
-        use_key = self.api_key or self.base_url in (None, os.environ.get(ADDRESS))
+        use_key = self.api_key or self.base_url in (None, os.environ.get(URL_NAME))
         if self.api_key:
-            os.environ[KEY] = self.api_key
+            os.environ[KEY_NAME] = self.api_key
             self.api_key = None  # keeps the key out of repr()
-        self._key_env = KEY if use_key and KEY in os.environ else KEY_BY_HOST
+        self._key_env = KEY_NAME if use_key and KEY_NAME in os.environ else KEY_BY_HOST
 
     def endpoint(self) -> ChatEndpoint:
-        model, address = self.model or os.environ.get(MODEL), self.base_url or os.environ.get(ADDRESS)
+        model = self.model or os.environ.get(MODEL_NAME)
+        base_url = self.base_url or os.environ.get(URL_NAME)
         if not model:
-            raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set the variable {MODEL}.")
+            raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set {MODEL_NAME}.")
         fields = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         options = {key: value for key, value in fields.items() if value is not None}
         timeout = float(self.timeout or 60)
         return ChatEndpoint(
-            address or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options
+            base_url or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options
         )
 
 
@@ -116,7 +117,7 @@ HelloAgentsLLM = LLMConfig  # the textbook's other name for a model
 
 
 class SimpleAgent:
-    """Answers texts with the help of its tools and remembers the conversation."""
+    """Agent that answers texts with its tools and remembers the conversation."""
 
     def __init__(
         self, name: str, llm: LLMConfig | None = None, system_prompt: str | None = None, *,

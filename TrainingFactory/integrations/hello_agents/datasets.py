@@ -85,14 +85,14 @@ def rl_record(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
 def format_rows(rows: Any, format_type: str, tokenizer: Any = None) -> list[dict]:
     """Convert rows with `question` and `answer` to records of the format `sft` or `rl`."""
 
-    def read(row: DatasetRow, number: int) -> dict[str, Any]:
+    def convert(row: DatasetRow, number: int) -> dict[str, Any]:
         if missing := [key for key in ("question", "answer") if key not in row.columns]:
             raise ValueError(f"has no {' and no '.join(missing)}. Its keys are: {', '.join(row.columns)}")
         return sft_record(row.columns) if format_type == "sft" else rl_record(row.columns, tokenizer)
 
     if format_type not in FORMATS:
         raise ValueError(f"format is {format_type!r}; it must be sft or rl")
-    return parse_rows(rows, 'rows with "question" and "answer"', read)
+    return parse_rows(rows, 'rows with "question" and "answer"', convert)
 
 
 def plain_rows(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
@@ -100,23 +100,22 @@ def plain_rows(rows: Any, split: str = "train", count: int | None = None) -> lis
 
 
 def examples(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
-    """Return rows for offline algorithms such as SFT and DPO. Questions with answers become prompts with completions,
-    with the same prompt as for sampling; other rows keep their columns."""
+    """Return rows for offline algorithms; questions with answers become prompts with completions."""
 
-    def read(row: DatasetRow, number: int) -> dict[str, Any]:
+    def convert(row: DatasetRow, number: int) -> dict[str, Any]:
         columns = row.columns
         has_target = columns.keys() & {"completion", "messages", "chosen"}
         if {"question", "answer"} <= columns.keys() and not has_target:
             columns = sft_record(columns)
         return _without_template(columns)
 
-    return parse_rows(rows, "examples", read, split, count)
+    return parse_rows(rows, "examples", convert, split, count)
 
 
 def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
     """Return tasks for algorithms that sample: the question as user message, and all columns for the reward."""
 
-    def read(row: DatasetRow, number: int) -> dict[str, Any]:
+    def convert(row: DatasetRow, number: int) -> dict[str, Any]:
         columns = row.columns
         if "answer" in columns:
             columns = {"ground_truth": final_result(columns["answer"])} | columns
@@ -124,12 +123,11 @@ def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dic
             return columns | {"prompt": question_prompt(columns["question"])}
         return _without_template(columns)
 
-    return parse_rows(rows, "tasks", read, split, count)
+    return parse_rows(rows, "tasks", convert, split, count)
 
 
 def _without_template(columns: dict[str, Any]) -> dict[str, Any]:
-    """Convert a prompt that is already rendered with a chat template back to messages, because trainers apply the
-    template."""
+    """Convert a prompt with a rendered chat template back to messages, because trainers apply the template."""
     prompt = columns.get("prompt")
     if not isinstance(prompt, str):
         return columns
@@ -160,7 +158,7 @@ class GSM8KDataset:
         return rl_record(example, self.tokenizer)
 
     def get_dataset(self) -> Any:
-        return _dataset(self._records)
+        return _make_dataset(self._records)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -194,7 +192,7 @@ def create_rl_dataset(
 def format_math_dataset(dataset: Any, format_type: str = "sft", model_name: str | None = None) -> Any:
     """Convert a dataset with `question` and `answer` to records of `format_type`."""
     tokenizer = load_model_tokenizer(model_name) if format_type == "rl" else None
-    return _dataset(format_rows(dataset, format_type, tokenizer))
+    return _make_dataset(format_rows(dataset, format_type, tokenizer))
 
 
 def preview_dataset(dataset: Any, num_samples: int = 3) -> None:
@@ -215,7 +213,7 @@ def load_model_tokenizer(model_name: str | None) -> Any:
     return load_tokenizer(find_model(model_name).name)
 
 
-def _dataset(records: list[dict]) -> Any:
+def _make_dataset(records: list[dict]) -> Any:
     import datasets
 
     return datasets.Dataset.from_list(records)

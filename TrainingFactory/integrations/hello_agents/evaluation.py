@@ -32,11 +32,11 @@ def evaluate(
         raise ValueError(f"k is {k}, but at temperature 0 all attempts are the same. Set temperature.")
     if not all("ground_truth" in task for task in tasks):
         raise ValueError("tasks have no ground_truth. Provide rows with question and answer.")
-    record, episodes, adapter = _run(model_path, tasks, {"training.group_size": k, **options})
+    record, episodes, adapter = _run_evaluation(model_path, tasks, {"training.group_size": k, **options})
     texts = [episode.answer for episode in episodes]  # "" if the episode was truncated
     rewards = reward(**as_reward(reward).columns(episodes) | {"completions": texts})
     measured = record.metrics
-    values = {
+    metric_values = {
         "accuracy": measured["success"],
         "accuracy_at_k": measured.get(f"pass@{k}", measured["success"]),
         "average_reward": fmean(rewards),
@@ -45,17 +45,17 @@ def evaluate(
         "format_correctness": fmean(marked_answer(text) is not None for text in texts),
     }
     result: dict[str, Any] = {"num_samples": len(tasks), "truncated": int(measured["episodes/truncated"])}
-    result |= {name: values[name] for name in metrics}
+    result |= {name: metric_values[name] for name in metrics}
     if "accuracy" in result:
-        result["accuracy_percent"] = f"{values['accuracy']:.2%}"
+        result["accuracy_percent"] = f"{metric_values['accuracy']:.2%}"
         result["interval_95"] = [measured["success_low"], measured["success_high"]]
     if details:
-        result["details"] = [_detail(*parts) for parts in zip(episodes, texts, rewards, strict=True)]
+        result["details"] = [_episode_detail(*parts) for parts in zip(episodes, texts, rewards, strict=True)]
         result["errors"] = [detail for detail in result["details"] if not detail["correct"]]
     return result | {"use_lora": adapter, "record": record.id}
 
 
-def _run(
+def _run_evaluation(
     model_path: str, tasks: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
 ) -> tuple[EvaluationRecord, list[Trajectory], bool]:
     """Run the evaluation and return its record, the episodes, and whether the model is an adapter."""
@@ -76,7 +76,7 @@ def _run(
     return evaluation.record, report.trajectories, evaluation.config.model.adapter is not None
 
 
-def _detail(episode: Trajectory, text: str, reward: float) -> dict[str, Any]:
+def _episode_detail(episode: Trajectory, text: str, reward: float) -> dict[str, Any]:
     metadata = episode.task.metadata
     full_answer = str(metadata.get("full_answer") or episode.task.answer or "")
     return {

@@ -17,7 +17,7 @@ STEP_CAP = 0.5  # maximum sum of the step bonuses
 
 
 class MathRewardFunction:
-    """Rewards a completion with 1 if its answer equals `ground_truth`, else with 0."""
+    """Reward function that gives 1 if a completion's answer equals `ground_truth`, else 0."""
 
     def __init__(self, tolerance: float = 1e-4) -> None:
         self.tolerance = tolerance
@@ -25,7 +25,7 @@ class MathRewardFunction:
 
     def extract_answer(self, text: Any) -> str | None:
         """Return the last marked answer (Final Answer:, ####, 答案, \\boxed), else the last number; None: neither."""
-        text = _text(text)
+        text = _as_text(text)
         return marked_answer(text) or last_number_text(text)
 
     def normalize_answer(self, answer: Any) -> float | None:
@@ -34,12 +34,11 @@ class MathRewardFunction:
         return None if number is None else float(number.value)
 
     def compare_answers(self, pred: Any, truth: Any) -> bool:
-        """Return whether two answers differ by at most the tolerance; if one is not a number, whether their texts are
-        equal, ignoring case."""
-        number, expected = self.normalize_answer(pred), self.normalize_answer(truth)
-        if number is None or expected is None:
+        """Return whether two numbers differ by at most the tolerance, or two texts only in case."""
+        number, true_number = self.normalize_answer(pred), self.normalize_answer(truth)
+        if number is None or true_number is None:
             return str(pred).strip().lower() == str(truth).strip().lower()
-        return abs(number - expected) <= self.tolerance
+        return abs(number - true_number) <= self.tolerance
 
     def __call__(self, completions: Sequence[Any], **kwargs: Any) -> list[float]:
         truths = kwargs.get("ground_truth") or ()
@@ -64,8 +63,8 @@ def create_length_penalty_reward(
     `max_length`, at least 0."""
 
     def length_penalty(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        excess = [max(0, len(_text(text)) - max_length) / max_length for text in completions]
-        pairs = zip(base_reward_fn(completions=completions, **kwargs), excess, strict=True)
+        excess_fractions = [max(0, len(_as_text(text)) - max_length) / max_length for text in completions]
+        pairs = zip(base_reward_fn(completions=completions, **kwargs), excess_fractions, strict=True)
         return [max(0.0, base - penalty_weight * share) if share else float(base) for base, share in pairs]
 
     return length_penalty
@@ -78,7 +77,7 @@ def create_step_reward(
     first. Wrong answers and empty lines earn no bonus. `max_steps` None: no limit on the counted lines."""
 
     def bonus(completion: Any) -> float:
-        steps = max(0, count_lines(_text(completion)) - 1)
+        steps = max(0, count_lines(_as_text(completion)) - 1)
         return min(step_bonus * (steps if max_steps is None else min(steps, max_steps)), STEP_CAP)
 
     def step(completions: Sequence[Any], **kwargs: Any) -> list[float]:
@@ -89,18 +88,17 @@ def create_step_reward(
 
 
 def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
-    """Return a reward function: the weighted sum of rewards. Each component is `{"type": ..., "weight": ..., and the
-    options of its type}`."""
+    """Return a reward function that sums components `{"type": ..., "weight": ..., and options of the type}`."""
     if not components:
         raise ValueError("reward combined has no components. Set reward_config.components.")
-    parts = []
+    functions = []
     for component in components:
         options = {key: value for key, value in component.items() if key not in ("type", "weight")}
         weight = float(component.get("weight", 1.0))
-        parts.append((weight, make_reward(str(component.get("type")), options)))
+        functions.append((weight, make_reward(str(component.get("type")), options)))
 
     def combined(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        weighted = [(weight, reward(completions=completions, **kwargs)) for weight, reward in parts]
+        weighted = [(weight, fn(completions=completions, **kwargs)) for weight, fn in functions]
         return [sum(weight * values[n] for weight, values in weighted) for n in range(len(completions))]
 
     return combined
@@ -128,12 +126,12 @@ def reward_options(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_reward(kind: str, options: Mapping[str, Any]) -> RewardFn:
     """Create the reward function of a type."""
-    completed = reward_options(kind, options)
+    full_options = reward_options(kind, options)
     if kind == "combined":
-        return create_combined_reward(completed["components"])
-    base = create_accuracy_reward(completed.pop("tolerance"))
+        return create_combined_reward(full_options["components"])
+    base = create_accuracy_reward(full_options.pop("tolerance"))
     wrappers = {"length_penalty": create_length_penalty_reward, "step": create_step_reward}
-    return wrappers[kind](base, **completed) if kind in wrappers else base
+    return wrappers[kind](base, **full_options) if kind in wrappers else base
 
 
 def evaluate_rewards(
@@ -153,7 +151,7 @@ def count_lines(text: str) -> int:
     return sum(bool(line.strip()) for line in text.splitlines())
 
 
-def _text(completion: Any) -> str:
+def _as_text(completion: Any) -> str:
     """Return a completion as text; for a conversation, its last message."""
     if isinstance(completion, list):
         return str(completion[-1].get("content") or "") if completion else ""

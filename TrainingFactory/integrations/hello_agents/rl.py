@@ -128,7 +128,7 @@ def print_training_summary(
 
 
 class BaseTrainerWrapper:
-    """Trains on `dataset` with `config`. Keyword arguments `options` override fields of the config."""
+    """Trainer wrapper for `dataset`; keyword arguments `options` override fields of `config`."""
 
     algorithm: ClassVar[str]
 
@@ -141,7 +141,7 @@ class BaseTrainerWrapper:
         self.config = replace(config or TrainingConfig(), **fields)
         self.dataset, self.eval_dataset, self.reward_fn = dataset, eval_dataset, reward_fn
         self.trainer = self.model = self.tokenizer = None
-        self._result: dict[str, Any] = {}
+        self._training_result: dict[str, Any] = {}
 
     def setup_model(self) -> None:
         """Load the model and its tokenizer for inspection; `train` does not use them and loads its own copy."""
@@ -154,7 +154,7 @@ class BaseTrainerWrapper:
         self.model, self.tokenizer = loaded_model.model, loaded_model.tokenizer
 
     def train(self) -> Result:
-        """Train and return the results. Call `save_model` to write the trained model."""
+        """Train and return the results; the trained model is written by `save_model`."""
         if self.dataset is None:
             raise ValueError(f"{type(self).__name__} has no dataset. Pass dataset=.")
         if (self.reward_fn is not None) != KINDS[self.algorithm].samples:
@@ -163,17 +163,17 @@ class BaseTrainerWrapper:
         rows = training.row_reader(self.algorithm)(self.dataset)
         keys = self.config.keys_for(self.algorithm, self.eval_dataset is not None)
         model, folder = self.config.model_name, self.config.output_dir
-        self.trainer, self._result = training.train(
+        self.trainer, self._training_result = training.train(
             self.algorithm, model, rows, folder, keys, self.reward_fn, self.eval_dataset
         )
-        return Result(self._result)
+        return Result(self._training_result)
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the trained model, or with LoRA its adapter, to `output_dir`; None: the config's `output_dir`."""
         if self.trainer is None:
             raise ValueError("there is no trained model to save. Call train() first.")
         folder = str(output_dir or self.config.output_dir)
-        record = self._result | {"output_dir": folder, "model_path": folder}
+        record = self._training_result | {"output_dir": folder, "model_path": folder}
         training.write_model(self.trainer, folder, record)
 
 
@@ -186,7 +186,7 @@ class GRPOTrainerWrapper(BaseTrainerWrapper):
 
 
 class PPOTrainerWrapper(BaseTrainerWrapper):
-    """Trains with a critic. `reward_model` is the function that scores completions; None: accuracy."""
+    """PPO trainer with a critic; `reward_model` is the reward function, by default accuracy."""
 
     algorithm = "ppo"
 

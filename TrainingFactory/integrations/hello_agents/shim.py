@@ -27,18 +27,18 @@ TOOL = "hello_agents.tools.builtin.rl_training_tool"
 
 
 def install() -> None:
-    """Register the modules `hello_agents` that the textbook imports. Further calls do nothing."""
+    """Register the modules `hello_agents` that the textbook imports, unless they are registered already."""
     package = sys.modules.get("hello_agents")
     if package is None and importlib.util.find_spec("hello_agents") is None:
         for suffix, names in NAMES.items():
-            _module(f"hello_agents{suffix}", {name: getattr(agents, name) for name in names})
+            _register_module(f"hello_agents{suffix}", {name: getattr(agents, name) for name in names})
         _add_our_modules(RLTrainingTool)
     elif package is None or not hasattr(package, "_tfactory"):
         try:
-            tools = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
+            tools_module = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
         except ImportError as error:
             raise ValueError(f"hello_agents cannot be imported: {error}. Repair or uninstall it.") from error
-        _add_our_modules(tool_for(tools))
+        _add_our_modules(tool_for(tools_module))
 
 
 def _add_our_modules(tool: type) -> None:
@@ -46,14 +46,14 @@ def _add_our_modules(tool: type) -> None:
     top, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
     for name, module in RL.items():
         sys.modules[f"hello_agents.rl{name}"] = module
-    tool_module = sys.modules.get(TOOL) or _module(TOOL, {})
+    tool_module = sys.modules.get(TOOL) or _register_module(TOOL, {})
     for module in (tools, tool_module):
         vars(module)["RLTrainingTool"] = tool
     vars(core).setdefault("LLMConfig", agents.LLMConfig)
     vars(top).update(rl=rl, _tfactory=True)
 
 
-def _module(name: str, names: dict[str, Any]) -> ModuleType:
+def _register_module(name: str, names: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, "A module of HelloAgents, provided by TrainingFactory.")
     vars(module).update(names, __path__=[])  # __path__ makes it a package
     sys.modules[name] = module

@@ -71,7 +71,7 @@ PARAMETERS = {
 
 
 class Result(str):
-    """A mapping as JSON text: `json.loads(result)` and `result["output_dir"]` return the same values."""
+    """JSON text of a mapping whose values can also be read by key."""
 
     data: dict[str, Any]
 
@@ -108,7 +108,7 @@ class RLTraining:
         tool.__init__(name=self.name, description=self.messages("description"))
         self.custom_datasets: dict[str, Any] = {}
         self.custom_reward_functions: dict[str, Callable[..., Any]] = {}
-        self._created: dict[str, dict[str, Any]] = {}  # options by reward_type
+        self._presets: dict[str, dict[str, Any]] = {}  # options by reward_type
 
     def register_dataset(self, name: str, dataset: Any) -> None:
         self.custom_datasets[name] = dataset
@@ -125,8 +125,7 @@ class RLTraining:
         ]
 
     def run(self, parameters: Mapping[str, Any] | str) -> Any:
-        """Run an action from a mapping or its JSON text; any other text returns a training plan. Errors are returned
-        as results."""
+        """Run an action from a mapping or its JSON text and return its result, a training plan, or an error."""
         try:
             return self.result(self._run_action(self._parse(parameters)))
         except ValueError as error:
@@ -137,7 +136,7 @@ class RLTraining:
         return self.result({"status": "error", "message": message})
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
-        action = self._one_of("action", str(options.pop("action", "train")).lower(), DEFAULTS)
+        action = self._check("action", str(options.pop("action", "train")).lower(), DEFAULTS)
         known_names = dict.fromkeys([*DEFAULTS[action], *MORE_KEYS[action], TASKS])
         for key in options:
             dotted = action == "train" and "." in key  # a full config key, validated by the config
@@ -169,7 +168,7 @@ class RLTraining:
                     continue  # the config rejects it with its key
         return {key: value for key, value in options.items() if value is not None or key == "max_samples"}
 
-    def _one_of(self, subject: str, value: str, choices: Collection[str]) -> str:
+    def _check(self, subject: str, value: str, choices: Collection[str]) -> str:
         if value not in choices:
             raise ValueError(
                 self.messages("choice", what=self.messages(subject), value=value, known=", ".join(choices))
@@ -179,11 +178,11 @@ class RLTraining:
     # Actions: `options` are the user's, `values` are completed with defaults.
 
     def _train(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        algorithm = self._one_of("algorithm", str(values["algorithm"]).lower(), KINDS)
+        algorithm = self._check("algorithm", str(values["algorithm"]).lower(), KINDS)
         samples = KINDS[algorithm].samples
         if not samples and (unused := options.keys() & REWARD):
             raise ValueError(self.messages("unread", value=min(unused), algorithm=algorithm))
-        reward_name, reward = self._reward(values) if samples else (None, None)
+        reward_name, reward = self._find_reward(values) if samples else (None, None)
         dotted = {key for key in options if "." in key and key != TASKS}
         keys = {key: values[key] for key in values if key in MORE_KEYS["train"] or key in dotted}
         # SFT's learning rate is too high for learning from rewards or preference pairs.
@@ -198,16 +197,16 @@ class RLTraining:
             plan["algorithm"] = algorithm
             message = self.messages("plan", known=", ".join(DEFAULTS))
             return {"status": "plan", "message": message, "plan": plan, "confirm": True}
-        heldout = None
+        heldout_rows = None
         if {"eval_steps", "training.eval_every"} & keys.keys() and values["dataset"] in datasets.NAMES:
-            heldout = datasets.read_gsm8k("test", 64, options.get(TASKS))
+            heldout_rows = datasets.read_gsm8k("test", 64, options.get(TASKS))
         model, folder = values["model_name"], values["output_dir"]
-        rows = self._rows(values, training.row_reader(algorithm))
-        trainer, result = training.train(algorithm, model, rows, folder, keys, reward, heldout)
+        rows = self._load_rows(values, training.row_reader(algorithm))
+        trainer, result = training.train(algorithm, model, rows, folder, keys, reward, heldout_rows)
         training.write_model(trainer, folder, result | reward_arguments)
         return result | reward_arguments
 
-    def _rows(self, values: Mapping[str, Any], read: datasets.Reader) -> list[dict]:
+    def _load_rows(self, values: Mapping[str, Any], read: datasets.Reader) -> list[dict]:
         """Return the rows of the requested dataset."""
         name, split, count = values["dataset"], values["split"], values["max_samples"]
         custom = values.get("custom_dataset")
@@ -216,31 +215,31 @@ class RLTraining:
             return read(datasets.read_gsm8k(split, count, values.get(TASKS)))
         if isinstance(source, str) and "/" not in source and not Path(source).exists():
             known_names = ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
-            self._one_of("dataset", source, known_names)
+            self._check("dataset", source, known_names)
         return read(source, split, count)
 
-    def _reward(self, values: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
+    def _find_reward(self, values: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
         """Return the name of the reward and its function. The first of these applies: `custom_reward`; the reward named
         by `reward` or `reward_type`; the reward registered under the dataset's name; the only registered reward;
         accuracy."""
-        if (custom := values["custom_reward"]) is not None:
-            return str(getattr(custom, "__name__", type(custom).__name__)), custom
-        registered, options = self.custom_reward_functions, values["reward_config"]
+        if (custom_reward := values["custom_reward"]) is not None:
+            return str(getattr(custom_reward, "__name__", type(custom_reward).__name__)), custom_reward
+        functions, options = self.custom_reward_functions, values["reward_config"]
         name = values["reward"] or values["reward_type"]
         if name is None:
-            same_name = [key for key in registered if key == values["dataset"]]
-            candidates = same_name or [*registered] or ["accuracy"]
+            same_name = [key for key in functions if key == values["dataset"]]
+            candidates = same_name or [*functions] or ["accuracy"]
             if len(candidates) > 1:
                 raise ValueError(self.messages("registered", known=", ".join(candidates)))
             name = candidates[0]
-        self._one_of("reward", name, [*registered, *rewards.OPTIONS])
-        if name in registered:
-            return name, registered[name]
-        return name, rewards.make_reward(name, self._created.get(name, {}) if options is None else options)
+        self._check("reward", name, [*functions, *rewards.OPTIONS])
+        if name in functions:
+            return name, functions[name]
+        return name, rewards.make_reward(name, self._presets.get(name, {}) if options is None else options)
 
     def _load(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        format_name = self._one_of("format", options.get("format_type", values["format"]), datasets.FORMATS)
-        rows = self._rows(values, datasets.plain_rows)
+        format_name = self._check("format", options.get("format_type", values["format"]), datasets.FORMATS)
+        rows = self._load_rows(values, datasets.plain_rows)
         if {"question", "answer"} <= rows[0].keys():
             tokenizer = datasets.load_model_tokenizer(values["model_name"]) if format_name == "rl" else None
             rows = datasets.format_rows(rows, format_name, tokenizer)
@@ -248,10 +247,10 @@ class RLTraining:
         return result | {"dataset_size": len(rows), "sample_keys": list(rows[0])}
 
     def _create(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        kind = self._one_of("reward", values.pop("reward_type"), rewards.OPTIONS)
+        kind = self._check("reward", values.pop("reward_type"), rewards.OPTIONS)
         completed = rewards.reward_options(kind, values)
         rewards.make_reward(kind, values)
-        self._created[kind] = values
+        self._presets[kind] = values
         text = self.messages(kind, **completed, cap=rewards.STEP_CAP)
         completed_options = {name: value for name, value in completed.items() if value is not None}
         return {"status": "success", "reward_type": kind, "description": text, **completed_options}
@@ -262,16 +261,16 @@ class RLTraining:
 
         if not (path := values["model_path"]):
             raise ValueError(self.messages("missing", value="model_path"))
-        name, reward = self._reward(values)
+        name, reward = self._find_reward(values)
         config = {SAMPLING[key]: options[key] for key in SAMPLING if key in options}
         config["logging.output_dir"] = values["output_dir"]
         metrics, k, details = values["metrics"], values["k"], values["return_details"]
-        measured = evaluate(path, self._rows(values, datasets.tasks), reward, config, metrics, k, details)
+        scores = evaluate(path, self._load_rows(values, datasets.tasks), reward, config, metrics, k, details)
         result = {"status": "success", "model_path": path, "device": str(pick_device("auto")), "reward": name}
-        return result | measured
+        return result | scores
 
 
 class RLTrainingTool(RLTraining, Tool):
-    """The RL tool for machines without HelloAgents: `run` returns JSON text whose values can also be read by key."""
+    """The RL tool for machines without HelloAgents, whose `run` returns a `Result`."""
 
     parameter, result = ToolParameter, Result

@@ -105,15 +105,15 @@ def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[
         (OPTIONS.get(key, key), key, options[key]) for key in options if key in OPTIONS or "." in key
     ]
     sections: dict[str, dict[str, Any]] = {}
-    for full_key, key, value in (*option_rows, *_special(algorithm, options, size)):
+    for full_key, key, value in (*option_rows, *_convert_special(algorithm, options, size)):
         section, _, name = full_key.partition(".")
-        present = sections.setdefault(section, {}).setdefault(name, value)
-        if present != value:
-            raise ValueError(f"{key} is {value!r}, but {full_key} is already {present!r}. Remove one.")
+        current_value = sections.setdefault(section, {}).setdefault(name, value)
+        if current_value != value:
+            raise ValueError(f"{key} is {value!r}, but {full_key} is already {current_value!r}. Remove one.")
     return sections
 
 
-def _special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[tuple[str, str, Any]]:
+def _convert_special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[tuple[str, str, Any]]:
     """Yield our key, the textbook's key and the converted value of each option that needs a conversion."""
     if "optimizer" in options:
         yield "training.optimizer", "optimizer", OPTIMIZERS.get(options["optimizer"], options["optimizer"])
@@ -184,20 +184,19 @@ def check_folder(folder: Path) -> None:
 
 
 def write_model(trainer: Trainer, output_dir: str | Path, model_info: Mapping[str, Any]) -> None:
-    """Write the trained model to a folder and replace the model of an earlier training there. The checkpoints of the
-    runs are kept."""
+    """Write the trained model to a folder, in place of an earlier model; keep the runs' checkpoints."""
     folder = Path(output_dir).expanduser()
     check_folder(folder)
-    temporary, record = folder / ".model", folder / RECORD
-    shutil.rmtree(temporary, ignore_errors=True)  # left by a killed program
-    trainer.save_model(temporary)
-    old = json.loads(record.read_text(encoding="utf-8"))["files"] if record.is_file() else []
-    files = sorted(path.name for path in temporary.iterdir())
-    record.write_text(
+    temp_folder, record_path = folder / ".model", folder / RECORD
+    shutil.rmtree(temp_folder, ignore_errors=True)  # left by a killed program
+    trainer.save_model(temp_folder)
+    old_files = json.loads(record_path.read_text(encoding="utf-8"))["files"] if record_path.is_file() else []
+    files = sorted(path.name for path in temp_folder.iterdir())
+    record_path.write_text(
         json.dumps({**model_info, "files": files}, indent=2, ensure_ascii=False), encoding="utf-8"
     )
-    for name in set(old) - set(files):
+    for name in set(old_files) - set(files):
         (folder / Path(name).name).unlink(missing_ok=True)
     for name in files:
-        os.replace(temporary / name, folder / name)
-    temporary.rmdir()
+        os.replace(temp_folder / name, folder / name)
+    temp_folder.rmdir()

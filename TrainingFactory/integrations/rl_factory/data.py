@@ -19,7 +19,7 @@ STEP, SCORE, JUDGE_SCORE = "step", "compute_score", "_compute_score_with_reward_
 
 
 class Columns(dict[str, Any]):
-    """Columns by name. The error for a missing column lists the available names."""
+    """Columns by name, whose error for a missing column lists the available names."""
 
     def __missing__(self, key: str) -> Any:
         raise KeyError(f"no {key!r} in the data of an episode. Available: {', '.join(self)}")
@@ -89,7 +89,7 @@ class EpisodeBatch(list[DataItem]):
 
 
 class PromptText(str):
-    """Result of `apply_chat_template`: a text that also holds the messages it was built from."""
+    """Text of a prompt, with the messages that it was built from."""
 
     messages: list[Message]
 
@@ -125,8 +125,7 @@ class JudgeWorkers:
         self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
 
     def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
-        """Return the score that `read` extracts from the judge's reply to each prompt. `read` None: the score is the
-        judge's own verdict."""
+        """Return the score that `read` extracts from each judge reply, or the judge's own verdict without `read`."""
 
         async def ask_all() -> list[float]:
             return await asyncio.gather(*(self._ask(_messages(prompt), read) for prompt in prompts))
@@ -145,11 +144,11 @@ class JudgeWorkers:
             replies: list[str] = []
             text = tokenizer.decode(prompt, skip_special_tokens=True)
 
-            def keep(reply: str, replies: list[str] = replies) -> float:
+            def store_reply(reply: str, replies: list[str] = replies) -> float:
                 replies.append(reply)
                 return 0.0
 
-            self.score([tokenizer.prompts.get(text) or text], keep)
+            self.score([tokenizer.prompts.get(text) or text], store_reply)
             response = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
             attention = torch.ones(len(prompt) + len(response), dtype=torch.long)
             batch = {"prompts": prompt, "responses": response, "attention_mask": attention}

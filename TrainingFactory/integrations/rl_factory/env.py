@@ -24,10 +24,10 @@ from TrainingFactory.integrations.rl_factory.tool_manager import EpisodeTools
 from TrainingFactory.rewards.adapt import finite_float
 
 VERIFY, ONE_PROMPT = "verify_tool", "_get_single_prompt_str"
-SWITCHES = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
-CALLED = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ_REPLY, STEP, SCORE, JUDGE_SCORE, "_process_data")
+SWITCH_METHODS = {"use_verify_tool": VERIFY, "use_process_reward": STEPS}
+METHODS = (RULES, STEPS, VERIFY, PROMPTS, ONE_PROMPT, READ_REPLY, STEP, SCORE, JUDGE_SCORE, "_process_data")
 # RL-Factory's `env` options that our config sets elsewhere.
-ELSEWHERE = {
+REPLACEMENT_KEYS = {
     "name": "environment.environment_id=FILE.py:NAME",
     "config_path": "tools=[{name: ..., config: FILE.pydata}]",
     "mcp_mode": "the transport of each server in the mcpServers file",
@@ -38,7 +38,7 @@ ELSEWHERE = {
 
 
 class EnvOptions(dict[str, Any]):
-    """The options of an environment, available as keys and as attributes."""
+    """Options of an environment, readable as keys and as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -66,7 +66,7 @@ class Env(ForeignEnvironment):
         self.config = EnvOptions(config or {})
         if centralized_actor is not None:
             raise ValueError("centralized_actor is not supported: the run itself calls the tools. Remove it.")
-        for key, replacement in ELSEWHERE.items():
+        for key, replacement in REPLACEMENT_KEYS.items():
             if self.config.get(key) is not None:
                 raise ValueError(f"environment.options.{key} is not supported. Set instead: {replacement}")
         for key in ("use_process_reward", "verify_timeout", "tool_timeout", "max_prompt_length"):
@@ -88,33 +88,32 @@ class Env(ForeignEnvironment):
 
     def as_environment(self) -> type[ToolEnvironment]:
         """Check the subclass and return the environment class of this run."""
-        self._check()
+        self._check_methods()
         base = JudgedEpisode if self._asks_judge else EnvEpisode
         environment: Any = type(type(self).__name__, (base,), {"env": self})
         return environment
 
-    def writes(self, method: str) -> bool:
+    def overrides(self, method: str) -> bool:
         """Return whether the subclass overrides the method named `method`."""
         return getattr(type(self), method) is not getattr(Env, method)
 
-    def fits(self, method: str, **more: Any) -> bool:
-        """Return whether a method accepts the required arguments of the base class's method, and the keyword arguments
-        `more`."""
+    def accepts(self, method: str, **options: Any) -> bool:
+        """Return whether a method accepts the base class's required arguments and the keywords `options`."""
         required = [parameter for parameter in _parameters(method) if parameter.default is parameter.empty]
         try:
-            inspect.signature(getattr(self, method)).bind(*required, **more)
+            inspect.signature(getattr(self, method)).bind(*required, **options)
         except TypeError:
             return False
         return True
 
     @property
     def _asks_judge(self) -> bool:
-        return any(map(self.writes, (PROMPTS, ONE_PROMPT, JUDGE_SCORE)))
+        return any(map(self.overrides, (PROMPTS, ONE_PROMPT, JUDGE_SCORE)))
 
-    def uses(self, switch: str) -> bool:
+    def is_enabled(self, switch: str) -> bool:
         """Return whether the method that belongs to a switch, such as `use_verify_tool`, is called."""
         value = getattr(self, switch)
-        return self.writes(SWITCHES[switch]) if value is None else bool(value)
+        return self.overrides(SWITCH_METHODS[switch]) if value is None else bool(value)
 
     @property
     def tool_manager(self) -> EpisodeTools:
@@ -130,30 +129,30 @@ class Env(ForeignEnvironment):
             "tools. To parse another format of tool calls, use register_family of TrainingFactory.models.families."
         )
 
-    def _check(self) -> None:
+    def _check_methods(self) -> None:
         name = type(self).__name__
         for method in dir(type(self)):  # a misspelled method would silently never be called
-            if not hasattr(Env, method) and (closest := nearest(method, CALLED, 0.85)):
+            if not hasattr(Env, method) and (closest := nearest(method, METHODS, 0.85)):
                 raise ValueError(f"{name}.{method} is never called; did you mean {closest}?")
-        for method in CALLED:
-            if not self.fits(method) and not (method == RULES and self.fits(RULES, if_val=False)):
+        for method in METHODS:
+            if not self.accepts(method) and not (method == RULES and self.accepts(RULES, if_val=False)):
                 expected = ", ".join(["self", *(parameter.name for parameter in _parameters(method))])
                 actual = inspect.signature(getattr(self, method))
                 raise ValueError(f"{name}.{method}{actual} has a wrong signature. Use {method}({expected}).")
-        for switch, method in SWITCHES.items():
-            if self.uses(switch) and not self.writes(method):
+        for switch, method in SWITCH_METHODS.items():
+            if self.is_enabled(switch) and not self.overrides(method):
                 raise ValueError(f"{name}.{switch} is on, but {name} does not define {method}. Define it.")
-        if self.writes(READ_REPLY) and not self._asks_judge:
+        if self.overrides(READ_REPLY) and not self._asks_judge:
             raise ValueError(
                 f"{name}.{READ_REPLY} reads judge replies, but no judge is asked. Define {ONE_PROMPT}"
             )
-        if not (any(map(self.writes, (RULES, STEPS, SCORE))) or self._asks_judge):
+        if not (any(map(self.overrides, (RULES, STEPS, SCORE))) or self._asks_judge):
             raise ValueError(f"{name} computes no reward. Define {RULES}, {STEPS} or {ONE_PROMPT}.")
 
     # Methods for subclasses to override
 
     def verify_tool(self, data_source: Any, solution_str: str, ground_truth: Any, extra_info: Any) -> Any:
-        """Verify the model's text. Other methods find the result in `ground_truth["verified_results"]`."""
+        """Return a verification of the model's text, which is stored in `ground_truth["verified_results"]`."""
         raise NotImplementedError
 
     def _compute_score_with_rules(self, data: Any, tokenizer: Any, if_val: bool = False) -> Any:
@@ -165,8 +164,7 @@ class Env(ForeignEnvironment):
         raise NotImplementedError
 
     def get_prompt_for_reward(self, reward_tokenizer: Any, data: Any) -> Any:
-        """Return a list of judge prompts for each item of `data`. It holds one prompt for the episode, or one for each
-        turn."""
+        """Return a list of judge prompts for each item of `data`: one for the episode, or one per turn."""
         names = ("data_source", "response_str", "ground_truth", "extra_info")
         prompts = []
         for item in data:
@@ -221,7 +219,7 @@ class Env(ForeignEnvironment):
         for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
             source, truth, extra = item.scoring_inputs
             method = self._compute_single_score_with_reward_rollout_wg
-            read = partial(_read_reply, method, source, truth, extra) if self.writes(READ_REPLY) else None
+            read = partial(_read_reply, method, source, truth, extra) if self.overrides(READ_REPLY) else None
             scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, read))
         return scores
 
@@ -247,7 +245,7 @@ def _parameters(method: str) -> list[inspect.Parameter]:
 
 
 class MMEnv(Env):
-    """RL-Factory's environment with images, which is not supported."""
+    """Unsupported: RL-Factory's environment with images."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         raise ValueError(

@@ -29,8 +29,7 @@ from TrainingFactory.types import Message, Reward, Step, Task
 
 
 class EnvEpisode(ToolEnvironment):
-    """A tool environment for one episode with its own copy of the run's `Env`. Each run makes a subclass that holds its
-    `Env` as a class attribute."""
+    """Tool environment of one episode with a copy of the user's `Env`; each run makes a subclass."""
 
     env: Any  # an `Env`; its module imports this one
     _data: EpisodeBatch | None = None
@@ -41,10 +40,9 @@ class EnvEpisode(ToolEnvironment):
         self._lock = asyncio.Lock()
 
     async def step(self, message: Message) -> Step:
-        """Process a turn with the `step` of the user's `Env`, as a batch of one; if the `Env` has none, call the tools
-        as usual."""
+        """Process a turn with the `step` of the user's `Env`, or call the tools if the `Env` has none."""
         env = self.env
-        if not env.writes(STEP):
+        if not env.overrides(STEP):
             return await super().step(message)
         text = tagged_text(message)
         tools = env._tools = EpisodeTools(self, {text: message})
@@ -52,24 +50,24 @@ class EnvEpisode(ToolEnvironment):
         if not isinstance(result, tuple) or len(result) != 4:
             expected = "four lists: next_obs, dones, valid_action, is_tool"
             raise ValueError(f"step returned {short_repr(result)}. Return {expected}.")
-        [observation], [done], [valid], [is_tool] = (_single_item(values, STEP) for values in result)
-        replies = [] if done else _replies(observation, message)
-        signals = {"valid_action": float(valid), "is_tool": float(is_tool)}
-        return Step(replies, done=bool(done), tool_results=tools.results, signals=signals)
+        [observation], [is_done], [is_valid], [is_tool] = (_single_item(values, STEP) for values in result)
+        replies = [] if is_done else _replies(observation, message)
+        signals = {"valid_action": float(is_valid), "is_tool": float(is_tool)}
+        return Step(replies, done=bool(is_done), tool_results=tools.results, signals=signals)
 
     async def reward(self, episode: AnyEpisode) -> Reward:
-        data, env = await self._verified(episode), self.env
+        data, env = await self._verified_batch(episode), self.env
         heldout = data.meta_info["validate"]
-        if env.writes(SCORE):
+        if env.overrides(SCORE):
             return await self._compute_score(data, None, None)
-        if not (env.writes(RULES) or env.uses("use_process_reward")):
+        if not (env.overrides(RULES) or env.is_enabled("use_process_reward")):
             name = type(env).__name__
             raise Unscored(f"{name} is scored by a judge. Remove {{type: environment}} from the reward.")
-        options = {"if_val": heldout} if env.fits(RULES, if_val=heldout) else {}
+        options = {"if_val": heldout} if env.accepts(RULES, if_val=heldout) else {}
         result = await call_function(env._compute_score_with_rules, data, self._tokenizer, **options)
-        outcome, steps = self._outcome_and_steps(result, RULES)
+        outcome, steps = self._split_rewards(result, RULES)
         parts = {"rules": outcome + sum(steps)}
-        if env.uses("use_process_reward") and not heldout:
+        if env.is_enabled("use_process_reward") and not heldout:
             rewards = [0.0 if value != value else value for value in await self._step_rewards()]
             steps = [step + reward for step, reward in zip(steps, rewards, strict=True)] if steps else rewards
             parts["steps"] = sum(rewards)
@@ -80,19 +78,18 @@ class EnvEpisode(ToolEnvironment):
     ) -> Reward:
         """Call the `Env`'s `compute_score` as RL-Factory's reward manager does."""
         env, heldout = self.env, data.meta_info["validate"]
-        use_steps = env.uses("use_process_reward") and not heldout
-        if use_steps:
+        uses_steps = env.is_enabled("use_process_reward") and not heldout
+        if uses_steps:
             data.add_step_rewards(await self._step_rewards())
         arguments = workers, tokenizer, self._tokenizer, data
         result = await call_function(
-            env.compute_score, *arguments, if_val=heldout, use_process_reward=use_steps
+            env.compute_score, *arguments, if_val=heldout, use_process_reward=uses_steps
         )
-        outcome, steps = self._outcome_and_steps(result, SCORE)
+        outcome, steps = self._split_rewards(result, SCORE)
         return Reward(outcome, steps, {"rules" if workers is None else "judge": outcome + sum(steps)})
 
-    async def _verified(self, episode: AnyEpisode) -> EpisodeBatch:
-        """Return the episode in verl's form. `verify_tool` is called once, even if both rules and a judge score the
-        episode."""
+    async def _verified_batch(self, episode: AnyEpisode) -> EpisodeBatch:
+        """Return the episode in verl's form, verified once for all rules and judges that score it."""
         async with self._lock:
             if self._data is None:
                 assert isinstance(episode, OpenEpisode), "a finished episode"
@@ -100,10 +97,10 @@ class EnvEpisode(ToolEnvironment):
                 if self._tokenizer is None:
                     raise Unscored("the chat format of the episode has no tokenizer to decode it")
                 item = DataItem(episode.trajectory, episode.heldout)
-                self._texts = item.texts(self._tokenizer)
+                self._turn_texts = item.texts(self._tokenizer)
                 messages = (turn.message for turn in episode.trajectory.turns)
-                self.env._tools = EpisodeTools(self, dict(zip(self._texts, messages, strict=True)))
-                if self.env.uses("use_verify_tool"):
+                self.env._tools = EpisodeTools(self, dict(zip(self._turn_texts, messages, strict=True)))
+                if self.env.is_enabled("use_verify_tool"):
                     await self._verify(item)
                 self._data = EpisodeBatch(item)
         return self._data
@@ -115,7 +112,7 @@ class EnvEpisode(ToolEnvironment):
                 f"task {self.task.id}: ground_truth is {short_repr(truth)}. It must be an object, because the result "
                 "of verify_tool is stored in it as verified_results."
             )
-        limit, text = self.env.verify_timeout, "\n".join(self._texts)
+        limit, text = self.env.verify_timeout, "\n".join(self._turn_texts)
         try:
             result = await run_within(limit, call_function(self.env.verify_tool, source, text, truth, extra))
         except OutOfTime:
@@ -124,20 +121,19 @@ class EnvEpisode(ToolEnvironment):
         truth["verified_results"] = result
 
     async def _step_rewards(self) -> list[float]:
-        """Return the reward of each turn; NaN: none. Turns are scored one by one, so that later turns cannot change the
-        reward of an earlier one."""
+        """Return the reward of each turn (NaN: none), scored one by one, so that turns do not affect each other."""
         items = [
-            _single_item(await call_function(self.env.get_step_reward, [text]), STEPS) for text in self._texts
+            _single_item(await call_function(self.env.get_step_reward, [t]), STEPS) for t in self._turn_texts
         ]
         return [value if value != value else finite_float(value, STEPS) for [value] in items]
 
-    def _outcome_and_steps(self, result: Any, method: str) -> tuple[float, list[float]]:
+    def _split_rewards(self, result: Any, method: str) -> tuple[float, list[float]]:
         """Split a method's result for one item into outcome and step rewards. One number is the outcome. One number per
         turn are the step rewards of all turns but the last, then the outcome. One number more than turns are the step
         rewards of all turns, then the outcome."""
         [value] = _single_item(result, method)
-        values = [finite_float(number, method) for number in (value if _is_list(value) else [value])]
-        turns = len(self._texts)
+        values = [finite_float(number, method) for number in (value if _is_sequence(value) else [value])]
+        turns = len(self._turn_texts)
         if len(values) not in (1, turns, turns + 1):
             raise Unscored(
                 f"{method} returned {len(values)} numbers for an episode of {turns} turns. Return one number, or one "
@@ -151,7 +147,7 @@ class JudgedEpisode(EnvEpisode):
     """An episode whose `Env` writes the prompts of a judge."""
 
     async def ask_judge(self, episode: AnyEpisode, ask: AskJudge) -> Reward:
-        data = await self._verified(episode)
+        data = await self._verified_batch(episode)
         tokenizer = MessageTokenizer(self._tokenizer)
         return await self._compute_score(data, JudgeWorkers(ask, tokenizer), tokenizer)
 
@@ -170,13 +166,13 @@ def _replies(observation: Any, turn: Message) -> list[Message]:
     return messages
 
 
-def _is_list(value: Any) -> bool:
+def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
 def _single_item(value: Any, method: str) -> list[Any]:
     """Return a method's result for a batch of one item as a list with one entry."""
-    entries = list(value) if _is_list(value) else []
+    entries = list(value) if _is_sequence(value) else []
     if len(entries) != 1:
         raise Unscored(f"{method} returned {short_repr(value)}. Return a list with one entry for each item.")
     return entries

@@ -99,7 +99,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 ]
 
 
-def reason(key: str) -> tuple[str, str]:
+def find_reason(key: str) -> tuple[str, str]:
     """Return the reason why a key is not translated, as (kind of reason, text)."""
     for prefix, kind, text in REASONS:
         if key.startswith(prefix) or key.partition(".")[2].startswith(prefix):

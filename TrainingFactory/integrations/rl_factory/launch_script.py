@@ -12,10 +12,10 @@ LINE = re.compile(r"^(?![ \t]*#)(?:.*\\\n)*.*", re.MULTILINE)  # including its b
 COMMAND = re.compile(r"verl[./]trainer[./]main_(\w*)")
 ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|readonly\s+|local\s+)?(\w+)=(.*)", re.DOTALL)
 OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
-LOOSE = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
+STRAY = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
 # $NAME, ${NAME}, ${NAME:-default}, and what only a shell can evaluate: $(command), `command`, $((1 + 1)), other ${...}
 VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
-BARE = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
+UNQUOTED = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
 IN_QUOTES = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
 SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between our own markers
 COMMAND_END = re.compile(r"\d?>|&?>>?|<|\||;|&")
@@ -26,7 +26,7 @@ MAX_EXPANDED = 100_000  # total characters of all expanded variables of one scri
 
 @dataclass(slots=True)
 class LaunchScript:
-    """The training command of a script.
+    """Training command of a script.
 
     `overrides` maps keys to values after shell expansion, with markers around parts that only the shell knows;
     `unparsed` holds the remaining words of the command."""
@@ -37,8 +37,7 @@ class LaunchScript:
 
 
 def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
-    """Parse a script. `variables` are set outside it and override its own assignments. Raise ValueError if it does not
-    contain exactly one training command."""
+    """Parse a script with exactly one training command; `variables` override its own assignments."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -49,19 +48,19 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
         )
     expansion = Expansion(dict(variables))
     commands: list[tuple[int, list[str]]] = []
-    number, last_line = 1, 0
+    line_number, line_start = 1, 0
     for match in LINE.finditer(text):
-        number, last_line = number + text.count("\n", last_line, match.start()), match.start()
+        line_number, line_start = line_number + text.count("\n", line_start, match.start()), match.start()
         line = match[0].replace("\\\n", "")
         try:
             words = shlex.split(expansion.fill(line), comments=True)
         except ValueError as error:
-            raise ValueError(f"{path}:{number}: invalid shell command: {error}") from None
+            raise ValueError(f"{path}:{line_number}: invalid shell command: {error}") from None
         if any(map(COMMAND.search, words)):
-            commands.append((number, words))
-        elif LOOSE.match(line):
+            commands.append((line_number, words))
+        elif STRAY.match(line):
             raise ValueError(
-                f"{path}:{number}: {line.split()[0][:80]} belongs to no command. End the line before it with a "
+                f"{path}:{line_number}: {line.split()[0][:80]} belongs to no command. End the line before it with a "
                 "backslash and nothing after it."
             )
         elif len(words) <= 2 and (assignment := ASSIGNMENT.fullmatch(" ".join(words))):
@@ -78,7 +77,7 @@ class Expansion:
     remaining: int = MAX_EXPANDED
 
     def fill(self, line: str) -> str:
-        return BARE.sub(self._expand, line)
+        return UNQUOTED.sub(self._expand, line)
 
     def _expand(self, match: re.Match[str]) -> str:
         name, default = match[1] or match[2], match[3]
@@ -112,8 +111,8 @@ def _training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> L
         raise ValueError(f"{path}: {problem}")
     [(_, words)] = trainings
     script = LaunchScript(path)
-    start = next(index for index, argument in enumerate(words) if _is_training(argument))
-    for argument in words[start + 1 :]:
+    command_index = next(index for index, argument in enumerate(words) if _is_training(argument))
+    for argument in words[command_index + 1 :]:
         if COMMAND_END.match(argument):  # a pipe, a redirection, the next command
             break
         if override := OVERRIDE.fullmatch(argument):

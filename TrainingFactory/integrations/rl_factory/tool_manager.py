@@ -17,16 +17,16 @@ from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
 def tagged_text(message: Message) -> str:
-    """Return a turn as text for RL-Factory's `step`: calls in <tool_call> tags, whatever the model's own format."""
+    """Return a turn as text for RL-Factory's `step`, with its calls in <tool_call> tags."""
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    tagged = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return thought + "\n".join(filter(None, [message.content, *tagged]))
+    tagged_calls = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return thought + "\n".join(filter(None, [message.content, *tagged_calls]))
 
 
 @dataclass(slots=True)
 class EpisodeTool:
-    """One tool with the interface of qwen_agent: `call` takes arguments as a dict or as JSON text."""
+    """Tool with the interface of qwen_agent, whose `call` takes arguments as a dict or as JSON text."""
 
     manager: EpisodeTools
     name: str
@@ -45,14 +45,14 @@ class EpisodeTools:
         self._turns = turns
         self.results: list[ToolResult] = []
         self.tool_map: dict[str, EpisodeTool] = {}
-        self._qualified: dict[str, str] = {}  # RL-Factory names a tool of a server SERVER-TOOL
+        self._names_by_qualified: dict[str, str] = {}  # RL-Factory names a tool of a server SERVER-TOOL
         for tool in environment.tools:
             name, options = tool.spec.name, getattr(tool, "options", ToolOptions())
             self.tool_map[name] = EpisodeTool(self, name, tool.spec.description)
-            self._qualified[f"{options.server}-{name}"] = name
+            self._names_by_qualified[f"{options.server}-{name}"] = name
 
     def get_tool(self, name: str) -> EpisodeTool:
-        tool = self.tool_map.get(self._qualified.get(name, name))
+        tool = self.tool_map.get(self._names_by_qualified.get(name, name))
         if tool is None:
             raise ValueError(f"there is no tool {name!r}. Available: {', '.join(self.tool_map) or 'none'}")
         return tool

@@ -20,7 +20,7 @@ PREFIX = "actor_rollout_ref."
 
 
 class Translation:
-    """A translated script: `sections` is the config, `notes` has a line for each override that needs a comment."""
+    """Config (`sections`) of a translated script, and `notes` on overrides without a counterpart."""
 
     def __init__(self, script: LaunchScript) -> None:
         self.script, self.folder = script, Path(script.path).parent
@@ -33,13 +33,13 @@ class Translation:
                     f"{key}: {BY_HAND}: it depends on {shell_syntax[1]}, which only the shell knows"
                 )
             else:
-                self._remaining[key.removeprefix(PREFIX)] = _value(text)
+                self._remaining[key.removeprefix(PREFIX)] = _parse_value(text)
         for key in [key for key, value in self._remaining.items() if value is None]:
             self._skip_disabled(key)
         for step in (self._algorithm, self._data, self._loss, self._environment, self._judge, self._trainer):
             step()
         for key in [*self._remaining]:
-            self._note(key, self._remaining[key], *keys.reason(key))
+            self._note(key, self._remaining[key], *keys.find_reason(key))
         self.notes += [f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.unparsed]
 
     def text(self) -> str:
@@ -51,7 +51,7 @@ class Translation:
         }
         return f"{header}{yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)}{footer}"
 
-    def _take(self, key: str, default: Any = None) -> Any:
+    def _pop(self, key: str, default: Any = None) -> Any:
         """Remove an override from the remaining ones and return its value. If the value disables its feature, add a
         note and return `default`."""
         value = self._remaining.get(key, default)
@@ -65,8 +65,8 @@ class Translation:
         value = self._remaining.pop(key)
         self._note(key, value, NOT_NEEDED, "it is off in the script, and our default applies")
 
-    def _count(self, key: str, default: int = 0) -> int:
-        value = self._take(key, default)
+    def _pop_int(self, key: str, default: int = 0) -> int:
+        value = self._pop(key, default)
         if not isinstance(value, int):
             raise ValueError(f"{self.script.path}: {key} is {value!r}; it must be an integer")
         return value
@@ -81,7 +81,7 @@ class Translation:
         self.notes.append(f"{prefix}{key}={value}: {kind}: {reason}")
 
     def _algorithm(self) -> None:
-        estimator = str(self._take("algorithm.adv_estimator", "gae"))  # verl's default
+        estimator = str(self._pop("algorithm.adv_estimator", "gae"))  # verl's default
         self.algorithm, advantage = keys.ESTIMATORS.get(estimator, ("grpo", ""))
         self._set_key("training.algorithm", self.algorithm)
         if estimator not in keys.ESTIMATORS:
@@ -101,26 +101,26 @@ class Translation:
         for key, config_key in {**keys.UNCHANGED, **keys.BY_ALGORITHM[self.algorithm]}.items():
             if key in self._remaining:
                 self._set_key(config_key, self._remaining.pop(key))
-        if rank := self._take("model.lora_rank"):
+        if rank := self._pop("model.lora_rank"):
             self._set_key("lora.enabled", True)
             self._set_key("lora.r", rank)
 
     def _data(self) -> None:
         for key, config_key in {"data.train_files": "data.tasks", "data.val_files": "data.heldout"}.items():
-            if files := self._take(key):
+            if files := self._pop(key):
                 first_file, *ignored = files if isinstance(files, list) else [files]
                 self._set_key(config_key, first_file)
                 if ignored:
                     self._note(
                         key, ignored, BY_HAND, "only one file is supported; merge the rows of all files"
                     )
-        response = self._count("data.max_response_length")
-        if response:
-            self._set_key("sampling.max_tokens", response)
-        if prompt := self._count("data.max_prompt_length"):
-            self._set_key("model.max_length", prompt + (response or 512))  # verl's default
+        max_response = self._pop_int("data.max_response_length")
+        if max_response:
+            self._set_key("sampling.max_tokens", max_response)
+        if max_prompt := self._pop_int("data.max_prompt_length"):
+            self._set_key("model.max_length", max_prompt + (max_response or 512))  # verl's default
         batch_size = self.sections["training"].get("batch_size")
-        minibatch = self._count("actor.ppo_mini_batch_size")
+        minibatch = self._pop_int("actor.ppo_mini_batch_size")
         if minibatch > 0 and isinstance(batch_size, int) and batch_size % minibatch == 0:
             self._set_key("training.minibatches", batch_size // minibatch)
         elif minibatch:
@@ -128,10 +128,10 @@ class Translation:
             self._note("actor.ppo_mini_batch_size", minibatch, BY_HAND, reason)
 
     def _loss(self) -> None:
-        kl_in_loss = self._take("actor.use_kl_loss")
+        kl_in_loss = self._pop("actor.use_kl_loss")
         if kl_in_loss:
             self._set_key("@.kl", self._remaining.pop("actor.kl_loss_coef", 0.001))  # verl's default
-        elif self.algorithm == "ppo" and self._take("algorithm.use_kl_in_reward"):
+        elif self.algorithm == "ppo" and self._pop("algorithm.use_kl_in_reward"):
             self._set_key("ppo.kl_in", "reward")
             self._set_key("ppo.kl", self._remaining.pop("algorithm.kl_ctrl.kl_coef", 0.001))
         for key, (config_key, names) in keys.RENAMED_VALUES.items():
@@ -145,12 +145,12 @@ class Translation:
                 self._note(key, value, NO_COUNTERPART, reason)
         if self.sections.get("grpo", {}).get("ratio") == "sequence":
             self._set_key("grpo.normalization", "sequence")
-        if clip := self._take("actor.clip_ratio"):  # for ppo it is translated already
+        if clip := self._pop("actor.clip_ratio"):  # for ppo it is translated already
             self._set_key("grpo.clip_low", clip)
             self._set_key("grpo.clip_high", clip)
 
     def _environment(self) -> None:
-        if name := self._take("env.name"):
+        if name := self._pop("env.name"):
             candidates = (f"{name}.py", f"envs/{name}.py")
             existing = next((path for path in candidates if (self.folder / path).is_file()), None)
             if name == "search" and existing is None:  # RL-Factory's own search environment
@@ -165,7 +165,7 @@ class Translation:
                 self._set_key("environment.options", {"use_process_reward": steps})
                 text = "must define your Env, imported from TrainingFactory.integrations.rl_factory"
                 self._note("env.name", name, BY_HAND, f"{path} {text}")
-        if path := self._take("env.config_path"):
+        if path := self._pop("env.config_path"):
             self.sections["tools"] = self._tools(str(path))
 
     def _tools(self, path: str) -> list[dict[str, str]]:
@@ -177,39 +177,39 @@ class Translation:
         return [{"name": name, "config": path} for name in (*(server.name for server in servers), *names)]
 
     def _judge(self) -> None:
-        if not self._take("reward_rollout.if_use_reward_rollout"):
+        if not self._pop("reward_rollout.if_use_reward_rollout"):
             for key in [key for key in self._remaining if key.startswith("reward_rollout.")]:
                 self._note(key, self._remaining.pop(key), NOT_NEEDED, "the script uses no judge")
             return
-        judge: dict[str, Any] = {"model": self._take("reward_rollout.rollout.model_name", "NAME")}
-        if (gpus := self._count("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
+        judge: dict[str, Any] = {"model": self._pop("reward_rollout.rollout.model_name", "NAME")}
+        if (gpus := self._pop_int("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
             judge |= {"engine": "vllm", "gpus": gpus}
         self.sections["reward"] = {"type": "model_judge", "judge": judge}
-        if limit := self._take("reward_rollout.rollout.response_length"):
+        if limit := self._pop("reward_rollout.rollout.response_length"):
             self.sections["reward"]["options"] = {"options": {"max_tokens": limit}}
 
     def _trainer(self) -> None:
-        loggers = self._take("trainer.logger", [])
+        loggers = self._pop("trainer.logger", [])
         loggers = loggers if isinstance(loggers, list) else [loggers]
         if trackers := [name for name in loggers if name in keys.TRACKERS]:
             self._set_key("logging.trackers", trackers)
         if unsupported := [name for name in loggers if name not in keys.TRACKERS]:
             text = f"steps are always printed; trackers are {', '.join(keys.TRACKERS)}"
             self._note("trainer.logger", unsupported, NO_COUNTERPART, text)
-        if "wandb" in trackers and (project := self._take("trainer.project_name")):
+        if "wandb" in trackers and (project := self._pop("trainer.project_name")):
             self._set_key("logging.wandb", {"project": str(project)})
-        if save_every := self._count("trainer.save_freq"):
+        if save_every := self._pop_int("trainer.save_freq"):
             self._set_key("logging.checkpoint_every", save_every)
-        if "heldout" in self.sections.get("data", {}) and (save_every := self._count("trainer.test_freq")):
-            self._set_key("training.eval_every", save_every)
+        if "heldout" in self.sections.get("data", {}) and (eval_every := self._pop_int("trainer.test_freq")):
+            self._set_key("training.eval_every", eval_every)
         machines = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._remaining]
         if machines:
-            self._set_key("compute.num_gpus", prod(self._count(key, 1) for key in machines))
+            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in machines))
         if self._remaining.get("rollout.mode") == "async":
             self._set_key("optimization.async_rollout", bool(self._remaining.pop("rollout.mode")))
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Parse a value as YAML, which covers Hydra's syntax for overrides; other texts stay as they are."""
     try:
         return yaml.load(text, ConfigLoader)  # a SafeLoader

@@ -18,8 +18,7 @@ from TrainingFactory.types import Completion, Finish, Message, ToolSpec, Traject
 
 
 class SampledTurn(NamedTuple):
-    """A turn as ms-swift sampled it. The turn begins with `prefix_ids`, such as an empty thought, which belong to the
-    prompt."""
+    """Turn sampled by ms-swift; `prefix_ids`, such as an empty thought, belong to the prompt."""
 
     prefix_ids: list[int]
     token_ids: list[int]  # empty if the engine reports only text
@@ -47,8 +46,7 @@ class SwiftFormat(TextFormat):
 
 
 class SwiftEpisode(EpisodeRun):
-    """An episode that waits for turns from ms-swift. `begin` and `advance` return when the episode needs its next turn
-    or has ended."""
+    """Episode that gets its turns from ms-swift; `begin` and `advance` return when it needs a turn or has ended."""
 
     def __init__(self, rules: EpisodeSettings, chat: SwiftFormat, trajectory: Trajectory) -> None:
         # The limits of an episode measure the environment, not the time in which ms-swift samples other episodes.
@@ -66,13 +64,12 @@ class SwiftEpisode(EpisodeRun):
         return self._task is not None and self._task.done()
 
     async def begin(self) -> None:
-        """Reset the environment; then `trajectory.prompt` and `trajectory.tools` are set."""
+        """Reset the environment, which sets `trajectory.prompt` and `trajectory.tools`."""
         self._task = asyncio.create_task(self.run())
         await self._until_turn_needed(self._task)
 
     async def advance(self, turn: SampledTurn) -> None:
-        """Process a sampled turn in the environment, which runs its tool calls. If the episode ends with this turn,
-        compute the reward."""
+        """Process a sampled turn in the environment, and score the episode if it ends."""
         assert self._task is not None and not self._task.done()
         self._turn_needed.clear()
         self._sampled.put_nowait(turn)
@@ -85,9 +82,9 @@ class SwiftEpisode(EpisodeRun):
             await asyncio.wait({self._task})
 
     async def _until_turn_needed(self, task: asyncio.Task[Trajectory]) -> None:
-        need_task = asyncio.create_task(self._turn_needed.wait())
-        await asyncio.wait({task, need_task}, return_when=asyncio.FIRST_COMPLETED)
-        need_task.cancel()
+        event_task = asyncio.create_task(self._turn_needed.wait())
+        await asyncio.wait({task, event_task}, return_when=asyncio.FIRST_COMPLETED)
+        event_task.cancel()
         if task.done():
             task.result()  # raises what is not an error of the episode
 
@@ -120,4 +117,4 @@ class SwiftEpisode(EpisodeRun):
             self._clock.resume()
 
     def _check_prompt_chain(self) -> None:
-        """Do nothing, because ms-swift makes the prompts and `Turn.prompt_ids` holds only the prefixes of the turns."""
+        """Skip the check of the base class, because ms-swift renders the prompts."""

@@ -48,8 +48,7 @@ READ_BY_PLUGIN = (
 
 
 def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], None]) -> list[str]:
-    """Write rows, config, arguments and script to a new folder. Return the config's keys that have no counterpart in
-    ms-swift."""
+    """Write rows, config, arguments and script to a new folder; return the keys without a counterpart in ms-swift."""
     if config.training.algorithm != "grpo":
         raise ValueError(
             f"training.algorithm: {config.training.algorithm} trains on rows, which ms-swift reads as they are. Only "
@@ -61,7 +60,7 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
     tools = RunTools(resolved, (), None)
     environment = swift_environment(resolved, tools)
     tasks = make_tasks(resolved, environment)
-    rows = run(lambda: _rows(tools, environment, tasks))
+    rows = run(lambda: _dataset_rows(tools, environment, tasks))
     arguments, remaining = swift_arguments(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
@@ -76,7 +75,7 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
 
 def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return ms-swift's arguments, and the keys that the config sets but that have no counterpart."""
-    values = {key: _value(config, key) for key in {*_set_keys(config), *ALWAYS}}
+    values = {key: _config_value(config, key) for key in {*_set_keys(config), *ALWAYS}}
     arguments: dict[str, Any] = {}
     for name, key in SAME_MEANING.items():
         key = key.replace("@", "grpo.kl")
@@ -101,7 +100,7 @@ def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any
         arguments = {name: value for name, value in arguments.items() if name not in FOR_LORA}
     elif modules is not None:
         arguments["target_modules"] = modules
-    arguments |= _model(config)
+    arguments |= _model_arguments(config)
     arguments["output_dir"] = str(folder.resolve() / "output")
     arguments |= {
         "dataset": str(folder.resolve() / ROWS),
@@ -111,8 +110,8 @@ def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any
         "logging_steps": 1,
     }
     values.pop("model.adapter", None)
-    remaining = [key for key in values if not key.startswith(READ_BY_PLUGIN)]
-    return arguments, sorted(remaining)
+    unsupported_keys = [key for key in values if not key.startswith(READ_BY_PLUGIN)]
+    return arguments, sorted(unsupported_keys)
 
 
 def script_text() -> str:
@@ -128,7 +127,7 @@ exec swift rlhf "$HERE/{ARGUMENTS}" --external_plugins "$PLUGIN" "$@"
 """
 
 
-def _model(config: TrainingConfig) -> dict[str, Any]:
+def _model_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments that load the config's model: a folder, a hub id, or an adapter of one."""
     section = with_resolved_model(config).model
     name = resolve_model_name(section.name)
@@ -141,25 +140,24 @@ def _model(config: TrainingConfig) -> dict[str, Any]:
     return arguments if section.adapter is None else arguments | {"adapters": _absolute(section.adapter)}
 
 
-async def _rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[dict[str, Any]]:
+async def _dataset_rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[dict[str, Any]]:
     try:
-        equipped = await tools.equip(environment)
-        return [await _row(equipped, task) for task in tasks]
+        equipped_environment = await tools.equip(environment)
+        return [await _dataset_row(equipped_environment, task) for task in tasks]
     finally:
         await tools.close()
 
 
-async def _row(environment: Any, task: Task) -> dict[str, Any]:
-    """Return the dataset row of a task: its first prompt, its tools, and the task itself, from which the plugin creates
-    the episode."""
-    opened = environment(task)
+async def _dataset_row(environment: Any, task: Task) -> dict[str, Any]:
+    """Return the dataset row of a task with its prompt, its tools, and the task for the plugin."""
+    episode_environment = environment(task)
     try:
-        messages = await opened.reset()
-        tools = [spec_to_dict(tool.spec) for tool in opened.tools]
+        messages = await episode_environment.reset()
+        tools = [spec_to_dict(tool.spec) for tool in episode_environment.tools]
     finally:
-        await opened.close()
-        if isinstance(opened, ToolEnvironment):
-            await opened.executor.close()
+        await episode_environment.close()
+        if isinstance(episode_environment, ToolEnvironment):
+            await episode_environment.executor.close()
     try:
         text = json.dumps(task_to_dict(task), ensure_ascii=False)
     except TypeError as error:
@@ -180,7 +178,7 @@ def _set_keys(config: TrainingConfig) -> list[str]:
     return keys
 
 
-def _value(config: TrainingConfig, key: str) -> Any:
+def _config_value(config: TrainingConfig, key: str) -> Any:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)

@@ -35,8 +35,7 @@ DATASETS = {
 
 
 def read_arguments(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
-    """Return the arguments of a script, a YAML or JSON file or an output folder, and whether they are complete: an
-    output folder stores all arguments, most of them defaults."""
+    """Return the arguments of a script, file or output folder, and whether they include all defaults."""
     if path.is_dir():
         candidates = [path / "args.json", *sorted(path.glob("*/args.json"))]
         existing = next((candidate for candidate in candidates if candidate.is_file()), None)
@@ -51,22 +50,22 @@ def read_arguments(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, 
 
 
 class SwiftTranslation:
-    """The config of an ms-swift training: `sections`, and `notes` with a line for each argument that needs one."""
+    """Config (`sections`) of an ms-swift training, and `notes` on arguments without a counterpart."""
 
     def __init__(self, path: Path, arguments: Mapping[str, Any], is_complete: bool = False) -> None:
         self.path, self.is_complete = path, is_complete
         self.sections: dict[str, Any] = {}
         self.notes: list[str] = []
         self._remaining = {
-            keys.OLD_NAMES.get(name, name): _plain(value)
+            keys.OLD_NAMES.get(name, name): _parse_scalar(value)
             for name, value in arguments.items()
             if value is not None and value not in ([], "")
         }
         self._drop_shell_values()
         self._set_algorithm()
         self._add_defaults()
-        for step in (self._data, self._batch, self._reward, self._same, self._values, self._lora):
-            step()
+        for method in (self._data, self._batch, self._reward, self._copy_keys, self._map_values, self._lora):
+            method()
         self._note_remaining()
 
     def text(self) -> str:
@@ -85,8 +84,8 @@ class SwiftTranslation:
         self.sections.setdefault(section, {})[name] = value
 
     def _note(self, name: str, value: Any, kind: str, text: str) -> None:
-        shown = "***" if is_secret(name.lower(), str(value)) else str(value)[:200]
-        self.notes.append(f"--{name} {shown}: {kind}: {text}")
+        shown_value = "***" if is_secret(name.lower(), str(value)) else str(value)[:200]
+        self.notes.append(f"--{name} {shown_value}: {kind}: {text}")
 
     def _drop_shell_values(self) -> None:
         for name, value in [*self._remaining.items()]:
@@ -137,26 +136,26 @@ class SwiftTranslation:
                 self._note(name, ignored, BY_HAND, "only one file is supported; merge the rows of all files")
 
     def _batch(self) -> None:
-        sizes = {name: self._count(name) for name in BATCH if name in self._remaining}
-        text = ", ".join(f"{name} {value}" for name, value in sizes.items()) or "the default batch size"
+        sizes = {name: self._pop_count(name) for name in BATCH if name in self._remaining}
+        size_text = ", ".join(f"{name} {value}" for name, value in sizes.items()) or "the default batch size"
         per_device = sizes.get("per_device_train_batch_size", 1)
-        accumulated = sizes.get("gradient_accumulation_steps", 1)
+        num_passes = sizes.get("gradient_accumulation_steps", 1)
         if self.algorithm != "grpo":
-            self._set_key("training.batch_size", per_device * accumulated)
+            self._set_key("training.batch_size", per_device * num_passes)
             return
-        members = self._count("num_generations") if "num_generations" in self._remaining else 8
+        members = self._pop_count("num_generations") if "num_generations" in self._remaining else 8
         completions = sizes.get(
-            "generation_batch_size", per_device * sizes.get("steps_per_generation", accumulated)
+            "generation_batch_size", per_device * sizes.get("steps_per_generation", num_passes)
         )
         self._set_key("training.batch_size", max(1, completions // members))
         self._set_key("training.group_size", members)
         note = f"training.batch_size counts tasks: {completions} completions of {members} each, on one device"
         if completions % members:
             note += "; it was rounded"
-        self.notes.append(f"{text}: {BY_HAND}: {note}")
+        self.notes.append(f"{size_text}: {BY_HAND}: {note}")
 
-    def _count(self, name: str) -> int:
-        """Remove an argument from the remaining ones and return its value, which must be a positive integer."""
+    def _pop_count(self, name: str) -> int:
+        """Remove an argument and return its value, which must be a positive integer."""
         value = self._remaining.pop(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -172,7 +171,7 @@ class SwiftTranslation:
                 "use the class with reward.type=function and reward.options.function=FILE.py:NAME, or a built-in rule",
             )  # fmt: skip
 
-    def _same(self) -> None:
+    def _copy_keys(self) -> None:
         for name, key in keys.SAME_MEANING.items():
             if name not in self._remaining:
                 continue
@@ -196,7 +195,7 @@ class SwiftTranslation:
         """Replace `@` in a key by our key for ms-swift's `beta`, which is the weight of the KL term in grpo."""
         return key.replace("@", "grpo.kl" if self.algorithm == "grpo" else f"{self.algorithm}.beta")
 
-    def _values(self) -> None:
+    def _map_values(self) -> None:
         for name, (key, translations) in keys.VALUES.items():
             if name not in self._remaining:
                 continue
@@ -224,7 +223,7 @@ class SwiftTranslation:
     def _note_remaining(self) -> None:
         unlisted: list[str] = []
         for name, value in self._remaining.items():
-            kind, text = keys.reason(name)
+            kind, text = keys.find_reason(name)
             if self.is_complete and (kind == NOT_NEEDED or not value):
                 continue
             if self.is_complete and kind == NO_COUNTERPART:
@@ -276,21 +275,21 @@ def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
             f"{path} {problem}. It must have one command: swift rlhf --rlhf_type grpo --model ..."
         )
     [(method, *words)] = commands
-    arguments = _arguments(path, words)
+    arguments = _parse_arguments(path, words)
     if method == "rlhf":
         arguments.setdefault("rlhf_type", "dpo")  # ms-swift's default
     return arguments
 
 
-def _arguments(path: Path, words: list[str]) -> dict[str, Any]:
+def _parse_arguments(path: Path, words: list[str]) -> dict[str, Any]:
     """Parse `--name value ...`. A first word FILE.yaml or FILE.json is read, as ms-swift does."""
     arguments: dict[str, Any] = {}
     if words and words[0].endswith((".yaml", ".yml", ".json")):
         file = Path(words.pop(0))
-        beside = path.parent / (
+        config_path = path.parent / (
             file if (path.parent / file).is_file() else file.name
         )  # such as "$HERE/args.yaml"
-        arguments = _read_mapping(beside)
+        arguments = _read_mapping(config_path)
     name = ""
     for word in words:
         if word in ("|", "&", "&&", "||", ";", ">", ">>", "2>&1", "<"):
@@ -301,18 +300,17 @@ def _arguments(path: Path, words: list[str]) -> dict[str, Any]:
         elif name and arguments[name] is True:
             arguments[name] = word
         elif name:  # one more value
-            earlier = arguments[name]
-            arguments[name] = [*(earlier if isinstance(earlier, list) else [earlier]), word]
+            previous = arguments[name]
+            arguments[name] = [*(previous if isinstance(previous, list) else [previous]), word]
     return arguments
 
 
-def _plain(value: Any) -> Any:
-    """Convert a command-line text that is a number or boolean in YAML to that value; return any other value
-    unchanged."""
+def _parse_scalar(value: Any) -> Any:
+    """Convert a text that is a number or boolean in YAML; return any other value unchanged."""
     if not isinstance(value, str):
         return value
     try:
-        parsed = yaml.load(value, ConfigLoader)
+        parsed_value = yaml.load(value, ConfigLoader)
     except yaml.YAMLError:
         return value
-    return parsed if isinstance(parsed, int | float | bool) else value
+    return parsed_value if isinstance(parsed_value, int | float | bool) else value

@@ -89,7 +89,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 ]  # fmt: skip
 
 
-def reason(name: str) -> tuple[str, str]:
+def find_reason(name: str) -> tuple[str, str]:
     """Return the reason why an argument is not translated, as (kind of reason, text)."""
     for prefix, kind, text in REASONS:
         if name.startswith(prefix):

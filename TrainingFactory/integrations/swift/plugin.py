@@ -17,11 +17,11 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _H
 
 
 class TrainingFactoryScheduler(EnvironmentScheduler, MultiTurnScheduler):
-    """Plays the environment of the config in TF_CONFIG."""
+    """Scheduler that plays the environment of the config in TF_CONFIG."""
 
 
 class TrainingFactoryReward(ORM):
-    """The reward of the config in TF_CONFIG, which the scheduler has computed at the end of each episode."""
+    """Reward of the config in TF_CONFIG, computed by the scheduler at the end of each episode."""
 
     def __call__(self, completions, rollout_infos=None, tf_task=None, **columns):
         return neutral_rewards(rollout_infos, tf_task)

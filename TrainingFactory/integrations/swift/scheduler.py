@@ -38,8 +38,7 @@ CLOSING_SECONDS = 30.0
 
 
 class EpisodeLoop:
-    """An event loop on its own thread, because ms-swift calls hooks on event loops that it closes afterwards, and
-    connections to tools need a loop that stays open."""
+    """Event loop in a thread, because ms-swift closes its own loops and connections to tools need an open one."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -86,26 +85,25 @@ class SwiftRun:
 
 
 class EnvironmentScheduler:
-    """The hooks of ms-swift's multi-turn scheduler. A subclass adds ms-swift's `MultiTurnScheduler` as a second
-    base."""
+    """Hooks of ms-swift's multi-turn scheduler; a subclass adds ms-swift's `MultiTurnScheduler`."""
 
     tokenizer: Any  # of the second base
     max_turns: int | None
 
     def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **options: Any) -> None:
-        config = configured()
+        config = read_run_config()
         limit = config.environment.max_turns
         super().__init__(infer_engine, min(max_turns or limit, limit), **options)  # type: ignore[call-arg]
         model = config.model
         self._chat = SwiftFormat(chat_format(self.tokenizer, model.family, thinking=model.thinking))
         self._control_texts = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
-        self._run = SwiftRun(config.model_copy(update={"environment": self._limited(config)}))
+        self._run = SwiftRun(config.model_copy(update={"environment": self._limit_turns(config)}))
         self._loop = EpisodeLoop()
-        self._open: dict[str, SwiftEpisode] = {}
+        self._episodes: dict[str, SwiftEpisode] = {}
         self._counts: Counter[str] = Counter()
         atexit.register(self._close)
 
-    def _limited(self, config: TrainingConfig) -> Any:
+    def _limit_turns(self, config: TrainingConfig) -> Any:
         return config.environment.model_copy(update={"max_turns": self.max_turns})
 
     async def on_trajectory_start(self, requests: Sequence[Any]) -> None:
@@ -115,21 +113,22 @@ class EnvironmentScheduler:
     async def _begin(self, requests: Sequence[Any]) -> None:
         rules = await self._run.rules(self._chat)
         limit = self._run.max_episodes
-        if limit is not None and len(self._open) + len(requests) > limit:
+        num_episodes = len(self._episodes) + len(requests)
+        if limit is not None and num_episodes > limit:
             raise ValueError(
-                f"ms-swift plays {len(self._open) + len(requests)} episodes at once, and the environment holds at most "
+                f"ms-swift plays {num_episodes} episodes at once, and the environment holds at most "
                 f"{limit}. Lower per_device_train_batch_size or steps_per_generation."
             )
         for request in requests:
-            if request.uuid in self._open:  # ms-swift starts the request again
-                await self._open.pop(request.uuid).abandon()
+            if request.uuid in self._episodes:  # ms-swift starts the request again
+                await self._episodes.pop(request.uuid).abandon()
             task = task_of(request.data_dict)
             self._counts["episodes"] += 1
             trajectory = Trajectory(task, group=task.id, member=self._counts["episodes"])
-            self._open[request.uuid] = SwiftEpisode(rules, self._chat, trajectory)
-        await asyncio.gather(*(self._open[request.uuid].begin() for request in requests))
+            self._episodes[request.uuid] = SwiftEpisode(rules, self._chat, trajectory)
+        await asyncio.gather(*(self._episodes[request.uuid].begin() for request in requests))
         for request in requests:
-            trajectory = self._open[request.uuid].trajectory
+            trajectory = self._episodes[request.uuid].trajectory
             if trajectory.prompt:  # empty if the reset failed
                 _check_tools(request, trajectory)
                 request.messages = self._as_swift_messages(trajectory.prompt)
@@ -137,26 +136,26 @@ class EnvironmentScheduler:
     async def on_turn_end(
         self, infer_request: Any, response_choice: Any, current_turn: int
     ) -> dict[str, Any]:
-        """Process a sampled turn in its episode's environment. The result of the last turn contains the reward."""
+        """Process a sampled turn in its episode's environment; return the reward after the last turn."""
         token_ids, is_sampled = self.get_response_token_data(infer_request, response_choice)  # type: ignore[attr-defined]
-        pairs = list(zip(token_ids, is_sampled, strict=True))
+        tokens = list(zip(token_ids, is_sampled, strict=True))
         turn = SampledTurn(
-            [token for token, sampled in pairs if not sampled],
-            [token for token, sampled in pairs if sampled],
+            [token for token, sampled in tokens if not sampled],
+            [token for token, sampled in tokens if sampled],
             response_choice.message.content or "",
             "length" if response_choice.finish_reason == "length" else "stop",
         )
-        episode = self._open[infer_request.uuid]
+        episode = self._episodes[infer_request.uuid]
         if not episode.is_over:  # over before the first turn if the reset failed
             await self._loop.run(episode.advance(turn))
         if not episode.is_over:
             return {}
-        del self._open[infer_request.uuid]
-        return {"done": True, "rollout_infos": self._infos(episode.trajectory)}
+        del self._episodes[infer_request.uuid]
+        return {"done": True, "rollout_infos": self._rollout_infos(episode.trajectory)}
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
         """Append the replies of the environment to the conversation."""
-        replies = self._open[infer_request.uuid].trajectory.turns[-1].replies
+        replies = self._episodes[infer_request.uuid].trajectory.turns[-1].replies
         infer_request.messages += self._as_swift_messages(replies)
         return {"infer_request": infer_request}
 
@@ -164,7 +163,7 @@ class EnvironmentScheduler:
         """Return False, because `on_turn_end` ends episodes."""
         return False
 
-    def _infos(self, trajectory: Trajectory) -> dict[str, Any]:
+    def _rollout_infos(self, trajectory: Trajectory) -> dict[str, Any]:
         self._counts[trajectory.status] += 1
         reward = trajectory.reward
         if reward is None:
@@ -204,11 +203,11 @@ class EnvironmentScheduler:
         self._loop.close(self._close_all())
 
     async def _close_all(self) -> None:
-        await asyncio.gather(*(episode.abandon() for episode in self._open.values()))
+        await asyncio.gather(*(episode.abandon() for episode in self._episodes.values()))
         await self._run.close()
 
 
-def configured() -> TrainingConfig:
+def read_run_config() -> TrainingConfig:
     """Return the config in the file that the environment variable TF_CONFIG names."""
     path = os.environ.get(CONFIG_VARIABLE)
     if not path:
@@ -227,9 +226,9 @@ def check_config(config: TrainingConfig) -> None:
         "training.filters": training.filters,
         "grpo.state_groups": config.grpo.state_groups,
     }
-    if names := [name for name, value in unsupported.items() if value]:
+    if unsupported_names := [name for name, value in unsupported.items() if value]:
         raise ValueError(
-            f"{', '.join(names)} does not work in ms-swift. Remove it, or train with tfactory train."
+            f"{', '.join(unsupported_names)} does not work in ms-swift. Remove it, or train with tfactory train."
         )
     if compares(build_rewards.check_reward(config)):
         raise ValueError(
@@ -248,13 +247,13 @@ def swift_environment(config: TrainingConfig, tools: RunTools) -> Any:
 
 def task_of(columns: dict[str, Any] | None) -> Task:
     """Return the task in the columns of a dataset row."""
-    text = (columns or {}).get(TASK_COLUMN)
-    if not isinstance(text, str):
+    task_json = (columns or {}).get(TASK_COLUMN)
+    if not isinstance(task_json, str):
         raise ValueError(
             f"the dataset row has no column {TASK_COLUMN!r}. Write the dataset with `tfactory swift export`; with "
             "vllm_mode=server, also set --vllm_server_pass_dataset true."
         )
-    return task_from_dict(json.loads(text))
+    return task_from_dict(json.loads(task_json))
 
 
 def as_swift_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -274,12 +273,12 @@ def neutral_rewards(
             "the reward training_factory needs --multi_turn_scheduler training_factory. Set both."
         )
     rewards = [infos["total_reward"] for infos in rollout_infos]
-    scored: dict[str, list[float]] = {}
+    scored_by_task: dict[str, list[float]] = {}
     for task, reward in zip(tasks, rewards, strict=True):
         if reward is not None:
-            scored.setdefault(task, []).append(float(reward))
+            scored_by_task.setdefault(task, []).append(float(reward))
     return [
-        fmean(scored.get(task, [0.0])) if reward is None else float(reward)
+        fmean(scored_by_task.get(task, [0.0])) if reward is None else float(reward)
         for task, reward in zip(tasks, rewards, strict=True)
     ]
 
@@ -287,13 +286,13 @@ def neutral_rewards(
 def _check_tools(request: Any, trajectory: Trajectory) -> None:
     """Raise if the dataset row shows other tools than the environment has."""
     specs = request.tools or []
-    rows = json.loads(specs) if isinstance(specs, str) else specs
-    rows = [json.loads(row) if isinstance(row, str) else row for row in rows]
-    shown_names = sorted(str(row.get("function", row).get("name")) for row in rows)
-    names = sorted(tool.name for tool in trajectory.tools)
-    if names != shown_names:
+    tool_rows = json.loads(specs) if isinstance(specs, str) else specs
+    tool_rows = [json.loads(row) if isinstance(row, str) else row for row in tool_rows]
+    shown_names = sorted(str(row.get("function", row).get("name")) for row in tool_rows)
+    tool_names = sorted(tool.name for tool in trajectory.tools)
+    if tool_names != shown_names:
         raise ValueError(
             f"task {trajectory.task.id}: the column tools of the dataset has {', '.join(shown_names) or 'no tools'}, "
-            f"but the environment has {', '.join(names) or 'none'}. Write the dataset again with `tfactory swift "
+            f"but the environment has {', '.join(tool_names) or 'none'}. Write the dataset again with `tfactory swift "
             "export`."
         )
