@@ -268,4 +268,4 @@ def vocabulary() -> list[str]:
 
 
 def _all_places() -> list[int]:
-    return [place for word in wordnet().index for place in wordnet().places(word)]
+    return [place for word in wordnet().index for place in wordnet().offsets(word)]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
-from TrainingFactory.registry.store import TRAINING
+from TrainingFactory.registry.store import EXCLUDED
 from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, with_original_model
 
 Kind = Literal["model", "adapter", "merged"]
@@ -89,7 +89,7 @@ def _write_aside(target: Path) -> Iterator[Path]:
 
 def _copy(exported: ExportedModel, partial_folder: Path) -> None:
     for path in exported.source.iterdir():
-        if path.is_file() and path.name not in TRAINING + REWARD_HEAD_FILES:
+        if path.is_file() and path.name not in EXCLUDED + REWARD_HEAD_FILES:
             shutil.copyfile(path, partial_folder / path.name)
     if exported.kind == "adapter":
         adapter_config = json.loads((partial_folder / ADAPTER).read_text(encoding="utf-8"))

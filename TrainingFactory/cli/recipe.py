@@ -57,7 +57,7 @@ def recipe(
         for name in stages.runs:
             display.task = name
             stages.train(name, display)
-        for split in stages.parts(final):
+        for split in stages.splits(final):
             stages.measure(split, display)
     results = stages.results()
     if as_json:

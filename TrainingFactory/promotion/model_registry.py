@@ -53,8 +53,8 @@ class ModelRegistry(Catalogue):
             base = {"name": str(path.resolve()) if path.exists() else resolved.name, "revision": revision}
             if resolved.version is not None and resolved.version.base is not None:
                 base = resolved.version.base
-        lineage = _lineage(resolved)
-        records = _evaluations(resolved, lineage)
+        lineage = _lineage_of(resolved)
+        records = _evaluations_of(resolved, lineage)
         return self.add(name, resolved.folder, lineage, base, base_folder, description, tags, records)
 
     def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
@@ -67,8 +67,8 @@ class ModelRegistry(Catalogue):
         """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
         version = self._verified(name)
         exported = export(str(version), folder, merge, dtype, self.runs, self.path)
-        page = model_card(version, self.evaluations(name), exported.kind)
-        (exported.path / "README.md").write_text(page, encoding="utf-8")
+        card = model_card(version, self.evaluations(name), exported.kind)
+        (exported.path / "README.md").write_text(card, encoding="utf-8")
         (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
         return exported
 
@@ -87,7 +87,7 @@ class ModelRegistry(Catalogue):
         return version
 
 
-def _lineage(model: ResolvedModel) -> LineageNode:
+def _lineage_of(model: ResolvedModel) -> LineageNode:
     assert model.folder is not None
     if model.version is not None:
         return model.version.lineage
@@ -96,7 +96,7 @@ def _lineage(model: ResolvedModel) -> LineageNode:
     return {"folder": str(model.folder.resolve())}
 
 
-def _evaluations(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
+def _evaluations_of(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
     """Return the evaluation records of a checkpoint from its run."""
     if not isinstance(model.run, RunFolder) or not (file := model.run.path / EVALUATIONS).is_file():
         return []

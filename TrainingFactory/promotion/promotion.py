@@ -38,8 +38,8 @@ class SequentialTest:
     """Sequential test of a challenger against the champion's success rate on each task. The order of the tasks depends
     only on the seed."""
 
-    order: list[str]
-    shares: list[float]
+    task_order: list[str]
+    champion_rates: list[float]
     level: float
     alpha: float
 
@@ -48,20 +48,20 @@ class SequentialTest:
         champion_scores = champion.scored_episodes
         order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
-        return cls(order, [_rate(champion_scores[task]) for task in order], gate.level, gate.alpha)
+        return cls(order, [_mean(champion_scores[task]) for task in order], gate.level, gate.alpha)
 
     def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
-        pairs = zip(self.order, self.shares, strict=True)
-        return [_rate(challenger_scores[task]) - share for task, share in pairs if task in challenger_scores]
+        rates = zip(self.task_order, self.champion_rates, strict=True)
+        return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.first_rejection(differences, self.level, self.alpha) is not None
 
     def can_be_proved(self, differences: Sequence[float]) -> bool:
         """Return whether the test would pass if the challenger solved all remaining tasks."""
-        return self.is_proved([*differences, *(1 - share for share in self.shares[len(differences) :])])
+        return self.is_proved([*differences, *(1 - rate for rate in self.champion_rates[len(differences) :])])
 
     def is_decided(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether the remaining tasks can no longer change the result of the test."""
@@ -101,10 +101,10 @@ class Promotion:
             raise ValueError(f"suite {suite} has no gate. Add a section `gate:` with {KEYS}")
         self.gate = self.suite.gate
         entries = {entry.title: entry for entry in self.suite.entries}
-        self.main = self.gate.entry or self.suite.entries[0].title
-        titles = [self.main, *(guard.entry or self.main for guard in self.gate.guards)]
-        self.entries = list(dict.fromkeys(titles))  # other entries of the suite are not played
-        required_suite = self.suite.model_copy(update={"entries": [entries[title] for title in self.entries]})
+        self.main_entry = self.gate.entry or self.suite.entries[0].title
+        titles = [self.main_entry, *(guard.entry or self.main_entry for guard in self.gate.guards)]
+        self.titles = list(dict.fromkeys(titles))  # other entries of the suite are not evaluated
+        required_suite = self.suite.model_copy(update={"entries": [entries[title] for title in self.titles]})
         options = [*overrides, key_value("logging.output_dir", str(runs))]
         self.sides = [
             ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
@@ -113,7 +113,7 @@ class Promotion:
             model = make_model_request(side.name, options, runs, registry.path)
             for evaluation in suite_evaluations(required_suite, model, folder, notify):
                 side.add(evaluation)
-        self.criteria = self.gate.describe(self.main, first)
+        self.criteria = self.gate.describe(self.main_entry, first)
 
     def run(self, play: Play | None = None) -> Decision:
         """Run the evaluations that are needed, decide, and record the decision in the registry."""
@@ -121,7 +121,7 @@ class Promotion:
         try:
             checks = [] if self.champion is None else [self._run_sequential_test(play)]
             if all(check.holds for check in checks):
-                for index in range(len(self.entries)):
+                for index in range(len(self.titles)):
                     for model in self.sides:
                         self._run_entry(model, index, play)
                 checks += [
@@ -139,14 +139,12 @@ class Promotion:
         self._run_entry(champion, 0, play)
         sequential_test = SequentialTest.from_record(champion.records[0], self.gate)
         if not sequential_test.can_be_proved([]):
-            score = f"{sum(sequential_test.shares):g} of {len(sequential_test.shares)} tasks"
-            problem = f"{champion.name} already solves {score}, so no challenger can pass the test"
-            return GateCheck(
-                self.criteria[0], False, f"{problem}; use more or harder tasks, or set not_worse"
-            )
+            score = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
+            reason = f"{champion.name} already solves {score}, so no challenger can pass the test"
+            return GateCheck(self.criteria[0], False, f"{reason}; use more or harder tasks, or set not_worse")
         if (evaluation := challenger.pending[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
-            ordered = [tasks[task] for task in sequential_test.order]
+            ordered = [tasks[task] for task in sequential_test.task_order]
             evaluation.rounds = [ordered[start : start + size] for start in range(0, len(ordered), size)]
             evaluation.should_stop = sequential_test.is_decided
         self._run_entry(challenger, 0, play)
@@ -155,40 +153,42 @@ class Promotion:
         }
         differences = sequential_test.differences(challenger_scores)
         count, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
-        num_tasks = len(sequential_test.order)
-        text = f"difference {sum(differences) / count:+.3f} after {count} of {num_tasks} tasks, lower bound "
-        text += f"{lower_bound:+.3f}; needed: above {sequential_test.level:+.3f}"
-        return GateCheck(self.criteria[0], sequential_test.is_proved(differences), text)
+        progress = f"{count} of {len(sequential_test.task_order)} tasks"
+        detail = (
+            f"difference {sum(differences) / count:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
+        )
+        detail += f"; needed: above {sequential_test.level:+.3f}"
+        return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
     def _check_guard(self, guard: Guard) -> GateCheck:
-        index = self.entries.index(guard.entry or self.main)
+        index = self.titles.index(guard.entry or self.main_entry)
         outcomes = [_outcomes_by_task(side, index) for side in self.sides]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
             [by_task[task] for task in common_tasks] for by_task in outcomes
         ]
         return check_guard(
-            guard, self.main, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
+            guard, self.main_entry, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
     def _run_entry(self, model: ComparedModel, index: int, play: Play) -> None:
-        """Evaluate one side on the suite entry at `index`, unless it has a record of it."""
+        """Evaluate a model on the suite entry at `index`, unless the evaluation is recorded."""
         evaluation = model.pending[index]
         if model.stored[index] is None and evaluation is not None:
             play(model.name, evaluation)
             model.collect_records()
             if model.stored[index] is None:
                 raise ValueError(
-                    f"no decision: the evaluation of {model.name} on {self.entries[index]} was interrupted, or no "
+                    f"no decision: the evaluation of {model.name} on {self.titles[index]} was interrupted, or no "
                     "episode could be scored"
                 )
 
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
         failed_checks = [str(check) for check in checks if not check.holds]
-        complete = [i for i in range(len(self.entries)) if all(model.stored[i] for model in self.sides)]
-        models = [ComparedModel(model.name, [model.stored[i] for i in complete]) for model in self.sides]
-        comparison = compare(models[0], models[1], [1.0] * len(complete)) if complete and models[1:] else None
+        recorded = [i for i in range(len(self.titles)) if all(model.stored[i] for model in self.sides)]
+        models = [ComparedModel(model.name, [model.stored[i] for i in recorded]) for model in self.sides]
+        comparison = compare(models[0], models[1], [1.0] * len(recorded)) if recorded and models[1:] else None
         evidence = {
             "suite": self.suite.name,
             "gate": self.gate.model_dump(exclude_none=True),
@@ -202,10 +202,11 @@ class Promotion:
                 self.registry.set_alias(str(self.version), self.alias, "promote", evidence, previous_number)
             except ValueError as error:  # another process moved the alias in the meantime
                 failed_checks = [str(error)]
-        text = "; ".join(failed_checks) or "the gate holds"
+        reason = "; ".join(failed_checks) or "the gate holds"
         if failed_checks:
-            self.registry.decide(str(self.version), self.alias, "refuse", evidence | {"reason": text})
-        return Decision(not failed_checks, text, checks, models, comparison)
+            evidence |= {"reason": reason}
+            self.registry.record_decision(str(self.version), self.alias, "refuse", evidence)
+        return Decision(not failed_checks, reason, checks, models, comparison)
 
 
 def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
@@ -218,5 +219,5 @@ def _outcomes_by_task(model: ComparedModel, index: int) -> dict[str, TaskOutcome
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 
 
-def _rate(successes: Sequence[bool]) -> float:
+def _mean(successes: Sequence[bool]) -> float:
     return sum(successes) / len(successes) if successes else 0.0

@@ -26,8 +26,8 @@ def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float6
 
 def first_rejection(differences: Sequence[float], level: float, alpha: float) -> int | None:
     """Return the number of tasks after which the test rejects "the mean is at most `level`"; None if it never does."""
-    reached = np.flatnonzero(log_capital(differences, level) >= -math.log(alpha))
-    return int(reached[0]) + 1 if reached.size else None
+    rejections = np.flatnonzero(log_capital(differences, level) >= -math.log(alpha))
+    return int(rejections[0]) + 1 if rejections.size else None
 
 
 def lower_bound(differences: Sequence[float], alpha: float) -> float:

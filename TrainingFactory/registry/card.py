@@ -25,14 +25,14 @@ def model_card(version: Version, evaluations: Sequence[dict[str, Any]], kind: st
     front_matter |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
     if licence != UNKNOWN:
         front_matter["license"] = licence
-    if (hub := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
-        front_matter["base_model"] = hub
+    if (hub_id := resolve_model_name(base)).count("/") == 1 and not base.startswith((".", "/", "~")):
+        front_matter["base_model"] = hub_id
     lines = ["---", yaml.safe_dump(front_matter, sort_keys=False).strip(), "---", "", f"# {version}", ""]
     lines += [version.description, ""] if version.description else []
     lines += [f"Registered {version.created} by {version.who}; digest `{version.digest}`.", ""]
     lines += [f"Licence of the base model: {licence}{source}.", "", "## Lineage", "", "```"]
     lines += [*tree_lines(version.lineage, str(version)), "```", "", "## Evaluations", ""]
-    return "\n".join([*lines, *_table(version, evaluations), ""])
+    return "\n".join([*lines, *_evaluation_table(version, evaluations), ""])
 
 
 def licence_of(base: str) -> tuple[str, str]:
@@ -40,26 +40,26 @@ def licence_of(base: str) -> tuple[str, str]:
     if resolve_model_name(base) == BUILTIN:
         return "apache-2.0", " (built into TrainingFactory)"
     folder = Path(base).expanduser()
-    page = folder / "README.md" if folder.is_dir() else _cached_page(resolve_model_name(base))
-    if page is not None and page.is_file():
-        text = page.read_text(encoding="utf-8", errors="replace")
+    readme = folder / "README.md" if folder.is_dir() else _cached_readme(resolve_model_name(base))
+    if readme is not None and readme.is_file():
+        text = readme.read_text(encoding="utf-8", errors="replace")
         if front_matter := re.match(r"---\n(.*?)\n---", text, re.DOTALL):
             licence = re.search(r"^license:\s*(\S+)", front_matter[1], re.MULTILINE)
             if licence:
-                return licence[1], f" (according to {page.name} of {base})"
+                return licence[1], f" (according to {readme.name} of {base})"
     return UNKNOWN, f": see the model card of {base}"
 
 
-def _cached_page(name: str) -> Path | None:
+def _cached_readme(name: str) -> Path | None:
     if name.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    path = try_to_load_from_cache(name, "README.md")
-    return Path(path) if isinstance(path, str) else None
+    cached = try_to_load_from_cache(name, "README.md")
+    return Path(cached) if isinstance(cached, str) else None
 
 
-def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
+def _evaluation_table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
         f"| {evaluation_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
@@ -76,9 +76,9 @@ def _table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]
 def evaluation_title(record: dict[str, Any]) -> str:
     """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
     conditions = record.get("conditions", {})
-    names = [record.get("suite"), record.get("entry") or conditions.get("environment")]
-    count = f", {pluralize(conditions['count'], 'task')}" if "count" in conditions else ""
-    return (" ".join(str(name) for name in names if name) or "tasks") + count
+    labels = [record.get("suite"), record.get("entry") or conditions.get("environment")]
+    task_count = f", {pluralize(conditions['count'], 'task')}" if "count" in conditions else ""
+    return (" ".join(str(label) for label in labels if label) or "tasks") + task_count
 
 
 def _interval(metrics: dict[str, float]) -> str:

@@ -28,17 +28,17 @@ from TrainingFactory.registry.rows import (
 )
 from TrainingFactory.registry.store import ModelStore, checksums_of, digest_of
 
-FILE = "registry.sqlite"
+REGISTRY_FILE = "registry.sqlite"
 MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
 
 
 def registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> Path:
     """Return the registry's file: `path`, or by default registry.sqlite in the folder of runs."""
-    return Path(path).expanduser() if path is not None else Path(runs).expanduser() / FILE
+    return Path(path).expanduser() if path is not None else Path(runs).expanduser() / REGISTRY_FILE
 
 
 class Catalogue:
-    """The registry of one SQLite file. Each method is one transaction; reading never creates the file."""
+    """Registry in one SQLite file. Each method is one transaction; reading never creates the file."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -66,8 +66,8 @@ class Catalogue:
     def get(self, name: str) -> Version:
         """Return the version with this name; raise ValueError if there is none."""
         if (version := self.find(name)) is None:
-            near = nearest(name, self.names(), 0.5)
-            raise ValueError(f"there is no registered model {name!r} in {self.path}{did_you_mean(near)}")
+            hint = did_you_mean(nearest(name, self.names(), 0.5))
+            raise ValueError(f"there is no registered model {name!r} in {self.path}{hint}")
         return version
 
     def alias(self, model: str, alias: str) -> int | None:
@@ -129,40 +129,40 @@ class Catalogue:
         describes the base model; the files in `base_folder`, if any, are stored too."""
         check_name(model)
         sources = [(source, checksums_of(source)) for source in (folder, base_folder) if source is not None]
-        digest, *base_digests = [digest_of(sums) for _, sums in sources]
+        digest, *base_digests = [digest_of(checksums) for _, checksums in sources]
         if base is not None:
             base = base | {"digest": base_digests[0] if base_digests else None}
         version = None
         while version is None:  # another process may delete a stored model before this version refers to it
             with ExitStack() as stack:
-                parts = []
-                for source, sums in sources:
-                    if self.store.damage(digest_of(sums)):
+                copies = []
+                for source, checksums in sources:
+                    if self.store.find_damage(digest_of(checksums)):
                         with self._database.writing() as db:
                             self._sweep(db)  # free the disk space of files that killed processes left
-                            part = stack.enter_context(self.store.part())
-                        self.store.copy(source, part, sums)
-                        parts.append((part, digest_of(sums)))
+                            temp_folder = stack.enter_context(self.store.temporary_folder())
+                        self.store.copy(source, temp_folder, checksums)
+                        copies.append((temp_folder, digest_of(checksums)))
                 row = (base and json.dumps(base), json.dumps(lineage), description, current_user(), now())
-                version = self._commit(model, parts, [digest, *base_digests], row, tags or {}, evaluations)
+                version = self._commit(model, copies, [digest, *base_digests], row, tags or {}, evaluations)
         return version
 
     def _commit(
-        self, model: str, parts: list[tuple[Path, str]], digests: list[str], values: tuple[Any, ...],
+        self, model: str, copies: list[tuple[Path, str]], digests: list[str], row: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
         """Rename the copied files to their digests and insert the next version in one transaction. Return None if a
         model in `digests` is no longer stored."""
         with self._database.writing() as db:
-            for part, digest in parts:
-                self.store.name(part, digest)
+            for temp_folder, digest in copies:
+                self.store.publish(temp_folder, digest)
             if not all(self.store.folder(digest).is_dir() for digest in digests):
                 return None
             db.execute("INSERT OR IGNORE INTO models VALUES (?, '', 0, ?)", (model, now()))
             db.execute("UPDATE models SET newest = newest + 1 WHERE name = ?", (model,))
             [number] = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
             db.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *values)
+                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *row)
             )
             db.executemany(
                 "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *tag) for tag in tags.items()]
@@ -224,7 +224,7 @@ class Catalogue:
             write_decision(db, model, alias, None, number, "unalias", None)
             return number
 
-    def decide(self, name: str, alias: str, kind: str, evidence: Any) -> None:
+    def record_decision(self, name: str, alias: str, kind: str, evidence: Any) -> None:
         """Record a decision that changes no alias, such as a refused promotion."""
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
@@ -264,9 +264,9 @@ class Catalogue:
         """Check every byte of the stored files of one version, or of all; return the problems by version."""
         versions = self.versions() if name is None else [self.get(name)]
         digests = set().union(*(version.digests for version in versions))
-        damage = {digest: self.store.damage(digest) for digest in digests}
+        damage = {digest: self.store.find_damage(digest) for digest in digests}
         problems = {
-            str(version): [text for digest in sorted(version.digests) for text in damage[digest]]
+            str(version): [problem for digest in sorted(version.digests) for problem in damage[digest]]
             for version in versions
         }
-        return {version: texts for version, texts in problems.items() if texts}
+        return {version: messages for version, messages in problems.items() if messages}

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SCHEMA = 1
+SCHEMA_VERSION = 1
 APPLICATION_ID = 0x54466163  # SQLite application_id of a registry: "TFac"
 LOCK_TIMEOUT = 60.0  # seconds to wait for a lock
 TABLES = """
@@ -37,7 +37,7 @@ CREATE TABLE decisions (
 
 
 class RegistryDatabase:
-    """One SQLite file; every operation opens it, runs one transaction and closes it."""
+    """SQLite file of a registry; every operation opens it, runs one transaction and closes it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class RegistryDatabase:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA foreign_keys = ON")
             connection.execute("PRAGMA synchronous = FULL")
-            self._prepare(connection)
+            self._create_schema(connection)
             yield connection
         except sqlite3.OperationalError as error:
             raise OSError(f"cannot read or write the registry {self.path}: {error}") from error
@@ -84,34 +84,34 @@ class RegistryDatabase:
             if connection is not None:
                 connection.close()
 
-    def _prepare(self, connection: sqlite3.Connection) -> None:
-        schema = _pragma(connection, "user_version")
-        if schema == SCHEMA and _pragma(connection, "application_id") == APPLICATION_ID:
+    def _create_schema(self, connection: sqlite3.Connection) -> None:
+        schema = _read_pragma(connection, "user_version")
+        if schema == SCHEMA_VERSION and _read_pragma(connection, "application_id") == APPLICATION_ID:
             return
-        if schema > SCHEMA:
+        if schema > SCHEMA_VERSION:
             raise ValueError(
                 f"the registry {self.path} has schema {schema}, but this version of TrainingFactory supports only "
-                f"{SCHEMA}. Nothing was changed. Update TrainingFactory"
+                f"{SCHEMA_VERSION}. Nothing was changed. Update TrainingFactory"
             )
         if schema or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            if _pragma(connection, "application_id") == APPLICATION_ID:
+            if _read_pragma(connection, "application_id") == APPLICATION_ID:
                 return  # another process has just created it
             raise ValueError(f"{self.path} is the database of another program. Choose another file")
-        _to_wal(connection)
+        _enable_wal(connection)
         connection.execute("BEGIN IMMEDIATE")
-        if _pragma(connection, "user_version") == 0:
+        if _read_pragma(connection, "user_version") == 0:
             for statement in TABLES.split(";\n"):
                 connection.execute(statement)
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            connection.execute(f"PRAGMA user_version = {SCHEMA}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")
 
 
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
+def _read_pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
-def _to_wal(connection: sqlite3.Connection) -> None:
+def _enable_wal(connection: sqlite3.Connection) -> None:
     """Switch to write-ahead logging, so that readers do not block the writer. Retry while the file is locked, because
     SQLite's own timeout does not apply to this statement."""
     deadline = time.monotonic() + LOCK_TIMEOUT

@@ -18,9 +18,9 @@ RUN_KEYS = {"run", "step", "config", "about", "tools", "metrics"}
 def run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
     """Return the lineage of a checkpoint: its run with config, environment, tools and metrics. `about` holds the
     lineage of the model that the run started from."""
-    state = checkpoint / "state.json"
-    step = json.loads(state.read_text(encoding="utf-8"))["step"] if state.is_file() else run.status.step
-    metrics = [row for row in run.metrics() if row.get("step") == step]
+    file = checkpoint / "state.json"
+    step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.is_file() else run.status.step
+    rows = [row for row in run.metrics() if row.get("step") == step]
     return {
         "run": run.name,
         "path": str(run.path.resolve()),
@@ -28,24 +28,24 @@ def run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
         "config": run.config.model_dump(),
         "about": run.run_info,
         "tools": tools_of(run),
-        "metrics": metrics[-1] if metrics else {},
+        "metrics": rows[-1] if rows else {},
     }
 
 
 def tools_of(run: RunFolder) -> dict[str, Any]:
     """Return the names of a run's tools, and a digest of the tool schemas that the model saw."""
-    specs, episodes = [], run.path / TRAJECTORIES
+    specs, episodes_file = [], run.path / TRAJECTORIES
     if (run.path / SPECS_FILE).is_file():
         specs += json.loads((run.path / SPECS_FILE).read_text(encoding="utf-8"))
-    if episodes.is_file():
-        with episodes.open(encoding="utf-8") as file:
+    if episodes_file.is_file():
+        with episodes_file.open(encoding="utf-8") as file:
             specs += json.loads(file.readline() or "{}").get("tools", [])
     schemas = [json.dumps(spec, sort_keys=True) for spec in specs]
     metrics = "\n".join(key for row in run.metrics() for key in row)
     called_tools = re.findall(r"^tools/([^/\n]+)/calls$", metrics, re.M)
-    names = {spec.get("function", spec).get("name") for spec in specs} - {None}
+    tool_names = {spec.get("function", spec).get("name") for spec in specs} - {None}
     digest = hashlib.sha256("\n".join(sorted(schemas)).encode()).hexdigest() if schemas else None
-    return {"names": sorted(names | set(called_tools)), "digest": digest}
+    return {"names": sorted(tool_names | set(called_tools)), "digest": digest}
 
 
 def parent_of(node: LineageNode) -> LineageNode | None:
@@ -78,16 +78,16 @@ def describe_node(node: LineageNode) -> tuple[str, list[tuple[str, str]]]:
     registered = f", registered as {node['version']}" if node.get("version") else ""
     title = f"{config['training']['algorithm']} on {environment}: run {node['run']}, step {node['step']}{registered}"
     commit = f", commit {run_info['commit']}" if run_info["commit"] else ""
-    data = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
+    source = config["data"]["dataset"] or config["data"]["tasks"] or "made by the environment"
     rows = [
         ("started", f"{run_info['started']}{commit}, torch {run_info['versions']['torch']}"),
-        ("data", f"{data}: {run_info.get('size')} tasks or rows, digest {run_info.get('digest')}"),
-        ("reward", _reward(config["reward"])),
+        ("data", f"{source}: {run_info.get('size')} tasks or rows, digest {run_info.get('digest')}"),
+        ("reward", _describe_reward(config["reward"])),
     ]
     if run_info.get("objects"):
         rows.append(("from Python", ", ".join(run_info["objects"])))
-    for name, file in run_info.get("files", {}).items():
-        rows.append(("file", name + (f", digest {file['digest']}" if file["digest"] else "")))
+    for name, record in run_info.get("files", {}).items():
+        rows.append(("file", name + (f", digest {record['digest']}" if record["digest"] else "")))
     if names := node["tools"]["names"]:
         digest = node["tools"]["digest"]
         rows.append(("tools", ", ".join(names) + (f", digest {digest[:32]}" if digest else "")))
@@ -97,7 +97,7 @@ def describe_node(node: LineageNode) -> tuple[str, list[tuple[str, str]]]:
     return title, rows + ([("measured", ", ".join(metrics))] if metrics else [])
 
 
-def _reward(section: dict[str, Any]) -> str:
+def _describe_reward(section: dict[str, Any]) -> str:
     parts = {name: part.get("type") for name, part in section["parts"].items()}
     return ", ".join(f"{name}: {kind}" for name, kind in parts.items()) or section["type"]
 

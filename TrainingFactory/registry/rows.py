@@ -84,8 +84,8 @@ def find_version(db: sqlite3.Connection, match: re.Match[str]) -> Version | None
 
 def get_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
     """Return the version with this name; raise ValueError if there is none in the registry at `path`."""
-    parsed = VERSION_NAME.fullmatch(name)
-    if parsed is None or (version := find_version(db, parsed)) is None:
+    match = VERSION_NAME.fullmatch(name)
+    if match is None or (version := find_version(db, match)) is None:
         raise ValueError(f"there is no registered model {name!r} in {path}")
     return version
 

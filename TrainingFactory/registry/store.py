@@ -31,21 +31,21 @@ except ImportError:  # Windows: without a lock, folders being written look like 
     fcntl = None
 
 # Files of a checkpoint that do not belong to the model; PEFT writes an empty README.md.
-TRAINING = (*TRAINING_STATE_FILES, "learner.json", "state.json", CHECKSUM_FILE, "README.md")
+EXCLUDED = (*TRAINING_STATE_FILES, "learner.json", "state.json", CHECKSUM_FILE, "README.md")
 WEIGHTS = ".safetensors"
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
 def model_files(folder: Path) -> list[Path]:
     """Return the files of a model: safetensors weights, config and tokenizer."""
-    files = (path for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in TRAINING)
+    files = (path for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in EXCLUDED)
     return sorted(path for path in files if path.is_file())
 
 
-def digest_of(sums: dict[str, str]) -> str:
+def digest_of(checksums: dict[str, str]) -> str:
     """Return the digest of a model from the digests of its files by name."""
-    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(checksums.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
@@ -56,7 +56,7 @@ def recorded_digest(folder: Path) -> str | None:
 
 
 class ModelStore:
-    """A folder of models named by digest."""
+    """Folder of stored models, each in a subfolder named by its digest."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,45 +65,45 @@ class ModelStore:
         return self.path / digest
 
     @contextlib.contextmanager
-    def part(self) -> Iterator[Path]:
+    def temporary_folder(self) -> Iterator[Path]:
         """Yield a new temporary folder, locked until it is renamed or removed. Enter this context in a transaction of
         the database."""
         self.path.mkdir(parents=True, exist_ok=True)
-        part = self.path / f".part-{uuid4().hex}"
-        part.mkdir()
-        lock = os.open(part, os.O_RDONLY) if fcntl is not None else None
+        folder = self.path / f".part-{uuid4().hex}"
+        folder.mkdir()
+        lock = os.open(folder, os.O_RDONLY) if fcntl is not None else None
         try:
             if lock is not None:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # pyright: ignore[reportOptionalMemberAccess]
-            yield part
+            yield folder
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
             if lock is not None:
                 os.close(lock)
 
-    def copy(self, source: Path, part: Path, sums: dict[str, str]) -> None:
+    def copy(self, source: Path, temp_folder: Path, checksums: dict[str, str]) -> None:
         """Copy the files to the temporary folder, verify their digests and flush them; raise OSError on failure."""
         try:
-            for name, digest in sums.items():
-                _copy(source / name, part / name)
-                if file_digest(part / name) != digest:
+            for name, digest in checksums.items():
+                _copy(source / name, temp_folder / name)
+                if file_digest(temp_folder / name) != digest:
                     raise ValueError(f"{source / name} changed during the copy. Register the model again")
-                os.chmod(part / name, 0o444)
-            write_checksums(part)
-            sync(*part.iterdir(), part)
+                os.chmod(temp_folder / name, 0o444)
+            write_checksums(temp_folder)
+            sync(*temp_folder.iterdir(), temp_folder)
         except OSError as error:
             raise OSError(
                 f"cannot copy {source} to {self.path}: {error.strerror}. Nothing registered"
             ) from error
 
-    def name(self, part: Path, digest: str) -> None:
+    def publish(self, temp_folder: Path, digest: str) -> None:
         """Rename the temporary folder to its digest unless an intact copy exists; a damaged copy is replaced. Call it
         in a transaction."""
-        if not self.damage(digest):
+        if not self.find_damage(digest):
             return
         if os.path.lexists(self.folder(digest)):
-            os.rename(self.folder(digest), part.with_name(f".gone-{uuid4().hex}"))
-        os.rename(part, self.folder(digest))
+            os.rename(self.folder(digest), temp_folder.with_name(f".gone-{uuid4().hex}"))
+        os.rename(temp_folder, self.folder(digest))
         sync(self.path)
 
     def sweep(self, used_digests: set[str]) -> int:
@@ -122,18 +122,18 @@ class ModelStore:
                 shutil.rmtree(removed, ignore_errors=True)
         return freed_bytes
 
-    def damage(self, digest: str) -> list[str]:
+    def find_damage(self, digest: str) -> list[str]:
         """Return the problems of a stored model: missing, changed and unexpected files. Empty: it is intact."""
         folder = self.folder(digest)
         try:
             problems = [f"{folder / name} is missing or changed" for name in modified_files(folder)]
             paths = sorted(folder.iterdir())
-            extra = {path.name for path in paths} - read_checksums(folder).keys() - {CHECKSUM_FILE}
+            extra_names = {path.name for path in paths} - read_checksums(folder).keys() - {CHECKSUM_FILE}
             recorded = recorded_digest(folder)
         except (FileNotFoundError, NotADirectoryError):  # another process may remove it at the same time
             return [f"{folder} is missing"]
         problems += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
-        problems += [f"{folder / name} does not belong to the model" for name in sorted(extra)]
+        problems += [f"{folder / name} does not belong to the model" for name in sorted(extra_names)]
         if not problems and recorded != digest:
             problems = [f"{folder / CHECKSUM_FILE} does not match the digest {digest[:12]}"]
         return problems
@@ -151,9 +151,9 @@ def checksums_of(folder: Path) -> dict[str, str]:
     if not any(path.suffix == WEIGHTS for path in files):
         raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
     root = folder.resolve()
-    allowed = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
+    allowed_folders = [root, root.parents[1] / "blobs"] if root.parent.name == "snapshots" else [root]
     for path in files:
-        if not any((target := path.resolve()).is_relative_to(parent) for parent in allowed):
+        if not any((target := path.resolve()).is_relative_to(parent) for parent in allowed_folders):
             raise ValueError(
                 f"{path} is a link to {target}, outside of the model's folder. If that file belongs to the model, "
                 "copy the folder with cp -rL and register the copy"
@@ -183,7 +183,7 @@ def _copy(source: Path, target: Path) -> None:
             try:
                 copied = os.copy_file_range(source_file.fileno(), target_file.fileno(), remaining)
             except OSError as error:
-                if error.errno in NO_ROOM:
+                if error.errno in DISK_FULL:
                     raise
                 break  # not supported between these two file systems
             if not copied:

@@ -25,18 +25,18 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         existing = client.get_experiment_by_name(EXPERIMENT)
         experiment_id = (
-            existing.experiment_id if existing else client.create_experiment(EXPERIMENT, _artifacts(uri))
+            existing.experiment_id if existing else client.create_experiment(EXPERIMENT, _artifact_uri(uri))
         )
         run = client.create_run(experiment_id, run_name=str(version), tags=_tags(version))
         run_id = run.info.run_id
         for record in evaluations:
             for name, value in record.get("metrics", {}).items():
-                key = (
+                metric = (
                     f"{evaluation_title(record)}/{name}".replace("@", "_at_")
                     .replace("^", "_all_")
                     .replace(",", "")
                 )
-                client.log_metric(run_id, key, value)
+                client.log_metric(run_id, metric, value)
         client.log_artifacts(run_id, str(folder), "model")
         if not client.search_registered_models(f"name = '{version.model}'"):
             client.create_registered_model(version.model)
@@ -52,7 +52,7 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
     return f"models:/{version.model}/{new_version.version}"
 
 
-def _artifacts(uri: str) -> str | None:
+def _artifact_uri(uri: str) -> str | None:
     """Return the URI of the artifact folder beside a local SQLite database; None for any other `uri`, so that the
     MLflow server decides."""
     if not uri.startswith("sqlite:///"):

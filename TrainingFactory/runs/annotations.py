@@ -14,7 +14,7 @@ from TrainingFactory.runs.folder import RunFolder
 ANNOTATIONS = "annotations.json"
 TAG_NAME = re.compile(r"[^\W_][\w.+-]{0,63}")
 MAX_TAG, MAX_NOTE = 200, 20_000  # characters of a tag's value and of a note
-_writing = threading.Lock()
+_write_lock = threading.Lock()
 
 
 class Annotations(BaseModel):
@@ -51,13 +51,13 @@ def annotate(
         check_tag(name, value)
     if note is not None and len(note) > MAX_NOTE:
         raise ValueError(f"the note has {len(note)} characters; shorten it to {MAX_NOTE}")
-    with _writing:
+    with _write_lock:
         annotations = read_annotations(run)
         if unknown := [name for name in removed if name not in annotations.tags]:
             existing = ", ".join(annotations.tags) or "none"
             raise ValueError(f"run {run.name} has no tag {unknown[0]!r}. Existing tags: {existing}")
-        kept = {name: value for name, value in annotations.tags.items() if name not in set(removed)}
-        annotations.tags = kept | dict(tags or {})
+        remaining = {name: value for name, value in annotations.tags.items() if name not in set(removed)}
+        annotations.tags = remaining | dict(tags or {})
         if archived is not None:
             annotations.archived = archived
         if note is not None:
@@ -66,10 +66,10 @@ def annotate(
     return annotations
 
 
-def parse_tags(texts: Iterable[str]) -> dict[str, str]:
+def parse_tags(arguments: Iterable[str]) -> dict[str, str]:
     """Parse tags: `name=value`, or `name` alone."""
-    pairs = (text.partition("=") for text in texts)
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    partitions = (argument.partition("=") for argument in arguments)
+    return {name.strip(): value.strip() for name, _, value in partitions}
 
 
 def check_tag(name: str, value: str) -> None:

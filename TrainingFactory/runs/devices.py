@@ -6,11 +6,11 @@ import re
 
 from TrainingFactory.types import SamplersLost
 
-_MEMORY = re.compile(
+_OUT_OF_MEMORY = re.compile(
     r"(CUDA|HIP|XPU|MPS backend)( error:)? out of memory|_ALLOC_FAILED|can't allocate memory"
 )
-_FAILED = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
-_REST = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # hints for developers
+_DEVICE_ERROR = re.compile(r"(CUDA|HIP|cuDNN) error|Triton Error \[")
+_HINTS = re.compile(r"\s*(\n|Of the allocated memory|If reserved but).*", re.DOTALL)  # for developers
 SAVE_MEMORY = (
     "To save memory, lower training.token_budget, set training.gradient_checkpointing=true or lower sampling.slots; "
     "a resumed run reads these from its config.yaml. A new run can also use a smaller model.max_length, "
@@ -27,12 +27,12 @@ CHECK_DEVICE = (
 def device_failure(error: BaseException) -> str | None:
     """Return a message with a remedy if the error is a device failure, here or in a worker process; else None."""
     from_worker = type(error) is OSError and error.errno is None
-    text = str(error) if from_worker or isinstance(error, RuntimeError | SamplersLost) else ""
-    detail = _REST.sub("", text) if isinstance(error, RuntimeError) else " ".join(text.split())
+    message = str(error) if from_worker or isinstance(error, RuntimeError | SamplersLost) else ""
+    detail = _HINTS.sub("", message) if isinstance(error, RuntimeError) else " ".join(message.split())
     for pattern, problem, remedy in (
-        (_MEMORY, "the device has too little memory", SAVE_MEMORY),
-        (_FAILED, "the device failed", CHECK_DEVICE),
+        (_OUT_OF_MEMORY, "the device has too little memory", SAVE_MEMORY),
+        (_DEVICE_ERROR, "the device failed", CHECK_DEVICE),
     ):
-        if pattern.search(text):
+        if pattern.search(message):
             return f"{problem}: {detail.rstrip('.')}. {remedy}"
     return None

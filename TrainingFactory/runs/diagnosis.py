@@ -40,24 +40,23 @@ class Diagnosis:
         if finding not in self.findings:  # one check may run twice: alone, and as part of a larger one
             self.findings.append(finding)
 
-    def tried(self, name: str, check: Callable[[], T]) -> T | None:
-        """Return the result of `check`. If it raises ValueError or OSError, add a finding with this name and return
-        None."""
+    def check(self, name: str, function: Callable[[], T]) -> T | None:
+        """Call `function` and return its result. On ValueError or OSError, add a finding `name` and return None."""
         try:
-            return check()
+            return function()
         except (ValueError, OSError) as error:
             self.add(name, str(error))
             return None
 
     @property
-    def sorted(self) -> list[Finding]:
+    def by_severity(self) -> list[Finding]:
         return sorted(self.findings, key=lambda finding: SEVERITIES.index(finding.severity))
 
     @property
     def failed(self) -> bool:
-        """Return whether a finding is an error, which means that a run would fail."""
+        """Return whether any finding is an error, so that a run would fail."""
         return any(finding.severity == "error" for finding in self.findings)
 
     @property
     def as_json(self) -> dict[str, Any]:
-        return {"facts": self.facts, "findings": [asdict(finding) for finding in self.sorted]}
+        return {"facts": self.facts, "findings": [asdict(finding) for finding in self.by_severity]}

@@ -16,43 +16,43 @@ STYLE = "display: block; max-width: min(320px, 100%); height: auto"
 
 
 class EmbeddedImages:
-    """Embeds the images of one HTML page. An image beyond the limits is counted and replaced by its label."""
+    """Embedder of the images of one HTML page, which replaces images beyond its limits by their labels."""
 
     def __init__(self, max_images: int = MAX_IMAGES, max_bytes: int = MAX_BYTES) -> None:
-        self._images, self._bytes = max_images, max_bytes
-        self.left_out = 0
+        self._images_left, self._bytes_left = max_images, max_bytes
+        self.num_omitted = 0
 
-    def shown(self, content: str | Message) -> Markup:
+    def render(self, content: str | Message) -> Markup:
         """Return a text, or the texts and images of a message, as HTML."""
         if isinstance(content, Message):
-            pieces = split_text(content.content, content.images)
+            segments = split_text(content.content, content.images)
         else:
-            pieces = [content] if content else []
+            segments = [content] if content else []
         return Markup().join(
-            self._embed(piece) if isinstance(piece, Image) else escape_control(piece)
-            for piece in pieces or ["(no text)"]
+            self._embed(segment) if isinstance(segment, Image) else escape_control(segment)
+            for segment in segments or ["(no text)"]
         )
 
     @property
     def note(self) -> str:
-        """Return how many images the page leaves out; empty if none."""
-        if not self.left_out:
+        """Return a note with the number of omitted images; empty if there are none."""
+        if not self.num_omitted:
             return ""
         return (
-            f"{pluralize(self.left_out, 'image')} left out: a page has at most {MAX_IMAGES} images and "
+            f"{pluralize(self.num_omitted, 'image')} left out: a page has at most {MAX_IMAGES} images and "
             f"{MAX_BYTES >> 20} MiB of them. `tfactory ui` shows all"
         )
 
     def _embed(self, image: Image) -> Markup | str:
         try:
-            data = thumbnail(image)
+            jpeg = thumbnail(image)
         except ValueError as error:  # the file of the run is missing or damaged
             return f"{label(image)} ({error})"
-        if not self._images or len(data) > self._bytes:
-            self.left_out += 1
+        if not self._images_left or len(jpeg) > self._bytes_left:
+            self.num_omitted += 1
             return f"{label(image)} (left out)"
-        self._images -= 1
-        self._bytes -= len(data)
+        self._images_left -= 1
+        self._bytes_left -= len(jpeg)
         return Markup('<img src="data:image/jpeg;base64,{}" alt="{}" title="{}" style="{}"/>').format(
-            base64.b64encode(data).decode(), label(image), label(image), STYLE
+            base64.b64encode(jpeg).decode(), label(image), label(image), STYLE
         )

@@ -35,7 +35,7 @@ def conversation_lines(episode: Trajectory) -> list[tuple[str, str]]:
 
 
 def conversation_with_images(episode: Trajectory) -> list[tuple[str, str | Message]]:
-    """Return the same lines with messages instead of their texts, for pages that show images."""
+    """Return the lines of `conversation_lines`, with messages instead of texts so that pages can show images."""
     lines: list[tuple[str, str | Message]] = []
     for message in _messages(episode):
         if message.content or message.images or not message.tool_calls:
@@ -64,10 +64,10 @@ def reward_text(reward: Reward | None) -> str:
 
 def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     """Return the episodes with the highest and lowest reward, by label; a single one if all rewards are equal."""
-    totals = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
-    if not totals:
+    scored = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
+    if not scored:
         return {"not scored": episodes[0]} if episodes else {}
-    ranked = sorted(totals, key=lambda pair: -pair[0])
+    ranked = sorted(scored, key=lambda pair: -pair[0])
     are_equal = ranked[0][0] == ranked[-1][0]
     return {"all alike": ranked[0][1]} if are_equal else {"best": ranked[0][1], "worst": ranked[-1][1]}
 

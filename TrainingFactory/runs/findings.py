@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(slots=True, frozen=True)
 class FindingChange:
-    """A finding that appeared at a step, or, if `finding` is None, one that disappeared."""
+    """A finding that appeared at a step, or, if `finding` is None, that disappeared."""
 
     step: int
     name: str
@@ -41,8 +41,8 @@ class FindingChange:
 
 
 class RunDoctor(Protocol):
-    """Detects problems from the metrics of each step; implemented in `runs/finding_rules.py`."""
+    """Detector of problems in the metrics of each step; implemented in `runs/finding_rules.py`."""
 
-    def look(
+    def observe(
         self, step: int, metrics: dict[str, float], episodes: Sequence[Trajectory]
     ) -> list[FindingChange]: ...

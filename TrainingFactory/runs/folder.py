@@ -244,7 +244,7 @@ class RunFolder:
         return "killed" if status == "running" and not self._is_locked() else status
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return one row per step. Metric names of older versions are replaced by the present ones."""
+        """Return one row of metrics per step, with present names for metrics that older versions recorded."""
         rows = self._rows(METRICS)
         return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
 
@@ -257,11 +257,11 @@ class RunFolder:
         return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Return one row per step: its `tasks`, and in `groups` the number, attempt and place of each."""
+        """Return one row per step, with its `tasks` and the number, attempt and place of each of its `groups`."""
         return self._rows(CONSUMED)
 
     def episodes(self, step: int) -> list[Trajectory]:
-        """Return the episodes of a step, which is counted from 1. The names of their groups count steps from 0."""
+        """Return the episodes of a step, counted from 1; the names of groups count steps from 0."""
         return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
@@ -326,12 +326,12 @@ class RunFolder:
         """Keep the last `keep_last` checkpoints, those at every `keep_every` steps and, with `keep_best`, the best;
         remove the others. If `states` is "newest", remove the optimizer state of all but the newest."""
         best_checkpoint = self.best() if keep_best else None
-        for old in self.checkpoints()[:-keep_last]:
-            if old != best_checkpoint and (keep_every is None or _step_of(old) % keep_every):
-                remove_folder(old)
+        for checkpoint in self.checkpoints()[:-keep_last]:
+            if checkpoint != best_checkpoint and (keep_every is None or _step_of(checkpoint) % keep_every):
+                remove_folder(checkpoint)
         if states == "newest":
-            for old in self.checkpoints()[:-1]:
-                delete_training_state(old)
+            for checkpoint in self.checkpoints()[:-1]:
+                delete_training_state(checkpoint)
 
     def rewind(self, offsets: dict[str, int]) -> None:
         """Truncate the append-only files to the `offsets` of a checkpoint (files not in it: to 0 bytes) and remove
@@ -345,16 +345,16 @@ class RunFolder:
                     "a new run"
                 )
             if size > offset:
-                kept_bytes = self._requested_evaluations(offset) if name == EVALUATIONS else b""
+                requested = self._requested_evaluations(offset) if name == EVALUATIONS else b""
                 os.truncate(path, offset)
                 with path.open("ab") as file:
-                    file.write(kept_bytes)
+                    file.write(requested)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
         self.remove_unused_images()
 
     def remove_unused_images(self) -> int:
-        """Remove the images that no file of the run names any more; return how many. The run must be locked."""
+        """Remove the images that no file of the run names, and return their number. The run must be locked."""
         if not self.images.folder.is_dir():
             return 0
         used_digests: set[str] = set()
@@ -363,10 +363,10 @@ class RunFolder:
                 used_digests.update(digest.decode() for line in file for digest in DIGEST.findall(line))
         return self.images.remove_unused(used_digests)
 
-    def _requested_evaluations(self, start: int) -> bytes:
+    def _requested_evaluations(self, offset: int) -> bytes:
         """Return the lines from byte `start` of evaluations.jsonl that `tfactory eval` wrote. Lines written by training
         are left out, because the resumed run repeats these evaluations."""
-        lines = (self.path / EVALUATIONS).read_bytes()[start:].splitlines(keepends=True)
+        lines = (self.path / EVALUATIONS).read_bytes()[offset:].splitlines(keepends=True)
         return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 
     def _is_locked(self) -> bool:
@@ -444,10 +444,10 @@ def unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
     """Return an unused path in the folder, with the present time in its name."""
     stem = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = folder / f"{stem}{suffix}"
-    number = 1
+    attempt = 1
     while path.exists() or path.with_name(path.name + ".part").exists():
-        number += 1
-        path = folder / f"{stem}-{number}{suffix}"
+        attempt += 1
+        path = folder / f"{stem}-{attempt}{suffix}"
     return path
 
 
@@ -462,13 +462,13 @@ def fingerprint() -> dict[str, Any]:
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "commit": _commit(),
+        "commit": _git_commit(),
         "day": date.today().isoformat(),  # some chat templates print the date; a resumed run keeps the first one
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _commit() -> str | None:
+def _git_commit() -> str | None:
     """Return the git commit of the current folder; None outside of a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

@@ -58,18 +58,18 @@ class NotebookHtml:
         return self._html
 
 
-def table_html(rows: Sequence[Sequence[object]], heads: Sequence[str] = ()) -> Markup:
-    """Return a table; the first cell of each row is its name."""
-    header = "".join(f'<th style="{CELL}">{_text(name)}</th>' for name in heads)
+def table_html(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> Markup:
+    """Return rows as an HTML table; the first cell of each row is the row's header."""
+    header = "".join(f'<th style="{CELL}">{_escape(name)}</th>' for name in headers)
     body = ""
     for name, *cells in rows:
-        values = "".join(f'<td style="{CELL}">{_text(cell)}</td>' for cell in cells)
-        body += f'<tr><th scope="row" style="{CELL}">{_text(name)}</th>{values}</tr>'
+        cells_html = "".join(f'<td style="{CELL}">{_escape(cell)}</td>' for cell in cells)
+        body += f'<tr><th scope="row" style="{CELL}">{_escape(name)}</th>{cells_html}</tr>'
     rows_html = f"<tr>{header}</tr>{body}" if header else body
     return Markup(f'<div style="overflow-x:auto"><table style="{TABLE}">{rows_html}</table></div>')
 
 
-def _text(value: object) -> str:
+def _escape(value: object) -> str:
     return str(value) if isinstance(value, Markup) else str(escape(escape_control(str(value))))
 
 
@@ -78,8 +78,8 @@ def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes:
     charts = "".join(f"<div>{chart.svg()}{_legend(chart)}</div>" for chart in run_charts(rows))
     grid = f'<div style="{GRID}">{charts}</div>' if charts else ""
     table = table_html(facts) if facts else ""
-    lines = "".join(f'<div style="overflow-wrap:anywhere">{_text(note)}</div>' for note in notes)
-    return f"<div><strong>{_text(title)}</strong>{table}{lines}{grid}</div>"
+    note_lines = "".join(f'<div style="overflow-wrap:anywhere">{_escape(note)}</div>' for note in notes)
+    return f"<div><strong>{_escape(title)}</strong>{table}{note_lines}{grid}</div>"
 
 
 def run_charts(rows: Rows) -> list[Chart]:
@@ -92,18 +92,18 @@ def run_charts(rows: Rows) -> list[Chart]:
 
 
 def _points(rows: Rows, name: str) -> list[tuple[float, float]]:
-    return [(row.get("step", number), row[name]) for number, row in enumerate(rows, 1) if name in row]
+    return [(row.get("step", position), row[name]) for position, row in enumerate(rows, 1) if name in row]
 
 
 def _legend(chart: Chart) -> str:
     """Return the names of a chart's curves in their colours; nothing for a single curve."""
     if len(chart.lines) < 2:
         return ""
-    names = [
-        f'<span style="color:var(--line{number},{COLOURS[number]})">&#9632;</span> {_text(line.name)}'
-        for number, line in enumerate(chart.lines)
+    labels = [
+        f'<span style="color:var(--line{index},{COLOURS[index]})">&#9632;</span> {_escape(line.name)}'
+        for index, line in enumerate(chart.lines)
     ]
-    return f'<div style="font-size:85%;padding-left:4em">{" &nbsp; ".join(names)}</div>'
+    return f'<div style="font-size:85%;padding-left:4em">{" &nbsp; ".join(labels)}</div>'
 
 
 def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) -> NotebookHtml:
@@ -111,26 +111,26 @@ def episodes_table(episodes: Sequence[Trajectory], limit: int = MAX_EPISODES) ->
     rows, images = [], EmbeddedImages()
     for episode in episodes[:limit]:
         lines = [
-            f"<div><em>{_text(speaker)}</em> {images.shown(content)}</div>"
+            f"<div><em>{_escape(speaker)}</em> {images.render(content)}</div>"
             for speaker, content in conversation_with_images(episode)
         ]
         rows.append((episode.task.id, episode.member, ending_text(episode), Markup("".join(lines))))
     num_hidden = len(episodes) - len(rows)
     footer = f"<div>{num_hidden} more episodes are not shown</div>" if num_hidden > 0 else ""
-    footer += f"<div>{_text(images.note)}</div>" if images.note else ""
+    footer += f"<div>{_escape(images.note)}</div>" if images.note else ""
     html = table_html(rows, ("task", "member", "ending", "conversation")) + footer
     return NotebookHtml(str(html), f"{len(episodes)} episodes")
 
 
 class NotebookWatcher:
-    """Draws the run's charts in the output of the notebook cell that trains, and redraws them as steps finish."""
+    """Watcher that draws the run's charts in the output of a notebook cell, and redraws them as steps finish."""
 
     def __init__(self) -> None:
         self._rows: list[dict[str, float]] = []
         self._notes: list[str] = []
         self._phase, self._progress = "", ""
-        self._handle: Any = None
-        self._drawn = 0.0
+        self._display_handle: Any = None
+        self._drawn_at = 0.0
 
     def phase(self, name: str) -> None:
         self._phase = name
@@ -140,7 +140,7 @@ class NotebookWatcher:
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._rows.append({"step": float(step), **metrics})
         self._progress = f"step {step} of {total}: {metrics_line(metrics)}"
-        if step == total or time.monotonic() - self._drawn >= REDRAW_SECONDS:
+        if step == total or time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
             self._draw()
 
     def say(self, text: str) -> None:
@@ -154,11 +154,11 @@ class NotebookWatcher:
         from IPython.core.display import HTML  # pyright: ignore[reportMissingImports]
         from IPython.core.display_functions import display  # pyright: ignore[reportMissingImports]
 
-        self._drawn = time.monotonic()
-        if self._handle is None:
-            self._handle = display(HTML(self.html()), display_id=True)
+        self._drawn_at = time.monotonic()
+        if self._display_handle is None:
+            self._display_handle = display(HTML(self.html()), display_id=True)
         else:
-            self._handle.update(HTML(self.html()))
+            self._display_handle.update(HTML(self.html()))
 
 
 def in_notebook() -> bool:

@@ -12,7 +12,7 @@ MEASURES = {"eval/success": 1, "eval/accuracy": 1, "eval/loss": -1}
 
 @dataclass(slots=True)
 class Scores:
-    """Evaluation scores, which depend only on metrics.jsonl, so that a resumed run makes the same decisions."""
+    """Evaluation scores from metrics.jsonl alone, so that a resumed run makes the same decisions."""
 
     stop_when: Mapping[Any, float] = field(default_factory=dict)
     measure: str | None = None
@@ -36,11 +36,11 @@ class Scores:
 
     @property
     def best(self) -> tuple[int, float] | None:
-        """Return step and value of the best evaluation; of equal ones the first."""
+        """Return (step, value) of the best evaluation; of equally good ones, the first."""
         sign = MEASURES.get(self.measure or "", 1)
-        return max(self.points, key=lambda score: sign * score[1], default=None)
+        return max(self.points, key=lambda point: sign * point[1], default=None)
 
-    def verdict(self) -> str | None:
+    def stop_reason(self) -> str | None:
         """Return the reason to stop the run now, or None to continue."""
         if self.best is None or not self.stop_when:
             return None
@@ -53,10 +53,10 @@ class Scores:
                 )
             if value >= target:
                 return f"{self.measure} reached {value:.3f} at step {step} (training.stop_when.target={target:g})"
-        steps_since = len(self.points) - 1 - self.points.index((step, value))
-        if (patience := self.stop_when.get("patience")) is not None and steps_since >= patience:
+        evaluations_since = len(self.points) - 1 - self.points.index((step, value))
+        if (patience := self.stop_when.get("patience")) is not None and evaluations_since >= patience:
             return (
-                f"{self.measure} has not improved on {value:.3f} (step {step}) for {steps_since} evaluations "
+                f"{self.measure} has not improved on {value:.3f} (step {step}) for {evaluations_since} evaluations "
                 f"(training.stop_when.patience={patience:g})"
             )
         return None

@@ -17,10 +17,10 @@ def stop(run: RunFolder, signalled: set[psutil.Process] | None = None) -> int:
     signalled = set() if signalled is None else signalled
     if run.state != "running":
         raise ValueError(f"run {run.name} is {run.state}, not running")
-    lock = str((run.path / "lock").resolve())
+    lock_file = str((run.path / "lock").resolve())
     # Only the training process keeps the lock file open; a process that checks the lock closes the file at once.
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and _has_open(process, lock):
+        if process.pid != os.getpid() and _has_open_file(process, lock_file):
             if process not in signalled:
                 process.send_signal(signal.SIGINT)  # psutil checks that the process id was not reused
             signalled.add(process)
@@ -28,7 +28,7 @@ def stop(run: RunFolder, signalled: set[psutil.Process] | None = None) -> int:
     raise ValueError(f"cannot see the process that trains run {run.name}. Stop it as the user who started it")
 
 
-def _has_open(process: psutil.Process, path: str) -> bool:
+def _has_open_file(process: psutil.Process, path: str) -> bool:
     try:
         return any(file.path == path for file in process.open_files())
     except (psutil.Error, OSError):

@@ -26,29 +26,29 @@ GPU_INTERVAL = 1.0  # seconds between two readings of the GPUs during a step
 
 
 class SystemMonitor:
-    """Measures the machine between two calls of `read`. `start` begins the first interval."""
+    """Monitor of the machine between two calls of `read`; `start` begins the first interval."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._last = 0.0  # time of the last reading
+        self._last_reading = 0.0  # time of the last reading
         self._gpu_samples: list[dict[str, float]] = []
-        self._ended = threading.Event()
-        self._sampler: threading.Thread | None = None
+        self._stopped = threading.Event()
+        self._gpu_thread: threading.Thread | None = None
 
     def start(self) -> None:
         psutil.cpu_percent()
         self._process.cpu_percent()
-        self._last = time.monotonic()
-        if self._sampler is None and _cuda() is not None:
-            self._sampler = threading.Thread(target=self._sample_gpus, daemon=True, name="system-metrics")
-            self._sampler.start()
+        self._last_reading = time.monotonic()
+        if self._gpu_thread is None and _cuda() is not None:
+            self._gpu_thread = threading.Thread(target=self._sample_gpus, daemon=True, name="system-metrics")
+            self._gpu_thread.start()
 
     def read(self) -> dict[str, float]:
         """Return the metrics since the last reading; none if it was less than MIN_INTERVAL ago."""
         now = time.monotonic()
-        if now - self._last < MIN_INTERVAL:
+        if now - self._last_reading < MIN_INTERVAL:
             return {}
-        self._last = now
+        self._last_reading = now
         with self._process.oneshot():
             process_cpu, process_memory = self._process.cpu_percent(), self._process.memory_info().rss
         metrics = {
@@ -60,17 +60,17 @@ class SystemMonitor:
         return metrics | self._gpu_means()
 
     def close(self) -> None:
-        self._ended.set()
+        self._stopped.set()
 
     def _sample_gpus(self) -> None:
-        while not self._ended.wait(GPU_INTERVAL):
+        while not self._stopped.wait(GPU_INTERVAL):
             self._gpu_samples.append(gpu_metrics(_cuda()))
 
     def _gpu_means(self) -> dict[str, float]:
         samples, self._gpu_samples = self._gpu_samples, []
-        if self._sampler is not None and not samples:  # the step was shorter than GPU_INTERVAL
+        if self._gpu_thread is not None and not samples:  # the step was shorter than GPU_INTERVAL
             samples = [gpu_metrics(_cuda())]
-        return _means(samples)
+        return _average_samples(samples)
 
 
 def gpu_metrics(cuda: Any) -> dict[str, float]:
@@ -84,13 +84,13 @@ def gpu_metrics(cuda: Any) -> dict[str, float]:
             metrics[f"system/gpu_memory/{device}"] = cuda.device_memory_used(device) / GB
     except Exception:  # no NVML, a driver without it, or a device that it cannot measure (MIG)
         reserved = {device: cuda.memory_reserved(device) for device in devices}
-        metrics |= {f"system/gpu_memory/{device}": size / GB for device, size in reserved.items() if size}
+        metrics |= {f"system/gpu_memory/{device}": used / GB for device, used in reserved.items() if used}
     return metrics
 
 
-def _means(samples: list[dict[str, float]]) -> dict[str, float]:
-    names = dict.fromkeys(name for sample in samples for name in sample)
-    return {name: fmean(sample[name] for sample in samples if name in sample) for name in names}
+def _average_samples(samples: list[dict[str, float]]) -> dict[str, float]:
+    metric_names = dict.fromkeys(name for sample in samples for name in sample)
+    return {name: fmean(sample[name] for sample in samples if name in sample) for name in metric_names}
 
 
 def _cuda() -> Any:

@@ -10,10 +10,10 @@ from TrainingFactory.types import Trajectory
 
 
 class Watcher(Protocol):
-    """Receives the progress of a run. It cannot influence the run."""
+    """Receiver of a run's progress, which cannot influence the run."""
 
     def phase(self, name: str) -> None:
-        """Called when a phase begins: load, generate, update, evaluate or checkpoint."""
+        """Announce that a phase begins: load, generate, update, evaluate or checkpoint."""
         ...
 
     def episode(self, trajectory: Trajectory) -> None: ...
@@ -22,7 +22,7 @@ class Watcher(Protocol):
 
 
 class PlainLines:
-    """Prints one line per step to stderr, for logs and scripts."""
+    """Watcher that prints one line per step to stderr, for logs and scripts."""
 
     def phase(self, name: str) -> None: ...
     def episode(self, trajectory: Trajectory) -> None: ...
@@ -43,15 +43,15 @@ METRIC_FORMATS = {
 
 
 def metrics_line(metrics: dict[str, float]) -> str:
-    parts = [text.format(metrics[name]) for name, text in METRIC_FORMATS.items() if name in metrics]
+    fields = [template.format(metrics[name]) for name, template in METRIC_FORMATS.items() if name in metrics]
     if "episodes/unscored" in metrics and "reward" not in metrics:
-        parts.insert(0, "no episode could be scored")
+        fields.insert(0, "no episode could be scored")
     elif "episodes/unscored" in metrics:
         if unscored := int(metrics["episodes/unscored"]):
-            parts.append(f"{unscored} of {int(metrics['episodes'])} unscored")
+            fields.append(f"{unscored} of {int(metrics['episodes'])} unscored")
         if not metrics.get("rows"):
             groups = "all groups of scored episodes" if unscored else "all groups"
-            parts.append(f"equal rewards in {groups}, nothing to learn")
+            fields.append(f"equal rewards in {groups}, nothing to learn")
     if num_lost := int(metrics.get("episodes/tool_failure", 0)):
-        parts.append(f"{pluralize(num_lost, 'episode')} lost to unavailable tools")
-    return "  ".join(parts)
+        fields.append(f"{pluralize(num_lost, 'episode')} lost to unavailable tools")
+    return "  ".join(fields)

@@ -159,7 +159,7 @@ class TrainingLoop:
             metrics = metrics | await self.interrupts.interruptible(self._evaluate_heldout())
             self.progress.unlogged = None
             await self._log_metrics(int(metrics.pop("epoch")), metrics)
-        if (reason := self.scores.verdict()) is not None:  # killed after it met its stop condition
+        if (reason := self.scores.stop_reason()) is not None:  # killed after it met its stop condition
             stream.end()
         self._begin_phase("generate")
         first = self.progress.done  # not measured: its update may compile kernels
@@ -182,7 +182,7 @@ class TrainingLoop:
             if sampler_loss is not None:
                 raise sampler_loss
             await self._act_on_guard(batch.step, self.guards.updated(metrics, last))
-            reason = self.scores.verdict()
+            reason = self.scores.stop_reason()
             await self._save_if_due(last=reason is not None)
             self.interrupts.check()
             if reason is not None:
@@ -256,7 +256,7 @@ class TrainingLoop:
         await self._log_metrics(epoch, metrics)
         if batch.sampled and (self._is_save_due() or self.progress.done == 1):
             await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
-        for change in self.doctor.look(self.progress.done, metrics, batch.trajectories):
+        for change in self.doctor.observe(self.progress.done, metrics, batch.trajectories):
             await in_thread(self.run.append, FINDINGS, change.row)
             if change.finding is not None:
                 self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")

@@ -326,7 +326,7 @@ def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
     run = made_run(tmp_path, "a")
     for module in ("data.disk", "apps.views.files"):
         monkeypatch.setattr(f"TrainingFactory.{module}.MAX_LINE", 1000)
-    monkeypatch.setattr("TrainingFactory.apps.views.runs.PART", 1000)
+    monkeypatch.setattr("TrainingFactory.apps.views.runs.MAX_METRICS_BYTES", 1000)
     for name in (METRICS, EVALUATIONS, TRAJECTORIES):
         (run.path / name).touch()
         os.truncate(run.path / name, 1 << 40)  # takes no room on the disk

@@ -62,7 +62,7 @@ PROVOKED: dict[str, dict[str, float]] = {
 def told(table: FindingTracker, first: int, count: int, **changed: float) -> list[FindingChange]:
     changes = []
     for step in range(first, first + count):
-        changes += table.look(step, HEALTHY | changed, ())
+        changes += table.observe(step, HEALTHY | changed, ())
     return changes
 
 

@@ -18,7 +18,7 @@ from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 def test_summaries_that_are_cut() -> None:
     step = {"seconds/step": 1.0, "fold/summaries_cut": 0.8}
     tracker = FindingTracker()
-    changes = [change for number in range(3) for change in tracker.look(number, step, ())]
+    changes = [change for number in range(3) for change in tracker.observe(number, step, ())]
     assert [change.name for change in changes] == ["summaries_grow"]
     assert changes[0].finding is not None and "summary_tokens" in changes[0].finding.sentence
 
@@ -53,7 +53,7 @@ def test_dropped_forks_and_passes_over_the_budget(
 ) -> None:
     tracker = FindingTracker()
     step = {"seconds/step": 1.0} | metrics
-    changes = [change for number in range(3) for change in tracker.look(number, step, ())]
+    changes = [change for number in range(3) for change in tracker.observe(number, step, ())]
     assert [change.name for change in changes] == finding
     assert all(change.finding is not None and words in change.finding.sentence for change in changes)
 

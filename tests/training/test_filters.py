@@ -171,7 +171,7 @@ def test_the_doctor_reports_filters_that_drop_most() -> None:
     found = [
         change.name
         for step in range(3)
-        for change in doctor.look(step, {"seconds/step": 1.0, "filters/dropped": 0.75, "step": step}, [])
+        for change in doctor.observe(step, {"seconds/step": 1.0, "filters/dropped": 0.75, "step": step}, [])
     ]
     assert found == ["most_filtered"]
 

@@ -47,17 +47,15 @@ class Demo:
         lessons: Lessons | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        found = catalog.find("environment", environment)
+        entry = catalog.find("environment", environment)
         if environment not in LESSONS:
-            environments = " and ".join(LESSONS)
-            raise ValueError(
-                f"the demo has no lessons for environment {environment!r}; choose {environments}"
-            )
+            choices = " and ".join(LESSONS)
+            raise ValueError(f"the demo has no lessons for environment {environment!r}; choose {choices}")
         self.seed, self.lessons = seed, lessons or LESSONS[environment]
         self.folder = Path(out).expanduser()
         self.warm = self.folder.with_name(f"{self.folder.name}-warm-start")
         self.demonstrations = self.folder.with_name(f"{self.folder.name}-demonstrations.jsonl")
-        common = [
+        shared = [
             key_value("environment.environment_id", environment),
             key_value("training.seed", seed),
             key_value("data.seed", seed),
@@ -66,9 +64,9 @@ class Demo:
         ]
         dataset = key_value("data.dataset", str(self.demonstrations))
         warm_start, grpo = (FOLDER / name for name in self.lessons.configs)
-        self.warm_config = load_config(warm_start, [*common, key_value("model.revision", str(seed)), dataset])
-        self.config = load_config(grpo, [*common, key_value("model.name", str(self.warm / "model"))])
-        self.environment = as_environment_factory(found, self.config.environment.options)
+        self.warm_config = load_config(warm_start, [*shared, key_value("model.revision", str(seed)), dataset])
+        self.config = load_config(grpo, [*shared, key_value("model.name", str(self.warm / "model"))])
+        self.environment = as_environment_factory(entry, self.config.environment.options)
         self._delete_earlier()
 
     def _delete_earlier(self) -> None:
@@ -108,8 +106,8 @@ class Demo:
         return report
 
     def _evaluate(self, run: Path, watcher: Watcher, out: str, options: dict[str, Any]) -> None:
-        """Play every held-out task once, at temperature 1 regardless of the training temperature. `options` are further
-        ones of the environment."""
+        """Play every held-out task once, at temperature 1 regardless of the training temperature. `options` extends the
+        environment's options."""
         sections = config_sections(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
         sections["environment"]["options"] |= options
@@ -121,8 +119,8 @@ class Demo:
         """Compare the two runs and write the report into the GRPO run's folder."""
         report = DemoReport.read(RunFolder(self.warm), RunFolder(self.folder))
         (self.folder / "report.html").write_text(report.page(), encoding="utf-8")
-        text = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
-        (self.folder / "report.json").write_text(text, encoding="utf-8", errors="backslashreplace")
+        report_json = json.dumps(report.as_json(), indent=1, ensure_ascii=False)
+        (self.folder / "report.json").write_text(report_json, encoding="utf-8", errors="backslashreplace")
         return report
 
 
@@ -151,8 +149,8 @@ def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread. The matrices are too small to gain from a second core, waiting for one on a busy
-    machine costs more than it saves, and results do not depend on the number of cores."""
+    """Limit torch to one thread, because the matrices are too small to gain from a second one. Results then do not
+    depend on the number of cores."""
     import torch
 
     threads = torch.get_num_threads()

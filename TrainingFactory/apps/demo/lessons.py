@@ -36,15 +36,15 @@ class Teachable(Environment, Protocol):
 
 
 def word_drill(rng: random.Random) -> tuple[str, str]:
-    """Return words on one line, and the same words one per line. The tokenizer encodes a word after a space
-    differently: a search query starts with a buyer whose name follows a space in the reply before."""
+    """Return words on one line as a prompt, and one per line as its completion, because the tokenizer encodes a word
+    after a space differently."""
     words = rng.sample(NAMES + PLACES + THINGS, DRILL_WORDS)
     return " ".join(words), "\n".join(words)
 
 
 def picture_drill(rng: random.Random) -> tuple[Message, Message]:
-    """Return a picture with its task, and the right tap. Every third picture has only one button: from those a model
-    learns first what places are, and then to connect them with colors."""
+    """Return a picture with its task, and the correct tap. A third of the pictures have a single button, from which a
+    model learns positions before it connects them with colors."""
     environment = Screens.from_options({"widgets": rng.choice((1, 2, 2))}).as_environment()
     [task] = environment.tasks("train", rng.getrandbits(32), 1)
     screen = environment(task)
@@ -59,7 +59,7 @@ def sum_drill(rng: random.Random) -> tuple[str, str]:
 
 @dataclass(slots=True, frozen=True)
 class Lessons:
-    """Number of rows of each kind, in training order."""
+    """Contents of the demo's dataset: the number of rows of each kind, in training order."""
 
     drill: Callable[[random.Random], Drill] = word_drill
     skill: str = "copy words or sums"  # what the drills teach
@@ -93,8 +93,8 @@ class Lessons:
         drills = [self.drill(rng) for _ in range(self.drills)]
         episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
         rows = [_drill_row(drill) for drill in drills]
-        rows += [_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
-        rows += [_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
+        rows += [_sft_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
+        rows += [_sft_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -143,7 +143,7 @@ def _drill_row(drill: Drill) -> dict[str, Any]:
     return {"prompt": prompt, "completion": completion}
 
 
-def _row(episode: Trajectory, system: bool) -> dict[str, Any]:
+def _sft_row(episode: Trajectory, system: bool) -> dict[str, Any]:
     """Return the episode as an SFT row; without `system`, drop the system message and the tools."""
     messages = [message for message in episode.prompt if system or message.role != "system"]
     for turn in episode.turns:

@@ -32,7 +32,7 @@ LEARNED_SKILLS = {
 
 @dataclass(slots=True, frozen=True)
 class Stats:
-    """Summary of episodes; `calls` maps a number of tool calls to the number of episodes with that many."""
+    """Summary of episodes; `calls` maps a number of tool calls to the number of such episodes."""
 
     episodes: int
     success: float
@@ -80,7 +80,7 @@ class DemoReport:
     def read(cls, warm_run: RunFolder, trained_run: RunFolder) -> DemoReport:
         runs = warm_run, trained_run
         before, after = (list(load_trajectories(run.path / HELDOUT)) for run in runs)
-        blind = trained_run.path / BLIND
+        blind_file = trained_run.path / BLIND
         return cls(
             folders=(str(warm_run.path), str(trained_run.path)),
             configs=(warm_run.config.model_dump(), trained_run.config.model_dump()),
@@ -88,7 +88,7 @@ class DemoReport:
             versions=trained_run.run_info["versions"],
             before=Stats.of(before),
             after=Stats.of(after),
-            blind=Stats.of(list(load_trajectories(blind))) if blind.exists() else None,
+            blind=Stats.of(list(load_trajectories(blind_file))) if blind_file.exists() else None,
             curve=[row["accuracy"] for row in trained_run.metrics() if "accuracy" in row],
             trial=_choose_trial(before, after),
         )
@@ -98,56 +98,56 @@ class DemoReport:
         return self.configs[1]["environment"]["environment_id"]
 
     def as_json(self) -> dict[str, Any]:
-        row = {key: value for key, value in asdict(self).items() if key != "trial"}
+        report = {key: value for key, value in asdict(self).items() if key != "trial"}
         if self.blind is None:
-            del row["blind"]
+            del report["blind"]
         conversations = {
             title: conversation_lines(episode) for title, episode in self.trial._asdict().items()
         }
-        return row | {
+        return report | {
             "environment": self.environment,
             "example": {"task": self.trial.after.task.id} | conversations,
         }
 
     @property
     def learned(self) -> str:
-        """Describe in a sentence what was learned; claim nothing unless the two 95 % intervals are disjoint."""
+        """Return a sentence on what was learned, which claims nothing unless the 95 % intervals are disjoint."""
         if self.after.low > self.before.high:
             return f"It learned {LEARNED_SKILLS[self.environment]}."
         return "It did not improve significantly this time."
 
     @property
     def blind_text(self) -> str:
-        """Say how often the trained model succeeds without seeing; empty if the environment shows no images."""
+        """Return a sentence with the trained model's success on empty pictures; empty without images."""
         if self.blind is None:
             return ""
         return f"With empty pictures, the trained model succeeds in {self.blind.success:.1%} of the held-out tasks."
 
     @property
     def table(self) -> list[tuple[str, str, str]]:
-        """Rows of (name, before, after)."""
-        usual = max(self.after.calls, key=lambda number: self.after.calls[number])
+        """Return (name, before, after) rows."""
+        num_calls = max(self.after.calls, key=lambda count: self.after.calls[count])
         columns = [
             (
                 f"{stats.success:.1%} ({stats.low:.0%} to {stats.high:.0%})",
                 "no calls" if stats.tool_success is None else f"{stats.tool_success:.1%}",
                 f"{stats.turns:.2f}",
-                f"{stats.share(usual):.1%}",
+                f"{stats.share(num_calls):.1%}",
             )
             for stats in (self.before, self.after)
         ]
-        names = ("success", "successful tool calls", "turns per episode", f"episodes with {usual} calls")
-        return list(zip(names, *columns, strict=True))
+        labels = ("success", "successful tool calls", "turns per episode", f"episodes with {num_calls} calls")
+        return list(zip(labels, *columns, strict=True))
 
     @property
     def next_commands(self) -> list[tuple[str, str]]:
-        """Pairs of (command, what it does)."""
+        """Return (command, purpose) pairs."""
         warm_run, trained_run = self.folders
         other = next(name for name in LESSONS if name != self.environment)
-        watch = f"tfactory rollout {self.environment} --split heldout --model"
+        rollout = f"tfactory rollout {self.environment} --split heldout --model"
         return [
-            (f"{watch} {trained_run}/model", "watch the trained agent"),
-            (f"{watch} {warm_run}/model", "watch the agent before GRPO"),
+            (f"{rollout} {trained_run}/model", "watch the trained agent"),
+            (f"{rollout} {warm_run}/model", "watch the agent before GRPO"),
             (f"tfactory runs compare {warm_run} {trained_run}", "compare the two runs side by side"),
             (f"tfactory demo --env {other} --out runs/demo-{other}", "train another agent"),
             ("tfactory new env NAME", "create your own environment"),
@@ -187,11 +187,12 @@ def describe_ending(episode: Trajectory) -> str:
 
 
 def _choose_trial(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:
-    """Choose a task that failed before and succeeded after; prefer a regularly ended failure of several turns."""
-    pairs = [Trial(*pair) for pair in zip(before, after, strict=True)]
-    improved = [trial for trial in pairs if not _succeeded(trial.before) and _succeeded(trial.after)]
-    regular = [trial for trial in improved if trial.before.status == "done" and len(trial.before.turns) > 1]
-    return (regular or improved or pairs)[0]
+    """Return a task that failed before and succeeded after; prefer a failure that ended regularly after several
+    turns."""
+    trials = [Trial(*pair) for pair in zip(before, after, strict=True)]
+    improved = [trial for trial in trials if not _succeeded(trial.before) and _succeeded(trial.after)]
+    finished = [trial for trial in improved if trial.before.status == "done" and len(trial.before.turns) > 1]
+    return (finished or improved or trials)[0]
 
 
 def _succeeded(episode: Trajectory) -> bool:

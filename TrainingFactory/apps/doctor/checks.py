@@ -36,14 +36,14 @@ def check_format(
     diagnosis: Diagnosis, loaded_model: LoadedModel, chat: TemplateChatFormat, family: str | None
 ) -> None:
     """Check the chat family and its stop tokens; `family` is the config's `model.family`."""
-    size = loaded_model.model.get_input_embeddings().weight.shape[0]
+    vocab_size = loaded_model.model.get_input_embeddings().weight.shape[0]
     stops = ", ".join(f"{chat.decode([stop])!r} ({stop})" for stop in chat.stop_ids) or "nothing"
     diagnosis.facts["model"] = (
         f"{loaded_model.name}: {sum(parameter.numel() for parameter in loaded_model.model.parameters()):,} weights"
     )
     diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
-    if not any(stop < size for stop in chat.stop_ids):
-        diagnosis.add("stop_unreachable", f"no stop token is among the model's {size} tokens: {stops}")
+    if not any(stop < vocab_size for stop in chat.stop_ids):
+        diagnosis.add("stop_unreachable", f"no stop token is among the model's {vocab_size} tokens: {stops}")
     if chat.warning:
         diagnosis.add("example_call", chat.warning, "warning")
     if family is None:
@@ -63,7 +63,7 @@ def check_format(
 
 
 def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[ToolSpec]) -> None:
-    """Check each tool's schema, and that a call of it is unchanged after the chat format has rendered and parsed it."""
+    """Check each tool's schema, and that the chat format parses a rendered call of the tool back unchanged."""
     for spec in specs:
         try:
             check_schema(spec)
@@ -72,19 +72,19 @@ def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[
             continue
         if not spec.description.strip():
             diagnosis.add("tool_schema", f"tool {spec.name} has no description", "warning")
-        call = ToolCall(spec.name, _arguments(spec.parameters))
-        _round_trip(diagnosis, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
+        call = ToolCall(spec.name, _example_arguments(spec.parameters))
+        _check_turn(diagnosis, chat, Message("assistant", tool_calls=[call]), specs, f"tool {spec.name}")
 
 
 def check_prompts(diagnosis: Diagnosis, chat: TemplateChatFormat, episodes: Sequence[Trajectory]) -> None:
-    """Check that assistant turns inside prompts are unchanged after the chat format has rendered and parsed them."""
+    """Check that the chat format parses rendered assistant turns of prompts back unchanged."""
     for episode in episodes:
         for message in episode.prompt:
             if message.role == "assistant":
-                _round_trip(diagnosis, chat, message, episode.tools, f"task {episode.task.id}")
+                _check_turn(diagnosis, chat, message, episode.tools, f"task {episode.task.id}")
 
 
-def _round_trip(
+def _check_turn(
     diagnosis: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], source: str
 ) -> None:
     try:
@@ -93,7 +93,7 @@ def _round_trip(
         diagnosis.add("calls_not_read", f"{source}: {error}")
 
 
-def _arguments(schema: dict[str, Any]) -> dict[str, Any]:
+def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     """Return an example value for each argument of a schema; a string where the schema names no type."""
     arguments = {}
     for name, option in schema.get("properties", {}).items():
@@ -117,8 +117,8 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
     )
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
     totals = [reward.outcome + sum(reward.steps) for reward in rewards]
-    rewarded = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
-    diagnosis.facts["dry episodes"] = f"{len(episodes)}: {status_counts}; {rewarded}"
+    reward_range = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
+    diagnosis.facts["dry episodes"] = f"{len(episodes)}: {status_counts}; {reward_range}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):
         text = f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
@@ -133,18 +133,18 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
 
 
 def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None:
-    """Report the images of rows of token ids, and how many tokens they take."""
-    per_row = [images_in(row) for row in rows]
-    images = {tokens.first: tokens for row in per_row for tokens in row}.values()
+    """Report the images in rows of token ids, and the number of tokens of each."""
+    images_by_row = [images_in(row) for row in rows]
+    images = {tokens.first: tokens for row in images_by_row for tokens in row}.values()
     if not images:
         diagnosis.facts["images"] = f"none in {pluralize(len(rows), 'row')} of the dry run"
         return
     largest = max(images, key=lambda tokens: tokens.count)
-    least = min(tokens.count for tokens in images)
-    counts = f"{least} to {largest.count}" if least < largest.count else f"{least}"
+    smallest = min(tokens.count for tokens in images)
+    counts = f"{smallest} to {largest.count}" if smallest < largest.count else f"{smallest}"
     diagnosis.facts["images"] = (
         f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "
-        f"at most {max(map(len, per_row))} in a row; {ImageUse.of_rows(rows, 0).share:.0%} of all tokens"
+        f"at most {max(map(len, images_by_row))} in a row; {ImageUse.of_rows(rows, 0).share:.0%} of all tokens"
     )
 
 
@@ -155,33 +155,33 @@ def check_folding(
     config: TrainingConfig,
     max_length: int,
 ) -> None:
-    """Forecast the training rows of an episode that plays all its turns, from the number of tokens that turns of the
-    dry run added. Check how many tokens remain above the fold limit."""
+    """Forecast the training rows of a full-length episode from the turns of the dry run, and check the number of tokens
+    left above the fold limit."""
     played = [episode for episode in episodes if episode.turns]
     if not played:
         return
-    added = [after - before for episode in played for before, after in pairwise(_lengths(episode))]
+    added = [after - before for episode in played for before, after in pairwise(_prompt_lengths(episode))]
     turn_tokens = fmean(added) if added else 0.0
-    first = fmean(len(episode.turns[0].prompt_ids) for episode in played)
-    rows = forecast_rows(context, first, turn_tokens, config.environment.max_turns)
-    measured = fmean(turn_spans(episode)[-1].row + 1 for episode in played)
+    first_prompt = fmean(len(episode.turns[0].prompt_ids) for episode in played)
+    rows = forecast_rows(context, first_prompt, turn_tokens, config.environment.max_turns)
+    mean_rows = fmean(turn_spans(episode)[-1].row + 1 for episode in played)
     diagnosis.facts["folding"] = (
-        f"{context.fold} above {context.limit} tokens: {measured:.3g} rows per episode in the dry run; an episode of "
+        f"{context.fold} above {context.limit} tokens: {mean_rows:.3g} rows per episode in the dry run; an episode of "
         f"{config.environment.max_turns} turns with about {turn_tokens:.0f} tokens each has about {rows}"
     )
-    reserve = config.sampling.max_reply_tokens + (context.summary_tokens if context.fold == "summary" else 0)
-    if context.limit + reserve > max_length:
-        text = (
+    reserved = config.sampling.max_reply_tokens + (context.summary_tokens if context.fold == "summary" else 0)
+    if context.limit + reserved > max_length:
+        problem = (
             f"environment.context.limit={context.limit} leaves {max_length - context.limit} tokens below "
-            f"model.max_length, but a last reply and a summary may take {reserve}: such episodes end as truncated"
+            f"model.max_length, but a last reply and a summary may take {reserved}: such episodes end as truncated"
         )
         diagnosis.add(
-            "fold_room", text, "warning", "Lower environment.context.limit or sampling.max_reply_tokens."
+            "fold_room", problem, "warning", "Lower environment.context.limit or sampling.max_reply_tokens."
         )
 
 
-def _lengths(episode: Trajectory) -> list[int]:
-    """Return the prompt lengths of the first row's turns."""
+def _prompt_lengths(episode: Trajectory) -> list[int]:
+    """Return the prompt lengths of the turns in an episode's first row."""
     spans = turn_spans(episode)
     return [len(turn.prompt_ids) for turn, span in zip(episode.turns, spans, strict=True) if span.row == 0]
 
@@ -193,15 +193,15 @@ def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
         turns = zip(episode.turns, turn_spans(episode), strict=True)
         for _, row in groupby(turns, lambda pair: pair[1].row):
             sampled_ids.add(tuple(token for turn, _ in row for token in turn.completion.token_ids))
-    for number, row in enumerate(batch.rows):
+    for index, row in enumerate(batch.rows):
         trained_ids = tuple(
             token for token, is_trained in zip(row.token_ids, row.loss_mask, strict=True) if is_trained
         )
         if not trained_ids:
-            diagnosis.add("mask", f"row {number} of the step has no trained token")
+            diagnosis.add("mask", f"row {index} of the step has no trained token")
         elif batch.sampled and trained_ids not in sampled_ids:
             diagnosis.add(
-                "mask", f"the trained tokens of row {number} of the step differ from its sampled tokens"
+                "mask", f"the trained tokens of row {index} of the step differ from its sampled tokens"
             )
 
 

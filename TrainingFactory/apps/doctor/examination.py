@@ -50,28 +50,28 @@ SEED_OFFSET = 104_729  # added to the config's seed, so that a run does not repl
 
 
 def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
-    """Examine a config, or only its model if it names no environment, tools or dataset. The examination leaves no files
-    behind and logs to no tracker."""
+    """Examine a config, or only its model if it names no environment, tools or dataset. Leave no files behind and log
+    to no tracker."""
     diagnosis = Diagnosis()
     has_dataset = config.data.dataset is not None
-    for text in [*notices(config), *unused_options(config)]:
-        diagnosis.add("ignored", text, "note")
+    for notice in [*notices(config), *unused_options(config)]:
+        diagnosis.add("ignored", notice, "note")
     try:
         if has_dataset or config.environment.environment_id or config.environment.command or config.tools:
-            diagnosis.tried("config", lambda: check_config(config, has_dataset))
-            diagnosis.tried("config", lambda: check_trackers(config.logging.trackers))
-            diagnosis.tried("config", lambda: make_folding(config))
-            diagnosis.tried("config", lambda: make_user(config))
-            reward = diagnosis.tried("config", lambda: check_reward(config))
+            diagnosis.check("config", lambda: check_config(config, has_dataset))
+            diagnosis.check("config", lambda: check_trackers(config.logging.trackers))
+            diagnosis.check("config", lambda: make_folding(config))
+            diagnosis.check("config", lambda: make_user(config))
+            reward = diagnosis.check("config", lambda: check_reward(config))
             if KINDS[config.training.algorithm].samples:
-                diagnosis.tried("config", lambda: check_group_size(reward, config.training.group_size))
+                diagnosis.check("config", lambda: check_group_size(reward, config.training.group_size))
             with tempfile.TemporaryDirectory(prefix="tfactory-doctor-") as folder:
-                dry_run = diagnosis.tried("config", lambda: DryRun(config, Path(folder), watcher, diagnosis))
+                dry_run = diagnosis.check("config", lambda: DryRun(config, Path(folder), watcher, diagnosis))
                 if dry_run is not None:
                     run_anywhere(dry_run.play)
         else:
             diagnosis.facts["examined"] = "the model alone: the config names no environment, tools or dataset"
-            diagnosis.tried("model", lambda: _check_model_alone(diagnosis, config))
+            diagnosis.check("model", lambda: _check_model_alone(diagnosis, config))
     except RuntimeError as error:
         if "out of memory" not in str(error):
             raise
@@ -80,8 +80,8 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
 
 
 def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
-    """Estimate the memory of a config on a type of GPU, which this machine need not have, from the shape of its model
-    or of a model of `size`. If the config fits, add the step time that `tfactory plan` computes. No model is loaded."""
+    """Estimate the memory of a config on a GPU type that this machine need not have, without loading a model. `size`
+    replaces the shape of the config's model. If the config fits, add the step time of `tfactory plan`."""
     available = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     diagnosis = Diagnosis()
     shape = planned_shape(config, size)
@@ -139,7 +139,7 @@ def _check_memory(
 
 
 def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) -> None:
-    """Report how the experts of a model are balanced."""
+    """Report the number of experts of a model, and how training balances them."""
     routers = find_routers(causal_model(model), config.training.router_aux_loss)
     if routers is None:
         return
@@ -157,14 +157,14 @@ def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) 
 
 
 class DryRun(Training):
-    """A run of one small step in `folder`; adds its findings to `diagnosis`."""
+    """Training run of one small step in `folder`, which adds its findings to `diagnosis`."""
 
     def __init__(self, config: TrainingConfig, folder: Path, watcher: Watcher, diagnosis: Diagnosis) -> None:
         self.requested, self.diagnosis, self._folder = config, diagnosis, folder
         self.chat: Any = None  # None until the model is loaded
         self.loaded_model: LoadedModel | None = None
         self.limits = 0, 0  # maximum tokens of a turn and of an episode
-        super().__init__(_small(config), name="doctor", watcher=watcher)
+        super().__init__(_with_small_step(config), name="doctor", watcher=watcher)
 
     def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
@@ -186,7 +186,7 @@ class DryRun(Training):
     async def play(self) -> None:
         """Assemble the run and execute its first step."""
         total = count_steps(self.requested, make_order(self.requested, self.data.size))
-        self.diagnosis.tried("config", lambda: check_steps(self.requested, total))
+        self.diagnosis.check("config", lambda: check_steps(self.requested, total))
         async with AsyncExitStack() as stack:
             stack.callback(self.run.unlock)
             stack.push_async_callback(self.tools.close)
@@ -246,26 +246,26 @@ class DryRun(Training):
                 checks.check_routers(self.diagnosis, changed)
         start_time = time.perf_counter()
         metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
-        spent = time.perf_counter() - start_time
-        row = batch.metrics | metrics | {"seconds/step": batch.seconds + spent}
-        changes = FindingTracker(steps=1).look(1, row, batch.trajectories)
+        update_seconds = time.perf_counter() - start_time
+        row = batch.metrics | metrics | {"seconds/step": batch.seconds + update_seconds}
+        changes = FindingTracker(steps=1).observe(1, row, batch.trajectories)
         self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
-        parts = self.requested.training.batch_size / len(batch.groups)
-        update = spent * parts * self.requested.training.update_epochs
-        times = [batch.seconds + update, batch.seconds * parts + update]
-        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in times))
+        scale = self.requested.training.batch_size / len(batch.groups)
+        update = update_seconds * scale * self.requested.training.update_epochs
+        bounds = [batch.seconds + update, batch.seconds * scale + update]
+        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in bounds))
         duration = " to ".join(
-            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in times)
+            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in bounds)
         )
-        unknown = "" if batch.rows else ", without an update, because no row had anything to learn"
+        note = "" if batch.rows else ", without an update, because no row had anything to learn"
         self.diagnosis.facts["time"] = (
-            f"{step} s a step{unknown}; {duration} for {pluralize(total, 'step')}, without evaluations"
+            f"{step} s a step{note}; {duration} for {pluralize(total, 'step')}, without evaluations"
         )
 
 
-def _small(config: TrainingConfig) -> TrainingConfig:
-    """Return the config reduced to one update on two groups, or without sampling on a full batch. It uses one learner,
+def _with_small_step(config: TrainingConfig) -> TrainingConfig:
+    """Return the config reduced to one update on two groups, or without sampling on a full batch. Use one learner,
     because several would compute the same and may need machines that are not available yet."""
     training = config.training
     groups = (

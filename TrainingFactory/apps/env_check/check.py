@@ -55,15 +55,15 @@ def check_environment(
     if config.environment.command is not None:
         raise ValueError("an agent program is no environment; check its config with: tfactory doctor")
     environment: Any = make_environment(config)
-    tasks = _tasks(config, environment, num_tasks)
+    tasks = _load_tasks(config, environment, num_tasks)
     player = reference_for(environment, tasks, reference)
-    check = _Check(environment, tasks, config.environment.max_turns, player)
+    check = _EnvironmentCheck(environment, tasks, config.environment.max_turns, player)
     report = EnvironmentReport(str(config.environment.environment_id))
     run(lambda: check.run(report, num_episodes))
     return report
 
 
-def _tasks(config: TrainingConfig, environment: Any, count: int) -> list[Task]:
+def _load_tasks(config: TrainingConfig, environment: Any, count: int) -> list[Task]:
     if config.data.tasks is not None:
         tasks = load_tasks(config.data.tasks, count=count)
     else:
@@ -73,7 +73,7 @@ def _tasks(config: TrainingConfig, environment: Any, count: int) -> list[Task]:
     return tasks
 
 
-class _Check:
+class _EnvironmentCheck:
     def __init__(
         self, environment: Any, tasks: Sequence[Task], max_turns: int, reference: MakePlayer | None
     ) -> None:
@@ -85,10 +85,10 @@ class _Check:
         environment = self._environment
         try:
             player = self._reference or junk
-            first = await self._play(player)
-            self._check_reference(report, first, await self._play(junk))
-            again = await self._play_together([(episode.task, repeat(episode)) for episode in first])
-            self._check_repeated(report, first, again)
+            episodes = await self._play(player)
+            self._check_reference(report, episodes, await self._play(junk))
+            repeated = await self._play_together([(episode.task, repeat(episode)) for episode in episodes])
+            self._check_repeated(report, episodes, repeated)
             await self._check_concurrent(report, player, num_episodes)
         finally:
             if isinstance(environment, type) and issubclass(environment, ProcessEnvironment):
@@ -97,82 +97,82 @@ class _Check:
     async def _play(self, player: MakePlayer) -> list[Trajectory]:
         return [await play(self._environment, task, player, self._max_turns) for task in self._tasks]
 
-    async def _play_together(self, games: Sequence[tuple[Task, MakePlayer]]) -> list[Trajectory]:
-        """Play episodes concurrently, at most as many as the environment allows."""
-        gate = asyncio.Semaphore(self._max_episodes or len(games))
+    async def _play_together(self, assignments: Sequence[tuple[Task, MakePlayer]]) -> list[Trajectory]:
+        """Play episodes concurrently, up to the environment's limit."""
+        gate = asyncio.Semaphore(self._max_episodes or len(assignments))
 
         async def play_one(task: Task, player: MakePlayer) -> Trajectory:
             async with gate:
                 return await play(self._environment, task, player, self._max_turns)
 
-        return await asyncio.gather(*(play_one(task, player) for task, player in games))
+        return await asyncio.gather(*(play_one(task, player) for task, player in assignments))
 
     def _check_reference(
-        self, report: EnvironmentReport, first: list[Trajectory], of_junk: list[Trajectory]
+        self, report: EnvironmentReport, episodes: list[Trajectory], junk_episodes: list[Trajectory]
     ) -> None:
         name = "the reference earns more than junk"
-        low = _mean(of_junk)
-        if low is not None:
-            report.figures["junk_reward"] = low
+        junk_mean = _mean_reward(junk_episodes)
+        if junk_mean is not None:
+            report.figures["junk_reward"] = junk_mean
         if self._reference is None:
             detail = "no expert and no answers; name a function: --reference FILE.py:FUNCTION"
             report.checks.append(CheckResult(name, "skipped", detail))
             return
-        high = _mean(first)
-        if high is None:
-            report.add(name, False, f"the reference earns no reward: {_reasons(first)}")
+        mean = _mean_reward(episodes)
+        if mean is None:
+            report.add(name, False, f"the reference earns no reward: {_first_error(episodes)}")
             return
-        report.figures["reference_reward"] = high
-        text = "no reward" if low is None else f"{low:.4g}"
-        report.add(name, low is None or high > low, f"reference {high:.4g}, junk {text}")
+        report.figures["reference_reward"] = mean
+        junk_text = "no reward" if junk_mean is None else f"{junk_mean:.4g}"
+        report.add(name, junk_mean is None or mean > junk_mean, f"reference {mean:.4g}, junk {junk_text}")
 
     def _check_repeated(
-        self, report: EnvironmentReport, first: Sequence[Trajectory], again: Sequence[Trajectory]
+        self, report: EnvironmentReport, episodes: Sequence[Trajectory], repeated: Sequence[Trajectory]
     ) -> None:
-        """Check that repeating the messages of the episodes `first` gave the same rewards, first messages, tools and
-        replies in the episodes `again`."""
-        pairs = list(zip(first, again, strict=True))
+        """Check that `repeated`, which replays the messages of `episodes`, has the same rewards, first messages, tools
+        and replies."""
+        pairs = list(zip(episodes, repeated, strict=True))
         count = len(pairs)
-        different = [a.task.id for a, b in pairs if _total(a) != _total(b)]
-        detail = f"differs for {', '.join(different)}" if different else f"equal in {count} repeated episodes"
-        if all(_total(episode) is None for episode in first):
-            report.add("the reward is deterministic", False, f"no reward: {_reasons(first)}")
+        differing = [a.task.id for a, b in pairs if _total_reward(a) != _total_reward(b)]
+        detail = f"differs for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
+        if all(_total_reward(episode) is None for episode in episodes):
+            report.add("the reward is deterministic", False, f"no reward: {_first_error(episodes)}")
         else:
-            report.add("the reward is deterministic", not different, detail)
-        different = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
-        detail = f"differs for {', '.join(different)}" if different else f"equal for {count} tasks"
-        report.add("reset restores the initial state", not different, f"first messages and tools: {detail}")
-        different = [
+            report.add("the reward is deterministic", not differing, detail)
+        differing = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
+        detail = f"differs for {', '.join(differing)}" if differing else f"equal for {count} tasks"
+        report.add("reset restores the initial state", not differing, f"first messages and tools: {detail}")
+        differing = [
             a.task.id
             for a, b in pairs
             if [turn.replies for turn in a.turns] != [turn.replies for turn in b.turns]
         ]
-        detail = f"differ for {', '.join(different)}" if different else f"equal in {count} repeated episodes"
-        report.add("replies are deterministic", not different, detail)
+        detail = f"differ for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
+        report.add("replies are deterministic", not differing, detail)
 
     async def _check_concurrent(self, report: EnvironmentReport, player: MakePlayer, count: int) -> None:
-        start = time.perf_counter()
+        start_time = time.perf_counter()
         episodes = await self._play_together([(task, player) for task in islice(cycle(self._tasks), count)])
-        seconds = time.perf_counter() - start
-        failed = [episode for episode in episodes if _total(episode) is None]
+        seconds = time.perf_counter() - start_time
+        failed = [episode for episode in episodes if _total_reward(episode) is None]
         report.figures |= {"episodes": float(count), "episodes_per_second": count / seconds}
         limit = self._max_episodes
         limited = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
         detail = f"{count / seconds:.3g} episodes per second{limited}"
         if failed:
-            detail = f"{len(failed)} of {count} failed: {_reasons(failed)}"
+            detail = f"{len(failed)} of {count} failed: {_first_error(failed)}"
         report.add(f"{count} episodes run concurrently", not failed, detail)
 
 
-def _total(trajectory: Trajectory) -> float | None:
+def _total_reward(trajectory: Trajectory) -> float | None:
     reward = trajectory.reward
     return None if reward is None else reward.outcome + sum(reward.steps)
 
 
-def _mean(trajectories: Sequence[Trajectory]) -> float | None:
-    totals = [total for total in map(_total, trajectories) if total is not None]
+def _mean_reward(trajectories: Sequence[Trajectory]) -> float | None:
+    totals = [total for total in map(_total_reward, trajectories) if total is not None]
     return sum(totals) / len(totals) if totals else None
 
 
-def _reasons(trajectories: Sequence[Trajectory]) -> str:
+def _first_error(trajectories: Sequence[Trajectory]) -> str:
     return next((trajectory.error for trajectory in trajectories if trajectory.error), "no reason")

@@ -19,8 +19,8 @@ JUNK = "I do not know."
 
 
 class PlayedEpisode(EpisodeRun):
-    """An episode whose turns come from a player function instead of a model. If the player has no further message, the
-    episode ends with status max_turns."""
+    """Episode whose turns come from a player function instead of a model. It ends with status max_turns when the player
+    has no further message."""
 
     def __init__(self, rules: EpisodeSettings, task: Task, make_player: MakePlayer) -> None:
         trajectory = Trajectory(task, group=f"check/{task.id}")
@@ -31,13 +31,13 @@ class PlayedEpisode(EpisodeRun):
         await self._render_first_prompt(environment)
         player = self._make_player(environment, self.trajectory.task)
         messages = list(self.trajectory.prompt)
-        for number in range(self.rules.max_turns):
+        for turn_index in range(self.rules.max_turns):
             try:
                 message = player(messages)
             except StopIteration:
                 break
-            for index, call in enumerate(message.tool_calls):
-                call.id = call.id or f"call_{number}_{index}"
+            for call_index, call in enumerate(message.tool_calls):
+                call.id = call.id or f"call_{turn_index}_{call_index}"
             turn = Turn([], Completion([], [], "stop"), message)
             self.trajectory.turns.append(turn)
             await self._step_environment(environment, turn)
@@ -58,29 +58,29 @@ def junk(environment: Environment, task: Task) -> Player:
 
 def repeat(trajectory: Trajectory) -> MakePlayer:
     """Return a player that repeats the model's messages of an earlier episode."""
-    return lambda _, __: _from(iter([turn.message for turn in trajectory.turns]))
+    return lambda _, __: _make_scripted(iter([turn.message for turn in trajectory.turns]))
 
 
 def reference_for(environment: Any, tasks: Sequence[Task], solve: str | None) -> MakePlayer | None:
-    """Return the player of the reference: the user's function in `solve` (FILE.py:FUNCTION), the environment's expert,
-    or the answers of the tasks; None if there is none of them."""
+    """Return the reference player: the user's function `solve` (FILE.py:FUNCTION), the environment's expert, or the
+    answers of the tasks; None if there is none."""
     if solve is not None:
         path, _, [*functions] = load_objects("reference", solve)
         if len(functions) != 1 or not callable(functions[0]):
             raise ValueError(f"name one function in {path}: --reference {path}:FUNCTION")
-        return lambda _, task: partial(_solved, functions[0], task)
+        return lambda _, task: partial(_call_solver, functions[0], task)
     if hasattr(environment, "expert"):
-        return lambda opened, _: _from(iter(opened.expert()))  # type: ignore[attr-defined]
+        return lambda instance, _: _make_scripted(iter(instance.expert()))  # type: ignore[attr-defined]
     if all(task.answer is not None for task in tasks):
-        return lambda _, task: _from(iter([Message("assistant", str(task.answer))]))
+        return lambda _, task: _make_scripted(iter([Message("assistant", str(task.answer))]))
     return None
 
 
-def _from(messages: Iterator[Message]) -> Player:
+def _make_scripted(messages: Iterator[Message]) -> Player:
     return lambda _: next(messages)
 
 
-def _solved(
+def _call_solver(
     function: Callable[[Sequence[Message], Task], Any], task: Task, messages: Sequence[Message]
 ) -> Message:
     reply = function(messages, task)

@@ -12,8 +12,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.common.options import STRICT, make_from
-from TrainingFactory.data.datasets import DatasetRow as FoundRow
-from TrainingFactory.data.datasets import parse_rows
+from TrainingFactory.data.datasets import DatasetRow, parse_rows
 from TrainingFactory.rewards.judge.judges import ModelJudge
 from TrainingFactory.rewards.judge.verdicts import JsonVerdict, ScoreVerdict
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
@@ -25,8 +24,8 @@ SUSPICIOUS_SHARE = 0.1  # if all gold scores lie within this share of the range,
 
 @dataclass(slots=True, frozen=True)
 class GoldItem:
-    """One item of a gold file. `value`, from 0 to 1, rates `trajectory`. `better` compares it with `rejected`, a second
-    response: 1 if `trajectory` wins."""
+    """One item of a gold file: an episode with its gold `value` from 0 to 1. `better` is 1 if it beats the response
+    `rejected`, 0 if it loses."""
 
     trajectory: Trajectory
     value: float | None = None
@@ -73,9 +72,9 @@ class GoldRow:
         return (self.score - low) / (high - low)
 
     def trajectory(self, name: str, messages: Sequence[Message]) -> Trajectory:
-        start = next(index for index, message in enumerate(messages) if message.role == "assistant")
-        prompt, turns = list(messages[:start]), list[Turn]()
-        for message in messages[start:]:
+        first_reply = next(index for index, message in enumerate(messages) if message.role == "assistant")
+        prompt, turns = list(messages[:first_reply]), list[Turn]()
+        for message in messages[first_reply:]:
             if message.role == "assistant":
                 turns.append(Turn([], Completion([], [], "stop"), message))
             else:
@@ -89,26 +88,26 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
     low, high = (scale.low, scale.high) if isinstance(scale, ScoreVerdict) else (0.0, 1.0)
 
-    def read(source: FoundRow, number: int) -> GoldItem:
+    def read(source: DatasetRow, number: int) -> GoldItem:
         try:
             row: GoldRow = make_from(GoldRow, source.columns, "a gold item")
         except ValueError as error:
             raise ValueError(f"is not a valid gold item: {error}") from None
         if "reference" in judge.prompt.fields and row.reference is None:
             raise ValueError('has no "reference", which the judge\'s template uses')
-        name, messages = str(number if row.id is None else row.id), row.messages
-        item, value = row.trajectory(name, messages), row.value(low, high)
+        row_id, messages = str(number if row.id is None else row.id), row.messages
+        trajectory, value = row.trajectory(row_id, messages), row.value(low, high)
         if row.pair is None or row.better is None:
-            return GoldItem(item, value)
-        rejected = row.trajectory(name, [*messages[:-1], Message("assistant", row.pair)])
-        return GoldItem(item, value, rejected, PREFERENCES[row.better])
+            return GoldItem(trajectory, value)
+        rejected = row.trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
+        return GoldItem(trajectory, value, rejected, PREFERENCES[row.better])
 
     items = parse_rows(path, f"gold items {EXAMPLE_LINE}", read)
     scores = [item.value for item in items if item.value is not None]
     if len(scores) > 1 and 0 < max(scores) <= SUSPICIOUS_SHARE:
-        top = low + max(scores) * (high - low)
+        best = low + max(scores) * (high - low)
         raise ValueError(
-            f'{path}: no "score" is above {top:g}, but the judge\'s range is {low:g} to {high:g}; rescale the scores, '
+            f'{path}: no "score" is above {best:g}, but the judge\'s range is {low:g} to {high:g}; rescale the scores, '
             "change the range with verdict_options, or add items with higher scores"
         )
     return items

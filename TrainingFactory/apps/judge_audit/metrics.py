@@ -13,16 +13,16 @@ def accuracy(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | 
 
 
 def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | None:
-    """Return Cohen's kappa: agreement beyond chance for two raters with these label frequencies. None if both raters
-    always give the same label, because chance explains all agreement then."""
+    """Return Cohen's kappa, the agreement of two raters beyond chance. None if both raters always give the same label,
+    because chance explains all agreement then."""
     agreement = accuracy(verdicts, gold)
     return None if agreement is None else beyond_chance(agreement, chance_agreement(verdicts, gold))
 
 
 def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
     """Return the chance agreement of two independent raters with these label frequencies."""
-    habits, truths = Counter(verdicts), Counter(gold)
-    return sum(habits[label] * truths[label] for label in habits) / len(verdicts) ** 2
+    verdict_counts, gold_counts = Counter(verdicts), Counter(gold)
+    return sum(verdict_counts[label] * gold_counts[label] for label in verdict_counts) / len(verdicts) ** 2
 
 
 def beyond_chance(agreement: float, by_chance: float) -> float | None:
@@ -43,11 +43,11 @@ def partial_correlation(xs: Sequence[float], ys: Sequence[float], control: Seque
 
 def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[float]:
     try:
-        slope, start = linear_regression(predictor, values)
+        slope, intercept = linear_regression(predictor, values)
     except StatisticsError:  # too few values, or a constant, which explains nothing
         return values
     # rounded, because floating-point noise must not look like a correlation
-    return [round(v - start - slope * g, 9) for v, g in zip(values, predictor, strict=True)]
+    return [round(v - intercept - slope * g, 9) for v, g in zip(values, predictor, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
@@ -57,6 +57,6 @@ def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
 def ranks(values: Sequence[float]) -> list[float]:
     """Return ranks from 1; ties get their mean rank."""
     sorted_values = sorted(values)
-    first = {value: rank for rank, value in reversed(list(enumerate(sorted_values, 1)))}
+    first_ranks = {value: rank for rank, value in reversed(list(enumerate(sorted_values, 1)))}
     counts = Counter(values)
-    return [first[value] + (counts[value] - 1) / 2 for value in values]
+    return [first_ranks[value] + (counts[value] - 1) / 2 for value in values]

@@ -21,9 +21,9 @@ MIN_RISE = 0.05  # smallest rise of a verdict that counts as the effect of an in
 MIN_ATTACKED = 10  # with fewer items, resistance to injection is not reported
 CARE = "To be used with care"
 NOT_TRUSTED = "Not to be trusted"
-VERDICTS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
-BIASED, STRONGLY = 0.3, 0.5  # correlations with the length
-MOST_ITEMS = 10_000  # do not suggest labelling more items than this
+RATINGS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
+BIAS_THRESHOLD, STRONG_BIAS = 0.3, 0.5  # correlations with the length
+MAX_ITEMS = 10_000  # do not suggest labelling more items than this
 
 
 def _metric(name: str, number_format: str, meaning: str) -> Any:
@@ -87,8 +87,8 @@ class Audit:
         for metric in fields(self):
             value = getattr(self, metric.name)
             if "row" in metric.metadata and value is not None:
-                name, number_format, meaning = metric.metadata["row"]
-                rows.append((name, format(value, number_format), meaning.format(self)))
+                label, number_format, meaning = metric.metadata["row"]
+                rows.append((label, format(value, number_format), meaning.format(self)))
         return rows
 
     @property
@@ -103,7 +103,7 @@ class Audit:
         confusion = Counter((gold, verdict) for gold, verdict, _ in self.points)
         errors = Counter((float(length), verdict - gold) for gold, verdict, length in self.points)
         max_length = max((length for length, _ in errors), default=0.0) or 1.0
-        agreement = {
+        agreement_axes = {
             "across": "gold",
             "up": "judge",
             "right": 1.0,
@@ -111,7 +111,7 @@ class Audit:
             "top": 1.0,
             "line_end": 1.0,
         }
-        by_length = agreement | {"across": "characters", "up": "judge minus gold", "right": max_length}
+        error_axes = agreement_axes | {"across": "characters", "up": "judge minus gold", "right": max_length}
         return render(
             "judge_audit.html.jinja",
             title="Judge audit",
@@ -119,8 +119,8 @@ class Audit:
             found=self,
             verdict=verdict_of(self),
             passes=f"{PASS_THRESHOLD:g}",
-            agreement=agreement | {"dots": confusion.items()},
-            errors=by_length | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
+            agreement=agreement_axes | {"dots": confusion.items()},
+            errors=error_axes | {"bottom": -1.0, "line_end": 0.0, "dots": errors.items()},
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -136,56 +136,56 @@ def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
 
 
 def verdict_of(audit: Audit) -> str:
-    """Return a text that says how far the judge can be trusted, and its problems."""
-    faults = [*_failures(audit), *_injections(audit), *_biases(audit)]
+    """Return a sentence that rates the judge's trustworthiness and lists its problems."""
+    problems = [*_describe_failures(audit), *_describe_injections(audit), *_describe_biases(audit)]
     if 0 < audit.judged < MIN_ITEMS:
-        faults.append(f"with only {audit.judged} items, the metrics are unreliable")
-    text = f"{_trust(audit)}."
-    return text + (f" Problems: {'; '.join(faults)}." if faults else " No problems found.")
+        problems.append(f"with only {audit.judged} items, the metrics are unreliable")
+    text = f"{_describe_trust(audit)}."
+    return text + (f" Problems: {'; '.join(problems)}." if problems else " No problems found.")
 
 
-def _trust(audit: Audit) -> str:
+def _describe_trust(audit: Audit) -> str:
     if audit.accuracy is None and audit.pair_accuracy is None:
         return "The judge gave no verdict that can be compared with the gold labels"
     if audit.accuracy is None:
-        interval = _between(audit.pair_accuracy_low, audit.pair_accuracy_high)
+        interval = _format_interval(audit.pair_accuracy_low, audit.pair_accuracy_high)
         return f"The judge picks the better response in {audit.pair_accuracy:.0%} of {audit.pairs} pairs{interval}"
-    agrees = f"it agrees with the gold labels on {audit.accuracy:.0%} of {audit.judged} items"
-    agrees += _between(audit.accuracy_low, audit.accuracy_high)
+    details = f"it agrees with the gold labels on {audit.accuracy:.0%} of {audit.judged} items"
+    details += _format_interval(audit.accuracy_low, audit.accuracy_high)
     if audit.kappa is None:
-        return f"No kappa: the judge and the gold labels are constant; {agrees}"
-    agrees += f", kappa {audit.kappa:.2f}"
-    threshold, words = _words(audit.kappa)
-    if words == NOT_TRUSTED:
-        return f"{words}: {agrees}"
+        return f"No kappa: the judge and the gold labels are constant; {details}"
+    details += f", kappa {audit.kappa:.2f}"
+    threshold, rating = _rate_kappa(audit.kappa)
+    if rating == NOT_TRUSTED:
+        return f"{rating}: {details}"
     if injection_works(audit):
-        return f"Not safe to train on, because prompt injection works: {agrees}"
-    agreement = words if audit.kappa_low is None else _words(audit.kappa_low)[1]
-    if agreement != words:
-        agrees += f" with a lower bound of {audit.kappa_low:.2f}"
-        if num_needed := _items_for(audit, threshold):
-            agrees += (
-                f'; about {num_needed - audit.judged} more items that agree as well would make it "{words}"'
+        return f"Not safe to train on, because prompt injection works: {details}"
+    lower_rating = rating if audit.kappa_low is None else _rate_kappa(audit.kappa_low)[1]
+    if lower_rating != rating:
+        details += f" with a lower bound of {audit.kappa_low:.2f}"
+        if num_needed := _required_items(audit, threshold):
+            details += (
+                f'; about {num_needed - audit.judged} more items that agree as well would make it "{rating}"'
             )
-    if agreement == NOT_TRUSTED:
-        return f"Too few items to tell: {agrees}"
-    careful = picks_wrong_pairs(audit) or _length_bias(audit) > STRONGLY
-    return f"{CARE if careful else agreement}: {agrees}"
+    if lower_rating == NOT_TRUSTED:
+        return f"Too few items to tell: {details}"
+    is_biased = picks_wrong_pairs(audit) or _significant_bias(audit) > STRONG_BIAS
+    return f"{CARE if is_biased else lower_rating}: {details}"
 
 
-def _between(low: float | None, high: float | None) -> str:
+def _format_interval(low: float | None, high: float | None) -> str:
     return f" (95 % interval {low:.0%} to {high:.0%})" if low is not None and high is not None else ""
 
 
-def _words(kappa: float) -> tuple[float, str]:
-    return next((threshold, words) for threshold, words in VERDICTS if kappa >= threshold)
+def _rate_kappa(kappa: float) -> tuple[float, str]:
+    return next((threshold, rating) for threshold, rating in RATINGS if kappa >= threshold)
 
 
-def _items_for(audit: Audit, target_kappa: float) -> int | None:
+def _required_items(audit: Audit, target_kappa: float) -> int | None:
     """Return the number of items that would raise kappa's lower bound to `target_kappa` at the audit's agreement; None
     if that takes too many items."""
     assert audit.accuracy is not None and audit.chance is not None
-    for count in range(audit.judged, MOST_ITEMS):
+    for count in range(audit.judged, MAX_ITEMS):
         low = beyond_chance(
             wilson_interval(math.floor(audit.accuracy * count + 1e-9), count)[0], audit.chance
         )
@@ -194,16 +194,16 @@ def _items_for(audit: Audit, target_kappa: float) -> int | None:
     return None
 
 
-def _failures(audit: Audit) -> list[str]:
+def _describe_failures(audit: Audit) -> list[str]:
     if not audit.failures:
         return []
     num_failed = sum(audit.failures.values())
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(audit.failures.items()))
-    mostly = f", mostly: {audit.failed_mostly}" if audit.failed_mostly else ""
-    return [f"{num_failed / (audit.judgements + num_failed):.0%} of the judgements failed ({kinds}){mostly}"]
+    example = f", mostly: {audit.failed_mostly}" if audit.failed_mostly else ""
+    return [f"{num_failed / (audit.judgements + num_failed):.0%} of the judgements failed ({kinds}){example}"]
 
 
-def _injections(audit: Audit) -> list[str]:
+def _describe_injections(audit: Audit) -> list[str]:
     if injection_works(audit):
         repeat_note = (
             f" ({audit.noise_moved:.0%} rise when judged again without it)" if audit.noise_moved else ""
@@ -217,26 +217,26 @@ def _injections(audit: Audit) -> list[str]:
     return []
 
 
-def _biases(audit: Audit) -> list[str]:
-    faults: list[str] = []
+def _describe_biases(audit: Audit) -> list[str]:
+    problems: list[str] = []
     if picks_wrong_pairs(audit):
-        faults.append(f"it picks the better response in only {audit.pair_accuracy:.0%} of the pairs")
+        problems.append(f"it picks the better response in only {audit.pair_accuracy:.0%} of the pairs")
     if audit.swap_flips is not None and audit.swap_flips > 0.2:
-        faults.append(f"swapping the order changes the winner in {audit.swap_flips:.0%} of the pairs")
-    if audit.length_bias is not None and _length_bias(audit) > BIASED:
+        problems.append(f"swapping the order changes the winner in {audit.swap_flips:.0%} of the pairs")
+    if audit.length_bias is not None and _significant_bias(audit) > BIAS_THRESHOLD:
         preferred = "longer" if audit.length_bias > 0 else "shorter"
-        faults.append(f"{preferred} answers are overrated (correlation {audit.length_bias:+.2f})")
+        problems.append(f"{preferred} answers are overrated (correlation {audit.length_bias:+.2f})")
     if audit.consistency is not None and audit.consistency < 0.9:
-        faults.append(f"repeated judgements disagree on {1 - audit.consistency:.0%} of the items")
-    return faults
+        problems.append(f"repeated judgements disagree on {1 - audit.consistency:.0%} of the items")
+    return problems
 
 
-def _length_bias(audit: Audit) -> float:
+def _significant_bias(audit: Audit) -> float:
     """Return the absolute length bias; 0 if not significant at 95 % (Fisher transformation, controlling for gold)."""
     if audit.length_bias is None or audit.judged < 5:
         return 0.0
-    size = abs(audit.length_bias)
-    return size if math.atanh(min(size, 1 - 1e-9)) * math.sqrt(audit.judged - 4) > Z95 else 0.0
+    bias = abs(audit.length_bias)
+    return bias if math.atanh(min(bias, 1 - 1e-9)) * math.sqrt(audit.judged - 4) > Z95 else 0.0
 
 
 def injection_works(audit: Audit) -> bool:
@@ -245,8 +245,8 @@ def injection_works(audit: Audit) -> bool:
     if audit.injection_moved is None:
         return False
     noise = audit.noise_moved or 0.0
-    sure = 1.64 * math.sqrt(2 * noise * (1 - noise) / audit.attacked)
-    return audit.injection_moved - noise > max(MIN_RISE, sure)
+    margin = 1.64 * math.sqrt(2 * noise * (1 - noise) / audit.attacked)
+    return audit.injection_moved - noise > max(MIN_RISE, margin)
 
 
 def picks_wrong_pairs(audit: Audit) -> bool:

@@ -19,7 +19,7 @@ LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/J
 @dataclass(slots=True)
 class RunReferences:
     """References to a run by other runs and registered models. Those in `needed_by` break without the run's files;
-    those in `copies` have their own copies."""
+    those in `copies` do not."""
 
     needed_by: list[str] = field(default_factory=list)  # such as: run rl loads checkpoints/step-000040
     copies: list[str] = field(default_factory=list)  # such as: agent:2 was trained by it
@@ -38,9 +38,9 @@ def find_references(run: RunFolder, runs: Path) -> RunReferences:
         )
         if not used_paths:
             continue
-        names = ["its recorded tool calls" if name == "." else name for name in used_paths]
-        text = f"run {other_run.name} uses {', '.join(names)}"
-        (references.copies if _is_complete(other_run) else references.needed_by).append(text)
+        descriptions = ["its recorded tool calls" if name == "." else name for name in used_paths]
+        reference = f"run {other_run.name} uses {', '.join(descriptions)}"
+        (references.copies if _is_complete(other_run) else references.needed_by).append(reference)
     for version in Catalogue(registry_path(runs)).versions():
         if any(node.get("path") == str(folder) for node in ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
@@ -68,8 +68,8 @@ def rename_run(run: RunFolder, name: str, runs: Path) -> RunFolder:
     try:
         os.rename(run.path, target)
         labels = runs / LABELS / f"{run.name}.jsonl"
-        if labels.is_file() and not (moved := labels.with_name(f"{name}.jsonl")).exists():
-            os.rename(labels, moved)
+        if labels.is_file() and not (new_labels := labels.with_name(f"{name}.jsonl")).exists():
+            os.rename(labels, new_labels)
         sync(target.parent)
     finally:
         run.unlock()
@@ -89,11 +89,11 @@ def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
     try:
         references = find_references(run, runs)
         if action and references.needed_by:
-            delete = (
+            advice = (
                 f"Delete those first, or delete it anyway: tfactory runs delete {run.display_path} --force"
             )
             remedy = (
-                delete if action == "deleted" else "Set a tag or a note instead: tfactory runs tag --help"
+                advice if action == "deleted" else "Set a tag or a note instead: tfactory runs tag --help"
             )
             needed_by = "; ".join(references.needed_by)
             raise ValueError(f"run {run.name} cannot be {action}: {needed_by}. {remedy}")
@@ -104,8 +104,8 @@ def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
 
 
 def _is_complete(run: RunFolder) -> bool:
-    """Return whether a run no longer needs the files that it was started from: it is finished, and its model is not an
-    adapter on top of them."""
+    """Return whether a run no longer needs its initial files, because it is finished and its model is not an adapter on
+    top of them."""
     try:
         return run.status.status == "finished" and not run.config.lora.enabled
     except ValueError:  # unreadable: assume that it can be repaired and resumed
@@ -113,19 +113,18 @@ def _is_complete(run: RunFolder) -> bool:
 
 
 def _used_paths(run: RunFolder) -> Iterator[Path]:
-    """Yield the paths in environment.json that a resumed run loads. Paths in the run's lineage are skipped, because a
-    resumed run does not load them."""
+    """Yield the paths in environment.json that a resumed run loads; skip those of its lineage."""
     try:
         run_info = json.loads(read_whole(run.path / ENVIRONMENT))
     except (OSError, ValueError):
         return
-    values = [run_info]
-    while values:
-        value = values.pop()
+    pending = [run_info]
+    while pending:
+        value = pending.pop()
         if isinstance(value, dict):
-            values += [inner for key, inner in value.items() if key != "parent"]
+            pending += [child for key, child in value.items() if key != "parent"]
         elif isinstance(value, list):
-            values += value
+            pending += value
         elif isinstance(value, str) and value.startswith(os.sep):
             yield Path(value)
 

@@ -48,8 +48,8 @@ def check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
     estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
-    """Report a run's memory on a device, and add a finding if it exceeds the device's memory. `estimate_other` is used
-    to find options that fit."""
+    """Report a run's memory on a device, and add a finding if the device has too little. `estimate_other` estimates
+    changed configs, to suggest options that fit."""
     on_gpu = device.type == "cuda"
     available = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
     compare_memory(diagnosis, config, needed, available, str(device), estimate_other)
@@ -59,7 +59,7 @@ def compare_memory(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float, device: str,
     estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
-    needed = needed | _limited_cache(diagnosis, config, needed, MAX_MEMORY_SHARE * available)
+    needed = needed | _limit_cache(diagnosis, config, needed, MAX_MEMORY_SHARE * available)
     total = sum(needed.values())
     parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needed.items() if count)
     diagnosis.facts["memory"] = (
@@ -77,42 +77,42 @@ def compare_memory(
         )
 
 
-def _limited_cache(
+def _limit_cache(
     diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float
 ) -> dict[str, float]:
     """Return the bytes of the KV cache, limited to the memory that the other parts leave. Report how many episodes it
     holds."""
-    if not (full := needed.get("cache", 0.0)):
+    if not (full_cache := needed.get("cache", 0.0)):
         return {}
-    rest = available - sum(needed.values()) + full
+    room = available - sum(needed.values()) + full_cache
     if config.sampling.cache_gib is not None:
-        rest = config.sampling.cache_gib * GIB - needed.get("states", 0.0)
+        room = config.sampling.cache_gib * GIB - needed.get("states", 0.0)
     slots = config.sampling.slots
-    episodes = min(slots, int(rest / full * slots))  # of full length that the cache holds
+    episodes = min(slots, int(room / full_cache * slots))  # of full length that the cache holds
     if episodes < 1:
-        return {"cache": full / slots}
+        return {"cache": full_cache / slots}
     if episodes == slots:
-        return {"cache": full}
+        return {"cache": full_cache}
     diagnosis.facts["KV cache"] = (
-        f"{format_bytes(rest)} of pages: {episodes} of {slots} episodes at full length, more if they are shorter or "
+        f"{format_bytes(room)} of pages: {episodes} of {slots} episodes at full length, more if they are shorter or "
         "share prefixes"
     )
     if 2 * episodes < slots:
         diagnosis.add(
             "cache",
-            f"the KV cache has {format_bytes(rest)}, which {episodes} of {slots} episodes fill at full length; further "
+            f"the KV cache has {format_bytes(room)}, which {episodes} of {slots} episodes fill at full length; further "
             "ones wait, or are prefilled again",
             "warning",
             "Lower model.max_length or sampling.slots, or free memory: "
             + suggest_options(config, {name: count for name, count in needed.items() if name != "cache"}),
         )
-    return {"cache": rest}
+    return {"cache": room}
 
 
 def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     """Return the memory-saving options that are not set yet, the least intrusive first."""
     training, sampling, model = config.training, config.sampling, config.model
-    alone, adapted = not config.compute.learners, config.lora.enabled or model.adapter is not None
+    is_local, has_adapter = not config.compute.learners, config.lora.enabled or model.adapter is not None
     options: dict[str, Any] = {}
     if not training.gradient_checkpointing:
         options["training.gradient_checkpointing"] = True
@@ -120,15 +120,15 @@ def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
         options["training.activation_offload"] = True
     if training.token_budget > MIN_TOKEN_BUDGET:
         options["training.token_budget"] = max(MIN_TOKEN_BUDGET, training.token_budget // 4)
-    if training.optimizer != "adamw_8bit" and alone and device != "cpu":
+    if training.optimizer != "adamw_8bit" and is_local and device != "cpu":
         options["training.optimizer"] = "adamw_8bit"
     if sampling.slots >= 8:
         options["sampling.slots"] = sampling.slots // 4
-    if not adapted:
+    if not has_adapter:
         options["lora.enabled"] = True
     if model.vision and model.image_tokens > MIN_IMAGE_TOKENS:
         options["model.image_tokens"] = max(MIN_IMAGE_TOKENS, model.image_tokens // 4)
-    if model.quantization != "4bit" and alone:
+    if model.quantization != "4bit" and is_local:
         options["model.quantization"] = "4bit"
     if model.max_length:
         options["model.max_length"] = model.max_length // 2
@@ -143,13 +143,13 @@ def find_fitting(
     for count in range(1, len(options) + 1):
         for keys in itertools.combinations(options, count):
             changed = with_changes(config, {key: options[key] for key in keys})
-            adapted = changed.lora.enabled or changed.model.adapter is not None
-            if "model.quantization" in keys and not adapted:
+            has_adapter = changed.lora.enabled or changed.model.adapter is not None
+            if "model.quantization" in keys and not has_adapter:
                 continue
             total = sum(estimate_other(changed).values())
             if total <= MAX_MEMORY_SHARE * available:
-                text = " ".join(format_option(key, options[key]) for key in keys)
-                return f"To fit, in about {format_bytes(total)}, set: {text}. "
+                settings = " ".join(format_option(key, options[key]) for key in keys)
+                return f"To fit, in about {format_bytes(total)}, set: {settings}. "
     return ""
 
 
@@ -165,13 +165,13 @@ def suggest_options(
     needed, options = needed or dict.fromkeys(REDUCING_OPTIONS, 1.0), saving_options(config, device)
     if not config.lora.enabled and config.model.adapter is None:
         options.pop("model.quantization", None)  # trained weights cannot be quantized
-    large = [part for part in needed if needed[part] > MIN_PART_SHARE * sum(needed.values())]
-    parts = sorted(large, key=lambda part: -needed[part])
+    large_parts = [part for part in needed if needed[part] > MIN_PART_SHARE * sum(needed.values())]
+    parts = sorted(large_parts, key=lambda part: -needed[part])
     keys = [
         key for part in parts for key in REDUCING_OPTIONS.get(part, REDUCING_OPTIONS["all"]) if key in options
     ]
-    listed = ", ".join(format_option(key, options[key]) for key in dict.fromkeys(keys))
-    return f"Options that save memory, largest part first: {listed}." if listed else ""
+    settings = ", ".join(format_option(key, options[key]) for key in dict.fromkeys(keys))
+    return f"Options that save memory, largest part first: {settings}." if settings else ""
 
 
 def format_bytes(count: float) -> str:

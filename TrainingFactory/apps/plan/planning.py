@@ -64,30 +64,31 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
         raise ValueError(f"--gpu {gpu} is unknown; choose one of {', '.join(FIGURES['gpus'])}")
     rows = FIGURES["workload"] | FIGURES["gpus"][gpu] | FIGURES["engines"][engine] | FIGURES["figures"]
     figures = {name: PlanFigure(*row) for name, row in rows.items()}
-    in_file = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
-    if not isinstance(in_file, dict):
+    from_file = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(from_file, dict):
         raise ValueError(f"--rates {file} must be a mapping from names to values")
-    settings = [(f"--rates {file}", name, value) for name, value in in_file.items()]
+    settings = [(f"--rates {file}", name, value) for name, value in from_file.items()]
     settings += [("--rate", *rate.partition("=")[::2]) for rate in rates]
     for source, name, value in settings:
         if name not in figures:
             raise ValueError(f"{source}: unknown figure {name!r}{did_you_mean(nearest(str(name), figures))}")
         try:
-            number = value if name in FIGURES["workload"] else float(value)
+            figure = value if name in FIGURES["workload"] else float(value)
             if not parse_distribution(value).mean and name in FIGURES["positive"]:
                 raise ValueError("must be greater than 0")
         except (TypeError, ValueError) as error:
             raise ValueError(f"{source}: {name}: {error}") from None
-        figures[name] = PlanFigure(number, figures[name].unit, f"set by {source}")
+        figures[name] = PlanFigure(figure, figures[name].unit, f"set by {source}")
     return figures
 
 
-def in_gib(parts: dict[str, float]) -> dict[str, float]:
+def bytes_to_gib(parts: dict[str, float]) -> dict[str, float]:
     return {name: count / GIB for name, count in parts.items()}
 
 
 class RunPlanner:
-    """Plans a config on `gpus` GPUs. A single GPU holds sampler and learner; otherwise each GPU holds one of them."""
+    """Planner for a config on `gpus` GPUs. A single GPU holds sampler and learner; otherwise each GPU holds one of
+    them."""
 
     def __init__(
         self, config: TrainingConfig, gpus: int, gpu: str = "h200", size: str | None = None, run: str | None = None,
@@ -104,10 +105,10 @@ class RunPlanner:
             )
         configured, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
         self.figures = find_figures(engine, gpu, file, rates)
-        text = "sampling.engine"
+        source_note = "sampling.engine"
         if engine != configured:
-            text = f"assumed with several GPUs; sampling.engine is {configured}"
-        self.figures["engine"] = PlanFigure(engine, "that samples", text)
+            source_note = f"assumed with several GPUs; sampling.engine is {configured}"
+        self.figures["engine"] = PlanFigure(engine, "that samples", source_note)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
             self.figures[name] = PlanFigure(1.0, self.figures[name].unit, "they share no GPU")
         if self.shape.tower is not None and self.figures["image_tokens"].source == "assumed":
@@ -134,25 +135,25 @@ class RunPlanner:
         # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
-        steps, episodes = self._steps(), config.training.batch_size * config.training.group_size
+        steps, episodes = self._count_steps(), config.training.batch_size * config.training.group_size
         self.images = ImageUse(
             self.episodes.image_tokens, self.episodes.image_share, self.episodes.images * steps * episodes
         )
         self.room = GIB * (self["gpu_memory_gib"] - self["reserve_gib"])
         # GPUs per sampler: from the config, else the smallest power of 2 that leaves a fifth of the memory free
-        least = math.ceil(math.log2(max(1.0, 2 * self.shape.params / 0.8 / self.room)))
-        self.width = int(config.sampling.engine_options.get("tensor_parallel_size", 2**least))
+        log_width = math.ceil(math.log2(max(1.0, 2 * self.shape.params / 0.8 / self.room)))
+        self.width = int(config.sampling.engine_options.get("tensor_parallel_size", 2**log_width))
 
     def __getitem__(self, name: str) -> float:
         return self.figures[name].value
 
-    def least_learners(self, config: TrainingConfig) -> int:
+    def min_learners(self, config: TrainingConfig) -> int:
         """Return the smallest number of GPUs on which the learner fits; 1025 if it does not fit on 1024."""
-        used = (
+        learner_sizes = (
             sum(learner_bytes(self.shape, config, self.needs, n, self.images).values())
             for n in range(1, 1025)
         )
-        return next((n for n, count in enumerate(used, 1) if count <= self.room), 1025)
+        return next((n for n, size in enumerate(learner_sizes, 1) if size <= self.room), 1025)
 
     def samplers(self, learners: int) -> int:
         return max(1, (self.gpus - learners) // self.width)
@@ -163,19 +164,19 @@ class RunPlanner:
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
         trained = shape.held(self.config).trained
-        of_token = sampler_bytes(shape, width, 1, 1.0)
-        read, per_token = of_token["weights"] / traffic, of_token["cache"] / traffic
+        token_bytes = sampler_bytes(shape, width, 1, 1.0)
+        read_seconds, token_seconds = token_bytes["weights"] / traffic, token_bytes["cache"] / traffic
         states = 2 * row_bytes(shape, 2) / width / traffic  # read and written, whatever the context
-        computed = flops * width * self["prefill_mfu"]
+        prefill_flops = flops * width * self["prefill_mfu"]
         prompt, length = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
         # Each sampler that has episodes of a group computes the group's prompt once.
         prompt_share = prompt * min(group_size, self.samplers(learners)) / group_size
-        in_prompt, in_replies = self.episodes.prompt_image_tokens, self.episodes.reply_image_tokens
-        encoding = shape.encode(in_prompt * prompt_share / prompt + in_replies)
-        pushed = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
-        over = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
-        saved = (
+        image_tokens = self.episodes.prompt_image_tokens * prompt_share / prompt
+        encoding = shape.encode(image_tokens + self.episodes.reply_image_tokens)
+        pushed_gb = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
+        gb_seconds = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
+        saved_gb = (
             1e-9
             * trained
             * (6 + OPTIMIZER_BYTES[self.config.training.optimizer])
@@ -185,21 +186,21 @@ class RunPlanner:
             launch=1e-6
             * shape.num_hidden_layers
             * (self["layer_us"] + 2 * self["allreduce_us"] * (width > 1)),
-            read=read,
+            read=read_seconds,
             compute=2 * shape.computed / flops / width / self["decode_mfu"],
-            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * per_token + states,
+            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * token_seconds + states,
             prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context) + encoding)
-            / computed,
-            renewal=shape.forward(length / 2, length / 4) / computed,
+            / prefill_flops,
+            renewal=shape.forward(length / 2, length / 4) / prefill_flops,
             turn=1e-3 * self["turn_ms"],
             driver=1e-3 * self["driver_ms"],
             update=self.update_seconds(
                 learners, flops, 4 * (shape.params + trained) * (1 - 1 / learners) / link
             ),
-            write=pushed / self["push_write_gbs"] + pushed * over,
-            load=pushed / self["push_load_gbs"],
+            write=pushed_gb / self["push_write_gbs"] + pushed_gb * gb_seconds,
+            load=pushed_gb / self["push_load_gbs"],
             record=self["record_s"],
-            checkpoint=saved / self["disk_gbs"] / self.config.logging.checkpoint_every,
+            checkpoint=saved_gb / self["disk_gbs"] / self.config.logging.checkpoint_every,
             sampler_overlap=self["sampler_overlap"],
             learner_overlap=self["learner_overlap"],
         )
@@ -208,32 +209,32 @@ class RunPlanner:
         """Return the seconds of an update: its compute time, or the time of FSDP's communication if that is longer.
         `gathered` is the communication time per pack: 16 bits of every weight twice, 32 bits of every gradient."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
-        learned_from = 1 - (1 - episodes.taught) ** (self.refill + 1)
-        groups, size = training.batch_size * learned_from, self.group_size
+        trained_share = 1 - (1 - episodes.taught) ** (self.refill + 1)
+        groups, size = training.batch_size * trained_share, self.group_size
         tokens = groups * (episodes.length * size - episodes.prompt * (size - 1))  # the prompt counts once
-        head = 2 * shape.hidden_size * shape.vocab_size * groups * size * float(np.mean(episodes.sampled))
-        work = shape.forward(tokens, episodes.length / 2) + head
+        lm_head = 2 * shape.hidden_size * shape.vocab_size * groups * size * float(np.mean(episodes.sampled))
+        work = shape.forward(tokens, episodes.length / 2) + lm_head
         if self.config.model.train_tower:  # else the sampler's outputs of the tower are used
             work += shape.encode(groups * (episodes.prompt_image_tokens + size * episodes.reply_image_tokens))
-        learned = training.update_epochs * (3 + training.gradient_checkpointing)  # backward is two forwards
-        passes = learned + (learned + 1) * ("critic" in self.needs) + len(self.needs & {"old", "reference"})
+        trained = training.update_epochs * (3 + training.gradient_checkpointing)  # backward is two forwards
+        passes = trained + (trained + 1) * ("critic" in self.needs) + len(self.needs & {"old", "reference"})
         packs = max(training.minibatches, math.ceil(tokens / training.token_budget / learners))
-        computed = passes * work / flops / self["update_mfu"] / learners
-        return max(computed, training.update_epochs * packs * gathered)
+        compute_seconds = passes * work / flops / self["update_mfu"] / learners
+        return max(compute_seconds, training.update_epochs * packs * gathered)
 
     def model(self, learners: int, slots: int, max_staleness: int, without: str = "") -> StepModel:
-        """Return the step-time model of a plan. The part of a step named `without` counts as taking no time."""
+        """Return the step-time model of a plan, in which the part `without` of a step takes no time."""
         training, samplers = self.config.training, self.samplers(learners)
-        free = dict.fromkeys(STEP_PARTS.get(without, ()), 0.0)
-        costs, episodes = self.costs(learners, self.group_size)._replace(**free), self.episodes
+        zeroed = dict.fromkeys(STEP_PARTS.get(without, ()), 0.0)
+        costs, episodes = self.costs(learners, self.group_size)._replace(**zeroed), self.episodes
         if without in WAITING_PARTS:
             episodes = episodes._replace(**{WAITING_PARTS[without]: np.zeros_like(episodes.turns)})
         if training.eval_every and without != "evaluations":
-            alone = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | free)
-            seconds = StepModel(episodes, alone, self.config.data.heldout_count, 1, slots, samplers).seconds()
-            costs = costs._replace(evaluation=seconds / training.eval_every)
-        size = training.batch_size, self.group_size
-        return StepModel(episodes, costs, *size, slots, samplers, max_staleness, self.refill)
+            eval_costs = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | zeroed)
+            evaluation = StepModel(episodes, eval_costs, self.config.data.heldout_count, 1, slots, samplers)
+            costs = costs._replace(evaluation=evaluation.seconds() / training.eval_every)
+        batch_shape = training.batch_size, self.group_size
+        return StepModel(episodes, costs, *batch_shape, slots, samplers, max_staleness, self.refill)
 
     def step(self, learners: int, slots: int, max_staleness: int, without: str = "") -> float:
         return self.model(learners, slots, max_staleness, without).seconds()
@@ -241,11 +242,11 @@ class RunPlanner:
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
         config = self.config
-        bound, length = config.optimization.effective_max_staleness, self.episodes.length
-        least, spare = self.least_learners(config), self.room * self.width - 2 * self.shape.params
+        staleness, length = config.optimization.effective_max_staleness, self.episodes.length
+        fewest, spare_bytes = self.min_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
             sampler = 2 * self.shape.params * (config.sampling.engine != "native")
-            spare = (
+            spare_bytes = (
                 self.room
                 - sampler
                 - sum(learner_bytes(self.shape, config, self.needs, 1, self.images).values())
@@ -253,55 +254,55 @@ class RunPlanner:
         slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (1 + SNAPSHOTS) * row_bytes(
             self.shape, 2
         )
-        slots = min(config.sampling.slots, int(spare / slot_bytes))
+        slots = min(config.sampling.slots, int(spare_bytes / slot_bytes))
         most = max(1, self.gpus - self.width)
-        if slots < 1 or not least <= (learners or least) <= most:
-            raise ValueError(self._too_few(least, learners))
-        tried = {round(least + (most - least) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)}
-        splits = {n: self.step(n, slots, bound) for n in sorted({learners} if learners else tried)}
+        if slots < 1 or not fewest <= (learners or fewest) <= most:
+            raise ValueError(self._explain_too_few(fewest, learners))
+        candidates = {round(fewest + (most - fewest) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)}
+        splits = {n: self.step(n, slots, staleness) for n in sorted({learners} if learners else candidates)}
         best = min(splits, key=splits.__getitem__)
-        modes = {n: self.step(best, slots, n) for n in sorted({0, bound or 1})}
-        without = {part: self.step(best, slots, bound, part) for part in STEP_PARTS}
-        steps = self._steps()
-        seconds, bottleneck = splits[best], min(without, key=without.__getitem__)
-        tokens = self.model(best, slots, bound).count * float(np.mean(self.episodes.sampled))
+        by_staleness = {n: self.step(best, slots, n) for n in sorted({0, staleness or 1})}
+        seconds_without = {part: self.step(best, slots, staleness, part) for part in STEP_PARTS}
+        steps = self._count_steps()
+        seconds, bottleneck = splits[best], min(seconds_without, key=seconds_without.__getitem__)
+        tokens = self.model(best, slots, staleness).count * float(np.mean(self.episodes.sampled))
         advice = dict[str, str]()
-        if not bound and modes[1] < 0.9 * seconds:
-            advice["optimization.async_rollout=true"] = f"{modes[1]:.3g} s a step"
+        if not staleness and by_staleness[1] < 0.9 * seconds:
+            advice["optimization.async_rollout=true"] = f"{by_staleness[1]:.3g} s a step"
         if bottleneck == "push" and not config.lora.enabled:
             advice["lora.enabled=true"] = "pushes an adapter instead of all weights"
         return {
             "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.samplers(best),
             "gpus_per_sampler": self.width, "episodes_per_sampler": slots,
             "gpu_memory_gib": self["gpu_memory_gib"], "room_gib": self.room / GIB,
-            "learner_gib": in_gib(learner_bytes(self.shape, config, self.needs, best, self.images)),
-            "sampler_gib": in_gib(sampler_bytes(self.shape, self.width, slots, length)),
+            "learner_gib": bytes_to_gib(learner_bytes(self.shape, config, self.needs, best, self.images)),
+            "sampler_gib": bytes_to_gib(sampler_bytes(self.shape, self.width, slots, length)),
             "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
-            "advice": advice, "tokens_per_second": tokens / seconds, "step_seconds_without": without,
-            "step_seconds_by_bound": modes, "step_seconds_by_learners": splits,
+            "advice": advice, "tokens_per_second": tokens / seconds, "step_seconds_without": seconds_without,
+            "step_seconds_by_bound": by_staleness, "step_seconds_by_learners": splits,
             "model": self.shape.name, "parameters": self.shape.params, "active_parameters": self.shape.computed,
             "gpus": self.gpus,
             "figures": {name: figure._asdict() for name, figure in self.figures.items()},
         }  # fmt: skip
 
-    def _steps(self) -> int:
+    def _count_steps(self) -> int:
         """Return the number of steps, and record its source in the figures."""
-        training, count = self.config.training, self.config.data.count
-        steps = training.num_epochs * math.ceil((count or 1000) / training.batch_size)
-        source = "data.count" if count else "assumed: 1,000 tasks"
+        training, num_tasks = self.config.training, self.config.data.count
+        steps = training.num_epochs * math.ceil((num_tasks or 1000) / training.batch_size)
+        source = "data.count" if num_tasks else "assumed: 1,000 tasks"
         if training.max_steps:
             steps, source = training.max_steps, "training.max_steps"
         self.figures["steps"] = PlanFigure(steps, "steps", source)
         return steps
 
-    def _too_few(self, least: int, learners: int | None) -> str:
+    def _explain_too_few(self, num_needed: int, learners: int | None) -> str:
         """Return the error text for too few GPUs: how many are needed, and the options that reduce their number."""
-        text = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not suit "
-        takes = f"needs {least} or more" if least < 1025 else "does not fit on 1024"
-        text += f"{self.shape.name}: the learner {takes} GPUs of {self['gpu_memory_gib']:g} GiB"
-        text += f", a sampler needs {self.width}" + (", and one must hold both" if self.gpus == 1 else "")
+        problem = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not suit "
+        need = f"needs {num_needed} or more" if num_needed < 1025 else "does not fit on 1024"
+        problem += f"{self.shape.name}: the learner {need} GPUs of {self['gpu_memory_gib']:g} GiB"
+        problem += f", a sampler needs {self.width}" + (", and one must hold both" if self.gpus == 1 else "")
         for key, value in REMEDIES.items():
-            fewer = self.least_learners(with_changes(self.config, {key: value}))
-            if fewer < least:
-                text += f"; with {key}={str(value).lower()} the learner needs {fewer}"
-        return text
+            fewer = self.min_learners(with_changes(self.config, {key: value}))
+            if fewer < num_needed:
+                problem += f"; with {key}={str(value).lower()} the learner needs {fewer}"
+        return problem

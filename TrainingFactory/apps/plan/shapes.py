@@ -132,23 +132,23 @@ def find_shape(name: str, size: str | None) -> ModelShape:
     """Return the shape of `size` if given, else of the model: by its local config.json or by the size in its name."""
     sizes, path = FIGURES["shapes"], Path(resolve_model_name(name)).expanduser() / "config.json"
     if size is None and path.is_file():
-        return _read(name, json.loads(path.read_text(encoding="utf-8")))
+        return _shape_from_config(name, json.loads(path.read_text(encoding="utf-8")))
     if size is None and resolve_model_name(name) == BUILTIN_VL:
-        return _read(BUILTIN_VL, tiny_vl_config(builtin_tokenizer(BUILTIN_VL)).to_dict())
+        return _shape_from_config(BUILTIN_VL, tiny_vl_config(builtin_tokenizer(BUILTIN_VL)).to_dict())
     for key in (size, name) if size else (name,):
         if (config := _known_config(key)) is not None:
             return counted_shape(key, config)
         if size:
             break
-    in_name = re.findall(r"\d+(?:\.\d+)?[BM]\b", resolve_model_name(name).upper())
+    sizes_in_name = re.findall(r"\d+(?:\.\d+)?[BM]\b", resolve_model_name(name).upper())
     if re.search(r"\d[BM]-A\d", resolve_model_name(name).upper()):
-        in_name = []  # a mixture of experts, and the sizes are those of dense models
-    for key in [size] if size else [resolve_model_name(name), *in_name]:
+        sizes_in_name = []  # a mixture of experts, and the sizes are those of dense models
+    for key in [size] if size else [resolve_model_name(name), *sizes_in_name]:
         if (row := sizes.get(key) or sizes.get(key.upper())) is not None:
             return ModelShape(*row)
-    what = f"--model-size {size}" if size else f"model.name: {name} (not a folder with a config.json)"
-    listed = [short for short, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
-    raise ValueError(f"{what}: unknown size; set --model-size to one of {', '.join([*sizes, *listed])}")
+    option = f"--model-size {size}" if size else f"model.name: {name} (not a folder with a config.json)"
+    models = [name_key for name_key, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
+    raise ValueError(f"{option}: unknown size; set --model-size to one of {', '.join([*sizes, *models])}")
 
 
 def _known_config(name: str) -> dict[str, Any] | None:
@@ -181,70 +181,70 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
         raise ValueError(f"model.name: {name} has latent attention, which plans and forecasts do not support")
     total = sum(weight.numel() for weight in model.parameters())
     experts = expert_modules(model).values()
-    fused = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
+    routed = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
     count = max((module.num_experts for module in experts), default=1)
-    idle = fused - fused * active_experts(text) // count if experts else 0
-    tables = [weight for name, weight in model.named_parameters() if "embed_tokens_per_layer" in name]
-    idle += sum(table.numel() for table in tables)
+    idle = routed - routed * active_experts(text) // count if experts else 0
+    embeddings = [weight for name, weight in model.named_parameters() if "embed_tokens_per_layer" in name]
+    idle += sum(table.numel() for table in embeddings)
     queries, keys = attention_widths(text)  # the mean of the layers
     width = queries // text.num_attention_heads
-    tied = bool(getattr(text, "tie_word_embeddings", False))
+    is_tied = bool(getattr(text, "tie_word_embeddings", False))
     return ModelShape(
         name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
-        max(1, keys // width), width, text.vocab_size, tied, total, total - idle,
-        *adapter_sizes(model), *_recurrence(text),
+        max(1, keys // width), width, text.vocab_size, is_tied, total, total - idle,
+        *adapter_sizes(model), *_recurrent_sizes(text),
     )  # fmt: skip
 
 
 def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
-    """Return the shape of a config's model. The vision tower is included if `model.vision` is set or the model is the
-    built-in vision-language model. Environments and data, which may contain images, are not loaded."""
+    """Return the shape of a config's model, with its vision tower if `model.vision` is set or the model is the built-in
+    vision-language model. Environments and data are not loaded."""
     shape = find_shape(config.model.name, size)
-    sees = config.model.vision or resolve_model_name(config.model.name) == BUILTIN_VL
+    sees_images = config.model.vision or resolve_model_name(config.model.name) == BUILTIN_VL
     if config.model.vision and shape.tower is None:
         raise ValueError(
             f"model.vision: the tower of {shape.name} is unknown; set model.name to a folder with the config.json of a "
             "vision-language model, without --model-size"
         )
-    return shape if sees else shape._replace(tower=None)
+    return shape if sees_images else shape._replace(tower=None)
 
 
-def _recurrence(text: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
+def _recurrent_sizes(text_config: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
     """Return the layer types of a hybrid model and the sizes of its recurrent layers; empty values for other models."""
-    if not recurrent_layers(text):
+    if not recurrent_layers(text_config):
         return (), RecurrentSizes()
-    return tuple(text.layer_types), recurrent_layer(text, 2)
+    return tuple(text_config.layer_types), recurrent_layer(text_config, 2)
 
 
 def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
     """Return the shape of a dense model from its config; None if its dimensions are not known."""
     try:
-        return _read(name, config)
+        return _shape_from_config(name, config)
     except ValueError:
         return None
 
 
-def _read(name: str, whole: dict[str, Any]) -> ModelShape:
-    text_config: dict[str, Any] = whole.get("text_config", whole)
+def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
+    text_config: dict[str, Any] = model_config.get("text_config", model_config)
     config = {key: value for key, value in text_config.items() if value is not None}
     heads = config.get("num_attention_heads", 1)
-    assumed: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "num_key_value_heads": heads,
         "head_dim": config.get("hidden_size", 0) // heads,
     }
-    tied = bool(whole.get("tie_word_embeddings"))
-    dimensions: dict[str, Any] = assumed | {"tie_word_embeddings": tied} | config
+    is_tied = bool(model_config.get("tie_word_embeddings"))
+    dimensions: dict[str, Any] = defaults | {"tie_word_embeddings": is_tied} | config
     has_experts = any("experts" in key and dimensions[key] for key in dimensions)
     is_plain = not has_experts and not any(dimensions.get(key) for key in LAYER_KEYS)
     is_plain = is_plain and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
     if not is_plain and "model_type" in dimensions:
-        return counted_shape(name, dimensions)._replace(tower=described_tower(whole))
+        return counted_shape(name, dimensions)._replace(tower=described_tower(model_config))
     if not is_plain:
-        parts = "experts" if has_experts else "layers of different kinds"
-        raise ValueError(f"model.name: config.json of {name} has {parts} but no model_type")
+        description = "experts" if has_experts else "layers of different kinds"
+        raise ValueError(f"model.name: config.json of {name} has {description} but no model_type")
     if missing := [key for key in DIMENSIONS if key not in dimensions]:
         raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
-    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(whole))
+    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(model_config))
 
 
 def learner_bytes(

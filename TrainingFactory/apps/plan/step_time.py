@@ -75,24 +75,24 @@ class StepModel:
         count, costs, depth = self.count / self.samplers, self.costs, 1 + self.max_staleness
         running = max(1.0, min(self.slots, depth * count))  # episodes of a sampler at a time
         waves = max(1.0, count / running)
-        rows, pushes, step = running, 0.0, 0.0
+        rows, pushes, step_seconds = running, 0.0, 0.0
         for _ in range(FIXED_POINT_STEPS):
-            busy = self._busy(rows, pushes)
+            busy = self._sampler_seconds(rows, pushes)
             durations = busy + self.episodes.tool + self.episodes.reward + self.episodes.turns * costs.driver
             mean = float(durations.mean())
             sampling = (waves - 1) * mean + self._wait_for_last(durations, running)
             sampling = max(sampling, self.count * float(self.episodes.turns.mean()) * costs.driver)
             if self.max_staleness:
-                work = count * float(self._busy(running, pushes).mean()) / running
-                step = max(self._ahead(sampling, work), count * mean / running + costs.load)
-                window, pushes = step - costs.load, mean / step if step else 0.0
+                work = count * float(self._sampler_seconds(running, pushes).mean()) / running
+                step_seconds = max(self._overlap_seconds(sampling, work), count * mean / running + costs.load)
+                window, pushes = step_seconds - costs.load, mean / step_seconds if step_seconds else 0.0
             else:
-                step, window = sampling + costs.learner, sampling
+                step_seconds, window = sampling + costs.learner, sampling
             decoding = count * float(busy.mean()) / window if window else 0.0
             rows = (rows + min(running, max(1.0, decoding))) / 2
-        return step
+        return step_seconds
 
-    def _busy(self, rows: float, pushes: float) -> Array:
+    def _sampler_seconds(self, rows: float, pushes: float) -> Array:
         """Return the seconds that each episode spends in its sampler while `rows` episodes decode concurrently."""
         costs = self.costs
         blocked = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
@@ -103,25 +103,25 @@ class StepModel:
         groups and weighted by the probability of each round."""
         equal, seconds = 1 - self.episodes.taught, 0.0
         for attempt in range(self.refill + 1):
-            happens = 1 - (1 - equal**attempt) ** self.groups
-            together = min(self.groups * equal**attempt * self.group_size, running * self.samplers)
-            seconds += happens * expected_maximum(durations, max(self.group_size, together))
+            probability = 1 - (1 - equal**attempt) ** self.groups
+            num_episodes = min(self.groups * equal**attempt * self.group_size, running * self.samplers)
+            seconds += probability * expected_maximum(durations, max(self.group_size, num_episodes))
         return seconds
 
-    def _ahead(self, sampling: float, work: float) -> float:
+    def _overlap_seconds(self, sampling: float, work: float) -> float:
         """Return the seconds of a step if sampling and learning overlap: the larger of two bounds. Latency: a step's
         episodes and its learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one
         step. On a shared device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
         depth, costs = 1 + self.max_staleness, self.costs
         learning = costs.learner - costs.load
-        both = min(work / costs.sampler_overlap, learning / costs.learner_overlap)
-        lost = both * ((depth - 1) * (1 - costs.sampler_overlap) + 1 - costs.learner_overlap)
-        gained = both * (costs.sampler_overlap + costs.learner_overlap - 1)
+        overlap = min(work / costs.sampler_overlap, learning / costs.learner_overlap)
+        lost = overlap * ((depth - 1) * (1 - costs.sampler_overlap) + 1 - costs.learner_overlap)
+        gained = overlap * (costs.sampler_overlap + costs.learner_overlap - 1)
         return max((sampling + costs.learner + lost) / depth, work + learning - gained + costs.load)
 
 
 def expected_maximum(values: Array, count: float) -> float:
     """Return the expected maximum of `count` draws from `values`: of m sorted values, the i-th is the maximum with
     probability (i / m) ** count - ((i - 1) / m) ** count."""
-    below = (np.arange(len(values) + 1) / len(values)) ** count
-    return float(np.sort(values) @ np.diff(below))
+    cumulative = (np.arange(len(values) + 1) / len(values)) ** count
+    return float(np.sort(values) @ np.diff(cumulative))

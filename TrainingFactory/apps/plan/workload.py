@@ -34,9 +34,9 @@ class Distribution(NamedTuple):
         return np.full(shape, self.mean)
 
 
-def parse_distribution(text: str) -> Distribution:
+def parse_distribution(notation: str) -> Distribution:
     """Parse a number, `exponential:MEAN` or `lognormal:MEAN:SIGMA`."""
-    kind, *parameters = str(text).split(":")
+    kind, *parameters = str(notation).split(":")
     if not parameters:
         kind, parameters = "constant", [kind]
     try:
@@ -45,7 +45,7 @@ def parse_distribution(text: str) -> Distribution:
         numbers = []
     expected = {"constant": 1, "exponential": 1, "lognormal": 2}.get(kind)
     if len(numbers) != expected or not all(0 <= number < math.inf for number in numbers):
-        raise ValueError(f"{text!r} is not a number >= 0, exponential:MEAN or lognormal:MEAN:SIGMA")
+        raise ValueError(f"{notation!r} is not a number >= 0, exponential:MEAN or lognormal:MEAN:SIGMA")
     return Distribution(kind, *numbers)
 
 
@@ -112,8 +112,8 @@ def workload_from_run(run: RunFolder, tool: Distribution | None = None) -> Workl
         if trajectory.turns:
             groups.setdefault(trajectory.group, []).append(trajectory)
     if not groups:
-        text = "use a run with logging.save_trajectories and an algorithm that samples"
-        raise ValueError(f"--from-run: {run.path} has no episodes in {TRAJECTORIES}; {text}")
+        requirement = "use a run with logging.save_trajectories and an algorithm that samples"
+        raise ValueError(f"--from-run: {run.path} has no episodes in {TRAJECTORIES}; {requirement}")
     rows = [row for row in run.metrics() if row.get("episodes")]
     reward = sum(row["seconds/reward"] for row in rows) / max(1, sum(row["episodes"] for row in rows))
     return workload_from_groups(list(groups.values()), reward, tool)
@@ -132,14 +132,14 @@ def workload_from_groups(
         [max(result.seconds for result in turn.tool_results) for turn in episode.turns if turn.tool_results]
         for episode in episodes
     ]
-    seconds = np.array([sum(of_turns) for of_turns in waits], float)
+    seconds = np.array([sum(turn_waits) for turn_waits in waits], float)
     if tool is not None:
-        calls = np.array([len(of_turns) for of_turns in waits], float)
+        calls = np.array([len(turn_waits) for turn_waits in waits], float)
         seconds = _sum_draws(tool, calls, np.random.default_rng(0))
-    in_prompts = np.array([_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
-    shown = np.array([_image_tokens(turn.prompt_ids) for turn in last_turns], float)
-    sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
-    taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
+    in_prompts = np.array([_count_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
+    image_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
+    image_sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
+    is_taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Workload(
         prompt=float(prompts.mean()),
         turns=np.array([len(episode.turns) for episode in episodes], float),
@@ -147,34 +147,33 @@ def workload_from_groups(
         replies=np.maximum(0.0, np.array(lengths) - np.array(sampled) - prompts),
         tool=seconds,
         reward=np.full(len(episodes), reward),
-        taught=sum(taught) / len(taught),
+        taught=sum(is_taught) / len(is_taught),
         prompt_image_tokens=float(in_prompts.mean()),
-        reply_image_tokens=float((shown - in_prompts).mean()),
-        image_tokens=sum(sizes) / max(1, len(sizes)),
+        reply_image_tokens=float((image_counts - in_prompts).mean()),
+        image_tokens=sum(image_sizes) / max(1, len(image_sizes)),
     )
 
 
-def _image_tokens(ids: Sequence[int]) -> int:
+def _count_image_tokens(ids: Sequence[int]) -> int:
     return sum(token >= VIRTUAL for token in ids)
 
 
 def fork_factor(branching: BranchingSection, turns: Array, group_size: int) -> float:
-    """Return the ratio of a group's turns with forks to its turns without. For forks at turns of high entropy or at
-    turns that a function chooses, these turns are unknown, so all turns count, as with `at: tool_result`. `max_tokens`
-    is not considered."""
-    most = math.inf if branching.max_episodes is None else max(1.0, branching.max_episodes / group_size)
+    """Return the ratio of a group's turns with forks to its turns without. If the config does not list the forked
+    turns, all turns count. `max_tokens` is not considered."""
+    max_rows = math.inf if branching.max_episodes is None else max(1.0, branching.max_episodes / group_size)
     total = 0.0
     for num_turns in turns.astype(int).tolist():
         forks = 0
         for turn in range(1, num_turns + 1):
-            total += min(branching.continuations**forks, most)
+            total += min(branching.continuations**forks, max_rows)
             is_chosen = branching.at != "turns" or turn in branching.turns
             forks += is_chosen and turn % branching.every == 0 and forks < branching.max_forks
     return total / float(turns.astype(int).sum())
 
 
-def _sum_draws(law: Distribution, counts: Array, rng: np.random.Generator, most: float = math.inf) -> Array:
-    """Return the sum of `counts[i]` draws for every episode i, each draw capped at `most`."""
+def _sum_draws(dist: Distribution, counts: Array, rng: np.random.Generator, cap: float = math.inf) -> Array:
+    """Return the sum of `counts[i]` draws for every episode i, each draw capped at `cap`."""
     width = int(counts.max(initial=0))
-    draws = np.minimum(law.draw(rng, (len(counts), width)), most)
+    draws = np.minimum(dist.draw(rng, (len(counts), width)), cap)
     return np.where(np.arange(width) < counts[:, None], draws, 0.0).sum(axis=1)

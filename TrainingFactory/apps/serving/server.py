@@ -39,8 +39,8 @@ from TrainingFactory.types import Message
 
 
 class ChatServer:
-    """Serves requests on one event loop. The engine samples `slots` choices concurrently; at most `queue` more may
-    wait."""
+    """Server of chat requests on one event loop. The engine samples `slots` choices concurrently; at most `queue` more
+    may wait."""
 
     def __init__(self, name: str, model: ServedModel, *, queue: int = 256) -> None:
         self.name, self.model, self.queue = name, model, queue
@@ -84,9 +84,9 @@ class ChatServer:
                     return dialect.token_count(len(prompt))
                 if served.folding is not None and len(prompt) > served.folding.limit:
                     prompt = await self._fold(served, served.folding, request, prompt)
-                self._limit(served, request, len(prompt))
+                self._set_max_tokens(served, request, len(prompt))
             with self.admitted(request.n):  # rejects a stream here, while it can still send a status code
-                choose = partial(self._choice, served, request, prompt)
+                choose = partial(self._sample_choice, served, request, prompt)
                 head = ResponseHead(self.name, len(prompt), served.version, request.folded)
                 if request.stream:
                     return stream(request.n, choose, dialect.events(request, head), self.admitted(request.n))
@@ -106,8 +106,8 @@ class ChatServer:
         counts = {"running": num_running, "waiting": self.pending - num_running}
         counts |= {"refused": self.refused, "ignored": self.ignored}
         counts |= {} if self.model.folding is None else {"folded": self.folded}
-        state = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
-        return state | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
+        status = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
+        return status | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
 
     async def read(
         self, served: ServedModel, route: Route, body: bytes, model: str | None
@@ -121,8 +121,8 @@ class ChatServer:
         self, served: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
-        context, sees_images = served.sampler.max_length, served.chat.sees_images
-        request = route.dialect.parse(body, served.defaults, context, model, route.stream, sees_images)
+        max_length, sees_images = served.sampler.max_length, served.chat.sees_images
+        request = route.dialect.parse(body, served.defaults, max_length, model, route.stream, sees_images)
         if request.model not in (None, self.name):
             text = f"this server has no model {request.model:.60}; it serves {self.name}"
             raise ApiError(text, "model", status=404, code="model_not_found")
@@ -132,14 +132,14 @@ class ChatServer:
             text = f"the chat template cannot render these messages and tools: {error}"
             raise ApiError(text, "messages") from error
 
-    def _limit(self, served: ServedModel, request: ParsedRequest, prompt_tokens: int) -> None:
+    def _set_max_tokens(self, served: ServedModel, request: ParsedRequest, prompt_tokens: int) -> None:
         """Set the maximum number of sampled tokens; raise ApiError if they do not fit into the context."""
-        context = served.sampler.max_length
-        tokens_left = context - prompt_tokens
+        max_length = served.sampler.max_length
+        tokens_left = max_length - prompt_tokens
         limits = {"messages": tokens_left} | request.limits
         param = max(limits, key=lambda name: limits[name])
         if tokens_left < 1 or (limits[param] > tokens_left and not request.clamp):
-            text = f"the messages take {prompt_tokens} of the {context} tokens of the model's context; shorten them"
+            text = f"the messages take {prompt_tokens} of the {max_length} tokens of the model's context; shorten them"
             text += f", or set {param} to at most {tokens_left}" if tokens_left > 0 else ""
             raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
         request.max_tokens = min(limits.values())
@@ -154,7 +154,7 @@ class ChatServer:
             return prompt
         try:
             if folding.fold == "summary":
-                folded_context = with_summary(context, await self._summary(model, folding, request))
+                folded_context = with_summary(context, await self._summarize(model, folding, request))
             else:
                 folded_context = await fold(context, folding)
         except FoldError as error:
@@ -170,7 +170,7 @@ class ChatServer:
         self.folded += 1
         return await self._render(model, folded_context.messages, request)
 
-    async def _summary(self, model: ServedModel, folding: Folding, request: ParsedRequest) -> str:
+    async def _summarize(self, model: ServedModel, folding: Folding, request: ParsedRequest) -> str:
         ids = await self._render(model, with_user_text(request.messages, folding.template), request)
         if (max_tokens := model.sampler.max_length - len(ids)) < 1:
             text = f"the messages and the request for a summary take {len(ids)} tokens; shorten them"
@@ -210,15 +210,15 @@ class ChatServer:
     def close(self) -> None:
         self._writer.shutdown()
 
-    async def _choice(
+    async def _sample_choice(
         self,
         model: ServedModel,
         request: ParsedRequest,
         prompt: list[int],
-        number: int,
+        index: int,
         on_partial: OnPartial | None,
     ) -> SampledChoice:
-        seed = request.seed if number == 0 else turn_seed(request.seed, 0, "choice", number, 0)
+        seed = request.seed if index == 0 else turn_seed(request.seed, 0, "choice", index, 0)
         params = dataclasses.replace(request.params, seed=seed)
         async with model.gate:
             with contextlib.closing(model.sampler.session()) as session:

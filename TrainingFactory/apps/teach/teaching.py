@@ -47,7 +47,7 @@ Notify = Callable[[str], None]
 
 @dataclass(slots=True, frozen=True)
 class Selection:
-    """Selects the episodes that become training rows. `rft` rows are `sft` rows without duplicates."""
+    """Selection of the episodes that become training rows. `rft` rows are `sft` rows without duplicates."""
 
     form: TeachForm = "sft"
     min_reward: float | None = None  # None: any reward above 0
@@ -66,17 +66,16 @@ class Selection:
             yield from rows
             return
         by_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
-        for number, row in enumerate(rows):
+        for index, row in enumerate(rows):
             trajectory = recorded_episode(row)
             if trajectory.reward is not None:
-                by_task[trajectory.task.id].append((-total(trajectory.reward), number))
-        best_numbers = {number for ranked in by_task.values() for _, number in sorted(ranked)[: self.best]}
-        yield from (row for number, row in enumerate(rows) if number in best_numbers)
+                by_task[trajectory.task.id].append((-total(trajectory.reward), index))
+        best_indices = {index for ranked in by_task.values() for _, index in sorted(ranked)[: self.best]}
+        yield from (row for index, row in enumerate(rows) if index in best_indices)
 
 
 class Teaching(Rollouts):
-    """Runs episodes of a teacher and saves them in `folder`. Episodes that an earlier run finished are not played
-    again."""
+    """Rollouts of a teacher, saved in `folder`. A later run skips the episodes that an earlier run finished."""
 
     def __init__(
         self, config: TrainingConfig, settings: EndpointSettings, folder: Path, episodes: int, notify: Notify
@@ -84,22 +83,22 @@ class Teaching(Rollouts):
         self.folder = folder = folder.expanduser()
         self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES))
         self._spending = SpendingLog(folder / SPENT)
-        earlier = _earlier_episodes(folder)
+        earlier_episodes = _earlier_episodes(folder)
         super().__init__(config, folder / EPISODES, episodes, notify=notify)
-        save_trajectories(self._partial_file, earlier.values())  # which it has emptied
+        save_trajectories(self._partial_file, earlier_episodes.values())  # which it has emptied
         self.scored_by = scored_by(self.config, check_reward(self.config))
         self._check_same_request()
         requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
-        self._ended_episodes = [episode for key, episode in earlier.items() if key in requested]
+        self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in requested]
         # Episodes of other tasks, or of more episodes per task, stay in the file.
-        self._other_episodes = [episode for key, episode in earlier.items() if key not in requested]
+        self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in requested]
         if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
-            self._ended_episodes = [e for e in self._ended_episodes if self._members(e.task.id) == episodes]
+            self._ended_episodes = [e for e in self._ended_episodes if self._num_ended(e.task.id) == episodes]
         self.num_finished = len(self._ended_episodes)
-        self.rounds = [[task for task in self.tasks if self._members(task.id) < episodes]]
+        self.rounds = [[task for task in self.tasks if self._num_ended(task.id) < episodes]]
         save_trajectories(self._partial_file, [*self._other_episodes, *self._ended_episodes])
 
-    def _members(self, task: str) -> int:
+    def _num_ended(self, task: str) -> int:
         return sum(episode.task.id == task for episode in self._ended_episodes)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
@@ -126,9 +125,9 @@ class Teaching(Rollouts):
             return
         stored_request = json.loads(path.read_text(encoding="utf-8"))
         if changed := [key for key, value in request.items() if stored_request.get(key) != value]:
-            names = [key if key != "rest" else "environment, tools or reward" for key in changed]
+            descriptions = [key if key != "rest" else "environment, tools or reward" for key in changed]
             raise ValueError(
-                f"{self.folder} holds episodes of another request: {', '.join(names)} "
+                f"{self.folder} holds episodes of another request: {', '.join(descriptions)} "
                 "differ. Choose another folder with --out, or repeat the first command"
             )
 

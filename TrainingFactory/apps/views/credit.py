@@ -30,7 +30,7 @@ def group_credit(
     credits = {(entry.trajectory.group, entry.trajectory.member): entry for entry in episode_credits}
     result = GroupView(step=step, task=task, members=[], notes=credit.notes)
     members = [(*line, episode) for line, episode in zip(lines, episodes, strict=True)]
-    members = [entry for entry in members if entry[-1].task.id == task and group in (None, entry[-1].group)]
+    members = [m for m in members if m[-1].task.id == task and group in (None, m[-1].group)]
     logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
     if learner:
         from TrainingFactory.apps.views.learned import learner_logprobs  # slow: imports the model code
@@ -39,11 +39,11 @@ def group_credit(
             logprobs = learner_logprobs(run, [episode for *_, episode in members])
         except (ValueError, OSError) as error:
             result.notes.append(f"the learner's log-probs are not available: {error}")
-    for (line, number, episode), by_turn in zip(members, logprobs, strict=True):
-        view, own = episode_view(line, number, run.name), credits[episode.group, episode.member]
+    for (line, line_number, episode), by_turn in zip(members, logprobs, strict=True):
+        view, entry = episode_view(line, line_number, run.name), credits[episode.group, episode.member]
         view.credit = CreditView(
-            measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=own.left_out,
-            turns=[{"pieces": list(_piece_rows(turn.pieces, p))} for turn, p in zip(own.turns, by_turn, strict=True)]
+            measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=entry.left_out,
+            turns=[{"pieces": list(_piece_rows(turn.pieces, p))} for turn, p in zip(entry.turns, by_turn, strict=True)]
         )  # fmt: skip
         result.members.append(view)
     return result

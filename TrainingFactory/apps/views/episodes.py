@@ -18,7 +18,7 @@ from TrainingFactory.types import Trajectory
 # Most of a line is lists of numbers, of which views show only the length. Quotes in texts are escaped: no match there.
 NUMBERS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
 NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # characters that JSON writes as they are
-RESULT = ("content", "ok", "error", "cached", "seconds", "id", "images")
+FIELDS = ("content", "ok", "error", "cached", "seconds", "id", "images")
 READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
@@ -36,8 +36,8 @@ def read_row(line: bytes, number: int) -> tuple[EpisodeRow, list[str]]:
     try:
         return episode_row(read_line(line), number)
     except READ_ERRORS as error:
-        text = f"Line {number} of {TRAJECTORIES} is not an episode: {error_reason(error)}"
-        return EpisodeRow(number=number, status="unreadable", error=text[:300]), []
+        problem = f"Line {number} of {TRAJECTORIES} is not an episode: {error_reason(error)}"
+        return EpisodeRow(number=number, status="unreadable", error=problem[:300]), []
 
 
 def episode_row(data: Json, number: int) -> tuple[EpisodeRow, list[str]]:
@@ -65,8 +65,8 @@ def _results(turn: Json) -> Iterator[tuple[str, Json]]:
     calls = turn["message"].get("tool_calls") or []
     names = [(call.get("id"), str(call.get("function", call).get("name"))) for call in calls]
     for index, result in enumerate(turn.get("tool_results") or ()):
-        name_at_index = names[index][1] if index < len(names) else ""
-        yield dict(names).get(result.get("id") or None) or name_at_index, result
+        fallback_name = names[index][1] if index < len(names) else ""
+        yield dict(names).get(result.get("id") or None) or fallback_name, result
 
 
 def episode_view(source: bytes | Trajectory, number: int, run: str | None = None) -> EpisodeView:
@@ -92,16 +92,16 @@ def episode_view(source: bytes | Trajectory, number: int, run: str | None = None
         with problems.reading("turns"):
             steps = [] if view.reward is None else view.reward.steps
             for index, turn in enumerate(data["turns"]):
-                view.turns.append(_turn(turn, steps[index] if index < len(steps) else None))
+                view.turns.append(_turn_view(turn, steps[index] if index < len(steps) else None))
             view.answer = str(view.turns[-1].message.get("content") or "") if view.turns else ""
     if problems.texts:
         view.problem = f"Some parts of this episode cannot be read: {'; '.join(problems.texts)}"[:300]
     return view
 
 
-def _turn(turn: Json, step_reward: float | None) -> TurnView:
+def _turn_view(turn: Json, step_reward: float | None) -> TurnView:
     sampled = turn["completion"]
-    results = [{key: result.get(key) for key in RESULT} | {"call": name} for name, result in _results(turn)]
+    results = [{key: result.get(key) for key in FIELDS} | {"call": name} for name, result in _results(turn)]
     return TurnView(
         message=turn["message"], replies=turn.get("replies", []), tool_results=results, step_reward=step_reward,
         signals=turn.get("signals", {}), finish=str(sampled.get("finish")), tokens=sampled["token_ids"],
@@ -112,9 +112,9 @@ def _turn(turn: Json, step_reward: float | None) -> TurnView:
 
 def _takes_thousandths(spec: Json) -> bool:
     properties = spec.get("parameters", {}).get("properties", {})
-    limits = [properties[name] for name in ("x", "y") if isinstance(properties.get(name), dict)]
-    return len(limits) == 2 and all(
-        limit.get("maximum", limit.get("exclusiveMaximum")) == 1000 for limit in limits
+    schemas = [properties[name] for name in ("x", "y") if isinstance(properties.get(name), dict)]
+    return len(schemas) == 2 and all(
+        schema.get("maximum", schema.get("exclusiveMaximum")) == 1000 for schema in schemas
     )
 
 
@@ -140,12 +140,12 @@ def contains_text(line: bytes, text: str) -> bool:
     if NEVER_ESCAPED.fullmatch(needle) and needle.encode() not in line.lower():
         return False
     try:
-        return any(needle in part.lower() for part in _texts(read_line(line)))
+        return any(needle in content.lower() for content in _searched_texts(read_line(line)))
     except READ_ERRORS:
         return needle in line.decode("utf-8", "replace").lower()
 
 
-def _texts(data: Json) -> Iterator[str]:
+def _searched_texts(data: Json) -> Iterator[str]:
     yield from (str(data["task"]["id"]), str(data.get("error") or ""))
     replies = [message for turn in data["turns"] for message in (turn["message"], *turn["replies"])]
     for message in [*data["prompt"], *replies]:

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 
 from TrainingFactory.data.disk import MAX_LINE, open_regular
 
-TAIL = 64  # bytes
+TAIL_BYTES = 64  # bytes
 
 
 class FilePosition(NamedTuple):
@@ -40,7 +40,7 @@ class FileChunk(NamedTuple):
 
 
 class Problems:
-    """Collects read errors, so that one unreadable file does not hide the others."""
+    """Collector of read errors, so that one unreadable file does not hide the others."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -72,13 +72,13 @@ def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileCh
         file.seek(max(0, start - len(position.tail)))
         if was_truncated := size < start or file.read(len(position.tail)) != position.tail:
             start, position = file.seek(0), FilePosition()
-        data = file.read(max_bytes)
-        data += b"" if b"\n" in data else file.readline(MAX_LINE)
-    if len(data) > MAX_LINE and b"\n" not in data:
+        content = file.read(max_bytes)
+        content += b"" if b"\n" in content else file.readline(MAX_LINE)
+    if len(content) > MAX_LINE and b"\n" not in content:
         raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes at byte {start}.")
-    data = data[: data.rfind(b"\n") + 1]
-    position = FilePosition(start + len(data), (position.tail + data[-TAIL:])[-TAIL:])
-    return FileChunk(start, data.split(b"\n")[:-1], position, was_truncated, size)
+    content = content[: content.rfind(b"\n") + 1]
+    position = FilePosition(start + len(content), (position.tail + content[-TAIL_BYTES:])[-TAIL_BYTES:])
+    return FileChunk(start, content.split(b"\n")[:-1], position, was_truncated, size)
 
 
 def read_last_lines(path: Path, max_bytes: int) -> tuple[list[bytes], int]:
@@ -100,7 +100,7 @@ def read_json(line: bytes) -> Any:
     except ValueError:
         text = line.decode("utf-8", "replace")
     try:
-        value = json.loads(text)
-        return json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
+        parsed = json.loads(text)
+        return json.loads(json.dumps(parsed, ensure_ascii=False).encode("utf-8", "replace"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error

@@ -50,8 +50,8 @@ class Query:
             ("reward <= ?", self.most), ("tool_failures > ?", 0 if tool == "*" else None),
             ("instr(failed, ?)", None if tool in (None, "*") else f"\n{tool}\n"),
         ]  # fmt: skip
-        used = [(text, value) for text, value in conditions if value is not None]
-        return " AND ".join(["1", *(text for text, _ in used)]), [value for _, value in used]
+        active = [(clause, value) for clause, value in conditions if value is not None]
+        return " AND ".join(["1", *(clause for clause, _ in active)]), [value for _, value in active]
 
 
 class EpisodeIndex:
@@ -59,7 +59,7 @@ class EpisodeIndex:
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
-        self._place, self._count, self._lock = FilePosition(), 0, threading.Lock()
+        self._position, self._count, self._lock = FilePosition(), 0, threading.Lock()
         # With an empty name SQLite uses a temporary database, which it moves to disk when it grows large.
         self._db = sqlite3.connect("", check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -70,38 +70,39 @@ class EpisodeIndex:
     def page(self, query: Query, read_all: bool = False) -> EpisodePage:
         """Return a page of matching episodes. A request reads a limited number of bytes unless `read_all` is set."""
         with self._lock:
-            read, part = self._grow()
-            while read_all and part.has_more:
-                more, part = self._grow()
-                read += more
-            where, values = query.where()
+            num_read, chunk = self._grow()
+            while read_all and chunk.has_more:
+                more_bytes, chunk = self._grow()
+                num_read += more_bytes
+            where, parameters = query.where()
             sql = f"SELECT count(*) FROM episodes WHERE {where}"
-            matched = self._db.execute(sql, values).fetchone()[0] if values else self._count
+            matched = self._db.execute(sql, parameters).fetchone()[0] if parameters else self._count
             key, direction = SORTS[query.sort], "DESC" if query.down else "ASC"
             limit = max(1, min(query.limit, MAX_ROWS))
             if query.after is not None:
                 value, _, number = query.after.rpartition(":")
                 where += f" AND ({key}, number) {'<' if query.down else '>'} (?, ?)"
-                values += [float(value), int(number)]
-            most = "" if query.text else f" LIMIT {limit + 1}"
-            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} ORDER BY at {direction}, number {direction}{most}"
-            rows, last, searched, cut = list[EpisodeRow](), None, 0, False
-            for row in self._db.execute(sql, values):
-                if cut := len(rows) == limit or searched > MAX_SEARCHED_BYTES:
+                parameters += [float(value), int(number)]
+            limit_clause = "" if query.text else f" LIMIT {limit + 1}"
+            sql = f"SELECT *, {key} AS at FROM episodes WHERE {where} "
+            sql += f"ORDER BY at {direction}, number {direction}{limit_clause}"
+            rows, cursor, searched_bytes, is_cut = list[EpisodeRow](), None, 0, False
+            for row in self._db.execute(sql, parameters):
+                if is_cut := len(rows) == limit or searched_bytes > MAX_SEARCHED_BYTES:
                     break
-                last = f"{row['at']!r}:{row['number']}"
+                cursor = f"{row['at']!r}:{row['number']}"
                 if query.text:
-                    line = self._line(row)
-                    searched += len(line)
+                    line = self._read_line(row)
+                    searched_bytes += len(line)
                     if not contains_text(line, query.text):
                         continue
                 rows.append(EpisodeRow(**{name: row[name] for name in COLUMNS}))
         if query.text:
-            matched = None if cut or part.has_more or query.after is not None else len(rows)
+            matched = None if is_cut or chunk.has_more or query.after is not None else len(rows)
         return EpisodePage(
-            total=self._count, matched=matched, rows=rows, bytes_read=read + searched,
-            next=(last or query.after) if cut or part.has_more else None,
-            partial=part.has_more or (cut and len(rows) < limit), indexed=part.position.offset, size=part.size
+            total=self._count, matched=matched, rows=rows, bytes_read=num_read + searched_bytes,
+            next=(cursor or query.after) if is_cut or chunk.has_more else None,
+            partial=chunk.has_more or (is_cut and len(rows) < limit), indexed=chunk.position.offset, size=chunk.size
         )  # fmt: skip
 
     def episode(self, number: int) -> EpisodeView:
@@ -118,53 +119,53 @@ class EpisodeIndex:
             return []
         sql = 'SELECT * FROM episodes WHERE step = ? AND task = ? AND "group" = ? ORDER BY member'
         with self._lock:
-            found = self._db.execute(sql, (row.step, row.task, row.group)).fetchall()
-        rows = [EpisodeRow(**{name: each[name] for name in COLUMNS}) for each in found]
-        return rows if any(each.parent is not None for each in rows) else []
+            records = self._db.execute(sql, (row.step, row.task, row.group)).fetchall()
+        rows = [EpisodeRow(**{name: record[name] for name in COLUMNS}) for record in records]
+        return rows if any(record.parent is not None for record in rows) else []
 
     def group(self, step: int, task: str, group: str | None = None) -> GroupView:
         """Return a task's episodes in a step, of `group` or (None) all groups; raise ValueError if there are none."""
-        where = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
-        if not (lines := self.lines(where, step, task, group)):
+        condition = 'step = ? AND task = ? AND "group" = coalesce(?, "group")'
+        if not (lines := self.lines(condition, step, task, group)):
             raise ValueError(f"run {self.run.name} has no episodes of task {task!r} in step {step}")
         return GroupView(step=step, task=task, members=[episode_view(*line, self.run.name) for line in lines])
 
-    def lines(self, where: str, *values: Any) -> list[tuple[bytes, int]]:
+    def lines(self, condition: str, *parameters: Any) -> list[tuple[bytes, int]]:
         """Return (line, number) of the matching episodes, which must be consecutive, such as those of a step."""
         with self._lock:
             while True:
-                more = self._grow()[1].has_more
-                sql = f"SELECT * FROM episodes WHERE {where} ORDER BY number"
-                rows = self._db.execute(sql, values).fetchall()
+                has_more = self._grow()[1].has_more
+                sql = f"SELECT * FROM episodes WHERE {condition} ORDER BY number"
+                rows = self._db.execute(sql, parameters).fetchall()
                 # a later line is indexed already, so all matching lines are known
-                if not more or (rows and rows[-1]["number"] < self._count):
-                    return [(self._line(row), row["number"]) for row in rows]
+                if not has_more or (rows and rows[-1]["number"] < self._count):
+                    return [(self._read_line(row), row["number"]) for row in rows]
 
-    def _line(self, row: sqlite3.Row) -> bytes:
+    def _read_line(self, row: sqlite3.Row) -> bytes:
         with open_regular(self.path) as file:
             file.seek(row["start"])
             return file.read(row["length"])
 
     def _grow(self) -> tuple[int, FileChunk]:
         """Index new lines, up to `MAX_INDEXED_BYTES`; return the bytes read and the last chunk."""
-        read = 0
+        bytes_read = 0
         while True:
-            part = read_new_lines(self.path, self._place, BLOCK)
-            count, start, values = (
-                0 if part.was_truncated else self._count,
-                part.start,
+            chunk = read_new_lines(self.path, self._position, BLOCK)
+            count, start, rows = (
+                0 if chunk.was_truncated else self._count,
+                chunk.start,
                 list[tuple[Any, ...]](),
             )
-            for count, line in enumerate(part.lines, count + 1):  # noqa: B020
-                row, failed = read_row(line, count)
-                names = "".join(f"\n{name}\n" for name in failed)
-                values.append((*row.model_dump().values(), start, len(line), names))
+            for count, line in enumerate(chunk.lines, count + 1):  # noqa: B020
+                row, failed_tools = read_row(line, count)
+                tool_names = "".join(f"\n{name}\n" for name in failed_tools)
+                rows.append((*row.model_dump().values(), start, len(line), tool_names))
                 start += len(line) + 1
             with self._db:  # a transaction
-                if part.was_truncated:
+                if chunk.was_truncated:
                     self._db.execute("DELETE FROM episodes")
-                self._db.executemany(INSERT, values)
-            self._place, self._count = part.position, count
-            read += start - part.start
-            if not part.has_more or read >= MAX_INDEXED_BYTES:
-                return read, part
+                self._db.executemany(INSERT, rows)
+            self._position, self._count = chunk.position, count
+            bytes_read += start - chunk.start
+            if not chunk.has_more or bytes_read >= MAX_INDEXED_BYTES:
+                return bytes_read, chunk

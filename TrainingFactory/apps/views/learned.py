@@ -21,30 +21,30 @@ from TrainingFactory.types import Trajectory
 def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
     """Return the learner's log-probs of all sampled tokens, by episode and turn, under the weights before it trained on
     these tokens. Raise ValueError if the weights that sampled them are no longer stored."""
-    config = _sampling_params_of(run, episodes)
+    config = _sampling_config_of(run, episodes)
     loaded_model = load(config)
     temperature = config.sampling.temperature
     learner = Learner(
         loaded_model.model, OptimizerOptions(), temperature=temperature, vision=loaded_model.vision
     )
-    rows = [to_samples(episode) for episode in episodes]
-    all_rows = [row for samples in rows for row in samples]
+    samples_by_episode = [to_samples(episode) for episode in episodes]
+    all_rows = [row for samples in samples_by_episode for row in samples]
     batch = make_batch(all_rows, config.training.token_budget, learner.sharing)
     learner.annotate(batch, frozenset({"old"}))
     logprobs = [np.zeros(len(row.token_ids)) for row in all_rows]
     for pack in batch.packs:
         assert pack.old is not None
-        for number in pack.rows.tolist():
-            logprobs[number][np.array(all_rows[number].loss_mask)] = pack.old[pack.row == number]
-    numbers = iter(logprobs)
-    by_episode = [[next(numbers) for _ in samples] for samples in rows]
+        for row_index in pack.rows.tolist():
+            logprobs[row_index][np.array(all_rows[row_index].loss_mask)] = pack.old[pack.row == row_index]
+    remaining = iter(logprobs)
+    by_episode = [[next(remaining) for _ in samples] for samples in samples_by_episode]
     return [
         [by_row[span.row][span.begin : span.end].tolist() for span in turn_spans(episode)]
         for episode, by_row in zip(episodes, by_episode, strict=True)
     ]
 
 
-def _sampling_params_of(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
+def _sampling_config_of(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
     """Return the run's config with its model set to the weights that sampled these episodes."""
     turns = [turn.completion for episode in episodes for turn in episode.turns]
     versions = sorted({version for sampled in turns for version in sampled.token_versions})
@@ -60,5 +60,5 @@ def _sampling_params_of(run: RunFolder, episodes: Sequence[Trajectory]) -> Train
             f"the weights after step {versions[0]} sampled this group, and no checkpoint has them; checkpoints exist "
             f"for steps: {steps or 'none'}; log-probs are available for step 1 and the step after each checkpoint"
         )
-    changes = {"name": str(folder), "adapter": None, "revision": None}
-    return with_resolved_model(config.model_copy(update={"model": config.model.model_copy(update=changes)}))
+    model = config.model.model_copy(update={"name": str(folder), "adapter": None, "revision": None})
+    return with_resolved_model(config.model_copy(update={"model": model}))

@@ -29,12 +29,12 @@ def list_models(catalogue: Catalogue) -> shapes.ModelList:
     rows: dict[str, shapes.ModelRow] = {}
     for version in catalogue.versions():
         row = rows.setdefault(version.model, shapes.ModelRow(name=version.model, versions=[], aliases={}))
-        row.versions.append(_version(catalogue, version))
+        row.versions.append(_version_row(catalogue, version))
         row.aliases |= dict.fromkeys(version.aliases, version.number)
     return shapes.ModelList(models=list(rows.values()))
 
 
-def _version(catalogue: Catalogue, version: Version) -> shapes.VersionRow:
+def _version_row(catalogue: Catalogue, version: Version) -> shapes.VersionRow:
     return shapes.VersionRow(
         **{name: getattr(version, name) for name in VERSION_FIELDS},
         version=str(version), aliases=list(version.aliases), run=version.lineage.get("run"),
@@ -48,7 +48,7 @@ def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     """Return a version by its name (agent:3, agent@champion); raise ValueError if it does not exist."""
     version = catalogue.get(name)
     return shapes.VersionView(
-        version=_version(catalogue, version), folder=str(catalogue.folder(version)), commands=[],
+        version=_version_row(catalogue, version), folder=str(catalogue.folder(version)), commands=[],
         lineage=lineage_rows(version.lineage), decisions=catalogue.decisions(version.model),
     )  # fmt: skip
 
@@ -58,61 +58,62 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     model or the id of a record, never a path. Use the latest pair of records with the most similar conditions, or all
     entries of a suite; raise ValueError if there is no pair."""
     records = [StoredRecord(*record) for record in read_all_records(runs)]
-    ours, theirs = (_recorded(name, records, catalogue) for name in (first, second))
-    pairs = [(a, b) for a in ours for b in theirs if a.record.id != b.record.id]
+    first_records, second_records = (_find_records(name, records, catalogue) for name in (first, second))
+    pairs = [(a, b) for a in first_records for b in second_records if a.record.id != b.record.id]
     if not pairs:
-        again = f"tfactory compare {first} {second}{runs_option(runs)}"
-        raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {again}")
-    matching = _alike(pairs)
+        command = f"tfactory compare {first} {second}{runs_option(runs)}"
+        raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
+    matching = _most_similar(pairs)
     outcomes = [paired(a.record, b.record) for a, b in matching]
-    one, other = (
-        ComparedModel(name, [pair[at] for pair in matching]) for at, name in enumerate((first, second))
+    first_model, second_model = (
+        ComparedModel(name, [pair[side] for pair in matching]) for side, name in enumerate((first, second))
     )
-    comparison = compare(one, other, [float(len(tasks)) for tasks in outcomes])
-    several = f"{len(matching)} entries of suite {matching[0][0].record.suite}" if len(matching) > 1 else ""
-    comparison.notes += [f"{several}: every task has equal weight"] if several else []
+    comparison = compare(first_model, second_model, [float(len(tasks)) for tasks in outcomes])
+    if has_entries := len(matching) > 1:
+        suite = matching[0][0].record.suite
+        comparison.notes.append(f"{len(matching)} entries of suite {suite}: every task has equal weight")
     flips = [*comparison.worse, *comparison.better][:MAX_SHOWN_FLIPS]
     episodes = {flip[:2]: pair for flip, pair in comparison.episodes(flips)}
     tasks = []
-    for place, (a, b) in ((place, pair) for place, pairs in enumerate(outcomes) for pair in pairs):
-        name = f"{matching[place][0].record.entry}: {a.task}" if several else a.task
-        pair = shapes.TaskPair(task=name, first=success_rate(a), second=success_rate(b))
-        if pair.first != pair.second:
-            pair.flipped = "better" if pair.second > pair.first else "worse"
-        pair.episodes = [each and episode_view(each, 0) for each in episodes.get((place, a.task), [])]
-        tasks.append(pair)
+    for index, (a, b) in ((index, pair) for index, pairs in enumerate(outcomes) for pair in pairs):
+        name = f"{matching[index][0].record.entry}: {a.task}" if has_entries else a.task
+        task_pair = shapes.TaskPair(task=name, first=success_rate(a), second=success_rate(b))
+        if task_pair.first != task_pair.second:
+            task_pair.flipped = "better" if task_pair.second > task_pair.first else "worse"
+        task_pair.episodes = [e and episode_view(e, 0) for e in episodes.get((index, a.task), [])]
+        tasks.append(task_pair)
     tasks.sort(key=lambda pair: not pair.flipped)
     return shapes.ComparisonView(tasks=tasks, summary=comparison.as_json())
 
 
-def _alike(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
+def _most_similar(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
     """Return the pair of records with the most similar conditions; if these belong to a suite, the pairs of all its
     entries."""
-    records = [(pair, *(each.record for each in pair)) for pair in pairs]
+    records = [(pair, *(stored.record for stored in pair)) for pair in pairs]
     candidates = [(a.conditions, b.conditions, a.time, b.time, pair, a, b) for pair, a, b in records]
-    candidates.sort(key=lambda each: (each[0] == each[1], each[0].tasks == each[1].tasks, *each[2:4]))
-    suite, entries = candidates[-1][-1].suite, dict[str | None, tuple[StoredRecord, StoredRecord]]()
-    for one, other, *_, pair, a, b in candidates:
-        if suite and (a.suite, a.entry, one.tasks) == (suite, b.entry, other.tasks) and b.suite == suite:
-            entries[a.entry] = pair
-    return list(entries.values()) or [candidates[-1][4]]
+    candidates.sort(key=lambda row: (row[0] == row[1], row[0].tasks == row[1].tasks, *row[2:4]))
+    suite, by_entry = candidates[-1][-1].suite, dict[str | None, tuple[StoredRecord, StoredRecord]]()
+    for first, second, *_, pair, a, b in candidates:
+        if suite and (a.suite, a.entry, first.tasks) == (suite, b.entry, second.tasks) and b.suite == suite:
+            by_entry[a.entry] = pair
+    return list(by_entry.values()) or [candidates[-1][4]]
 
 
-def _recorded(name: str, records: list[StoredRecord], catalogue: Catalogue) -> list[StoredRecord]:
+def _find_records(name: str, records: list[StoredRecord], catalogue: Catalogue) -> list[StoredRecord]:
     version, (run, _, step) = catalogue.find(name), name.partition("@step-")
     ids = {name} if version is None else {record.get("id") for record in catalogue.evaluations(str(version))}
-    direct = [each for each in records if each.record.id in ids or each.record.model.name == name]
-    of_run = [each for each in records if each.record.model.run == run]
-    return direct or [each for each in of_run if not step or str(each.record.model.step) == step.lstrip("0")]
+    exact = [stored for stored in records if stored.record.id in ids or stored.record.model.name == name]
+    same_run = [stored for stored in records if stored.record.model.run == run]
+    return exact or [row for row in same_run if not step or str(row.record.model.step) == step.lstrip("0")]
 
 
 def audits(runs: Path) -> shapes.AuditList:
-    """Return the audits by `tfactory judge audit`, the oldest first; the last `MAX_AUDIT_BYTES` of a longer file.
-    An invalid line gives an entry with its problem."""
-    entries, (lines, left_out) = [], read_last_lines(runs / AUDITS, MAX_AUDIT_BYTES)
-    for line in lines:
+    """Return the audits of `tfactory judge audit`, oldest first, from the last `MAX_AUDIT_BYTES` of their file. An
+    invalid line becomes an entry with its problem."""
+    entries, (audit_lines, skipped_bytes) = [], read_last_lines(runs / AUDITS, MAX_AUDIT_BYTES)
+    for line in audit_lines:
         try:
             entries.append(dict(read_json(line)))
         except (ValueError, TypeError) as error:
             entries.append({"problem": f"a line of {AUDITS} cannot be read: {error}"})
-    return shapes.AuditList(audits=entries, left_out=left_out)
+    return shapes.AuditList(audits=entries, left_out=skipped_bytes)

@@ -50,12 +50,11 @@ def run_page(run: RunFolder) -> str:
 
 def charts(metrics: Rows) -> list[Chart]:
     candidates = [_reward_chart(metrics), _heldout_chart(metrics)]
-    for title, names in CURVES.items():
-        limits = (
-            (0.0, 1.0) if names.keys() <= SHARES else (0.0, None) if names.keys() <= AMOUNTS else (None, None)
-        )
-        lines = [Curve(label, points(metrics, key)) for key, label in names.items()]
-        candidates.append(Chart(title, lines, *limits))
+    for title, labels in CURVES.items():
+        limits = (0.0, 1.0) if labels.keys() <= SHARES else (None, None)
+        limits = (0.0, None) if labels.keys() <= AMOUNTS else limits
+        curves = [Curve(label, points(metrics, key)) for key, label in labels.items()]
+        candidates.append(Chart(title, curves, *limits))
     return [chart for chart in candidates if chart.lines]
 
 

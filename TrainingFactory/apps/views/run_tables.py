@@ -42,7 +42,7 @@ def state_rows(run: RunFolder) -> list[tuple[str, str]]:
         ("model", run.config.model.name),
         ("training", training_summary(run.config, run_info)),
         ("started", f"{run_info['started']}, torch {run_info['versions']['torch']}{commit}"),
-        *(("resolved", text) for text in run_info.get(RESOLVED, ())),
+        *(("resolved", note) for note in run_info.get(RESOLVED, ())),
     ]
 
 
@@ -68,9 +68,9 @@ def shown_metrics(metrics: Rows) -> dict[str, str]:
     """Return the metrics to show with their formats: those of FORMATS that exist, each followed by its parts."""
     names = dict.fromkeys(key for row in metrics for key in row)
     formats: dict[str, str] = {}
-    for key, form in FORMATS.items():
+    for key, number_format in FORMATS.items():
         parts = [name for name in names if key in PART_PREFIXES and name.startswith(PART_PREFIXES[key])]
-        formats |= dict.fromkeys([key, *parts] if key in names else parts, form)
+        formats |= dict.fromkeys([key, *parts] if key in names else parts, number_format)
     return formats
 
 
@@ -80,7 +80,7 @@ def labelled_metrics(metrics: Rows) -> Iterator[tuple[str, str, str]]:
     for name, keys in HEADLINE_METRICS.items():
         if (key := next((key for key in keys if key in formats), None)) is not None:
             yield name if name == key else f"{name} ({key})", key, formats.pop(key)
-    yield from ((key, key, form) for key, form in formats.items())
+    yield from ((key, key, number_format) for key, number_format in formats.items())
 
 
 def usage_totals(metrics: Rows) -> dict[str, float]:
@@ -98,6 +98,6 @@ def usage_rows(metrics: Rows) -> Iterator[tuple[str, str]]:
     total = usage_totals(metrics)
     for prefix in USAGE_PREFIXES:
         usage = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
-        texts = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in usage.items() if value]
-        if texts:
-            yield prefix.removesuffix("/"), f"total: {', '.join(texts)}"
+        summaries = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in usage.items() if value]
+        if summaries:
+            yield prefix.removesuffix("/"), f"total: {', '.join(summaries)}"

@@ -30,21 +30,22 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_whole
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.registry.lineage import ancestors, describe_node, origin, parent_of, tools_of
-from TrainingFactory.runs import folder as kept
+from TrainingFactory.runs import folder as run_files
 from TrainingFactory.runs.annotations import ANNOTATIONS, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.tools.recording import SPECS_FILE
 
 SPARK_POINTS = 60  # of a sparkline
 LOCK_STATES = ("running", "killed")  # states that only the lock distinguishes
-PART = 8 << 20  # maximum bytes of metrics in a response
-LOG, LOG_PART = "run.log", 256 << 10  # a run's output, if it was redirected; maximum bytes in a response
+MAX_METRICS_BYTES = 8 << 20  # maximum bytes of metrics in a response
+LOG = "run.log"  # output of the run, if it was redirected
+MAX_LOG_BYTES = 256 << 10  # maximum bytes of the log in a response
 LISTED_METRICS = (
     "step", "reward", "loss", "tokens_per_second", "eval/success", "eval/success_low", "eval/success_high",
 )  # fmt: skip
 NUMBERS = (int, float)
 # Files that a row is computed from; the last one is no progress of the run.
-WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, kept.EVALUATIONS, ANNOTATIONS)
+WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, run_files.EVALUATIONS, ANNOTATIONS)
 BASE_MODEL = "the base model"
 UNLISTED_OPTIONS = ("logging.", "registry.")  # of a row: where results go, not how they come about
 MAX_OPTION = 80  # characters of an option's value in a row
@@ -56,37 +57,37 @@ class _CachedRun:
     """The cached row of a run, the state of its files when the row was made, and the position up to which metrics.jsonl
     was read."""
 
-    seen: list[tuple[int, int]] = field(default_factory=list)
+    file_stats: list[tuple[int, int]] = field(default_factory=list)
     row: shapes.RunRow | None = None
-    place: FilePosition = field(default_factory=FilePosition)
+    position: FilePosition = field(default_factory=FilePosition)
     curves: dict[str, array[float]] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
+    latest: dict[str, float] = field(default_factory=dict)
 
     def add_metrics(self, path: Path) -> None:
         """Read the metrics that were appended since the last call; skip invalid lines."""
-        more = True
-        while more:
-            part = read_new_lines(path, self.place, PART)
-            if part.was_truncated:
-                self.curves, self.last = {}, {}
-            self.place, more = part.position, part.has_more
-            for line in part.lines:
+        has_more = True
+        while has_more:
+            chunk = read_new_lines(path, self.position, MAX_METRICS_BYTES)
+            if chunk.was_truncated:
+                self.curves, self.latest = {}, {}
+            self.position, has_more = chunk.position, chunk.has_more
+            for line in chunk.lines:
                 with contextlib.suppress(*READ_ERRORS):
                     self._add(read_json(line))
 
     def _add(self, row: shapes.Json) -> None:
         numbers = {name: float(row[name]) for name in LISTED_METRICS if isinstance(row.get(name), NUMBERS)}
-        self.last |= numbers
+        self.latest |= numbers
         if "eval/success" in numbers:
-            self.last["eval/step"] = numbers.get("step", 0.0)
+            self.latest["eval/step"] = numbers.get("step", 0.0)
         for name in ("reward", "loss"):
             if isfinite(numbers.get(name, nan)):
                 self.curves.setdefault(name, array("d")).append(numbers[name])
 
 
 class Runs:
-    """The runs of a folder; thread-safe. A run whose files have not changed is not read again: its row stays the same
-    object."""
+    """Thread-safe list of the runs in a folder. It reads a run again only if the run's files have changed; otherwise
+    its row stays the same object."""
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
@@ -115,11 +116,11 @@ class Runs:
 
     def _row(self, run: RunFolder) -> shapes.RunRow:
         cached = self._cached.setdefault(run.path, _CachedRun())
-        seen = [file_stat(run.path / name) for name in WATCHED_FILES]
+        stats = [file_stat(run.path / name) for name in WATCHED_FILES]
         row = cached.row
-        if row is None or seen != cached.seen or (row.state in LOCK_STATES and row.state != run.state):
-            updated = max(seen[:-1])[0] / 1e9  # an annotation is no progress of the run
-            cached.seen, cached.row = seen, (row := _run_row(run, cached, updated))
+        if row is None or stats != cached.file_stats or (row.state in LOCK_STATES and row.state != run.state):
+            updated = max(stats[:-1])[0] / 1e9  # an annotation is no progress of the run
+            cached.file_stats, cached.row = stats, (row := _run_row(run, cached, updated))
         return row
 
 
@@ -154,7 +155,7 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
         row.state = run.state
     with problems.reading(FINDINGS):
         row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
-    with problems.reading(kept.EVALUATIONS):
+    with problems.reading(run_files.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
             row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
     with problems.reading(ANNOTATIONS):
@@ -167,29 +168,29 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
 
 
 def _add_metrics(row: shapes.RunRow, cached: _CachedRun) -> None:
-    last = cached.last
-    row.reward, row.loss, row.tokens_per_second = map(last.get, ("reward", "loss", "tokens_per_second"))
+    latest = cached.latest
+    row.reward, row.loss, row.tokens_per_second = map(latest.get, ("reward", "loss", "tokens_per_second"))
     row.spark_of = "reward" if "reward" in cached.curves else "loss"
-    row.spark = _thinned(cached.curves.get(row.spark_of, ()))
-    if isfinite(last.get("eval/step", nan)):
-        low, high = last.get("eval/success_low"), last.get("eval/success_high")
+    row.spark = _downsample(cached.curves.get(row.spark_of, ()))
+    if isfinite(latest.get("eval/step", nan)):
+        low, high = latest.get("eval/success_low"), latest.get("eval/success_high")
         row.heldout = shapes.Heldout(
-            value=last["eval/success"], low=low, high=high, step=int(last["eval/step"])
+            value=latest["eval/success"], low=low, high=high, step=int(latest["eval/step"])
         )
 
 
 def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
     row.algorithm, row.model = config.training.algorithm, config.model.name
     environment, data = config.environment, config.data
-    alone = "conversation" if config.tools or data.tasks else None
-    row.environment = environment.environment_id or environment.command or data.dataset or alone
+    fallback = "conversation" if config.tools or data.tasks else None
+    row.environment = environment.environment_id or environment.command or data.dataset or fallback
     row.seed, row.options = config.training.seed, _listed_options(config)
 
 
 def _listed_options(config: TrainingConfig) -> shapes.Json:
     """Return the options that differ from their defaults. A long value is cut, with a digest that distinguishes it from
     other values with the same beginning."""
-    options, defaults = _flat(config.model_dump()), _default_options()
+    options, defaults = _flatten(config.model_dump()), _default_options()
     changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {
         key: _short_value(value) for key, value in changed.items() if not key.startswith(UNLISTED_OPTIONS)
@@ -205,7 +206,7 @@ def _short_value(value: object) -> object:
 
 @cache
 def _default_options() -> shapes.Json:
-    return _flat(TrainingConfig().model_dump())
+    return _flatten(TrainingConfig().model_dump())
 
 
 def _newest_evaluation(
@@ -214,7 +215,7 @@ def _newest_evaluation(
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
     place = config.environment.environment_id
-    for line in reversed(read_last_lines(run.path / kept.EVALUATIONS, PART)[0]):
+    for line in reversed(read_last_lines(run.path / run_files.EVALUATIONS, MAX_METRICS_BYTES)[0]):
         with contextlib.suppress(*READ_ERRORS):  # the run's page reports unreadable lines
             row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
             if row is None or row.success is None or row.step is None or row.suite:
@@ -227,34 +228,34 @@ def _newest_evaluation(
     return None
 
 
-def _thinned(values: Sequence[float]) -> list[float]:
+def _downsample(values: Sequence[float]) -> list[float]:
     """Return at most SPARK_POINTS values: the first, the last, and means of equal parts between them."""
     if len(values) <= SPARK_POINTS:
         return list(values)
-    ends = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]
-    return [values[0], *(fmean(values[start:end]) for start, end in pairwise(ends)), values[-1]]
+    bounds = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]
+    return [values[0], *(fmean(values[start:end]) for start, end in pairwise(bounds)), values[-1]]
 
 
 def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> list[shapes.FindingRow]:
     """Return each finding of a run once, with the steps of its last occurrence. `notify` gets a text for each invalid
     row."""
     rows: dict[str, shapes.FindingRow] = {}
-    for number, data in enumerate(run.findings(), 1):
+    for row_number, record in enumerate(run.findings(), 1):
         try:
-            earlier = rows.get(data["name"])
-            if not data.get("gone"):
+            earlier = rows.get(record["name"])
+            if not record.get("gone"):
                 times = earlier.times + 1 if earlier else 1
-                rows[data["name"]] = shapes.FindingRow(**data, first_step=data["step"], times=times)
+                rows[record["name"]] = shapes.FindingRow(**record, first_step=record["step"], times=times)
             elif earlier is not None and earlier.last_step is None:
-                earlier.last_step = data["step"] - 1
+                earlier.last_step = record["step"] - 1
         except READ_ERRORS as error:
-            notify(f"{FINDINGS}: row {number} is not a finding: {error_reason(error)}")
+            notify(f"{FINDINGS}: row {row_number} is not a finding: {error_reason(error)}")
     return list(rows.values())
 
 
 def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     """Return a run in full; `notes` names the files that cannot be read."""
-    problems, row, steps = Problems(), runs.row(run), len("step-")
+    problems, row, prefix_length = Problems(), runs.row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     view = shapes.RunView(
         row=row, commands={command.split()[-1]: f"tfactory {command} {run.display_path}" for command in COMMANDS},
@@ -263,25 +264,25 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     with problems.reading(ENVIRONMENT):
         about = run.run_info
         view.about = {key: value for key, value in about.items() if key != "model"}
-        parent, start = parent_of({"about": about}), {"name": row.model, "what": BASE_MODEL, "rows": []}
-        view.lineage = lineage_rows(parent) if parent else [start]
+        parent, base_row = parent_of({"about": about}), {"name": row.model, "what": BASE_MODEL, "rows": []}
+        view.lineage = lineage_rows(parent) if parent else [base_row]
     with problems.reading(STATUS):
         view.reason = run.status.reason
     with problems.reading("checkpoints"):
         best = run.best()
         names = [(path.name, path == best) for path in run.checkpoints()]
         view.checkpoints = [
-            {"name": name, "step": int(name[steps:]), "best": is_best} for name, is_best in names
+            {"name": name, "step": int(name[prefix_length:]), "best": is_best} for name, is_best in names
         ]
     with problems.reading(FINDINGS):
         view.findings = findings(run, problems.texts.append)
-    with problems.reading(kept.EVALUATIONS):
+    with problems.reading(run_files.EVALUATIONS):
         records = read_records(
-            run.path / kept.EVALUATIONS, lambda notify: problems.texts.append(notify.removeprefix("note: "))
+            run.path / run_files.EVALUATIONS, lambda note: problems.texts.append(note.removeprefix("note: "))
         )
         view.evaluations = [evaluation_row(record.model_dump(exclude={"outcomes"})) for record in records]
     with problems.reading("tools"):
-        for name in (SPECS_FILE, kept.TRAJECTORIES):
+        for name in (SPECS_FILE, run_files.TRAJECTORIES):
             read_new_lines(run.path / name, FilePosition(), 1)  # raises for a file that is not a regular one
         view.tools = tools_of(run)["names"]
     view.notes = problems.texts
@@ -289,14 +290,15 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
 
 
 def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    steps = [(each.get("run"), *describe_node(each)) for each in ancestors(node)]
-    runs = [{"name": run, "what": what, "rows": rows} for run, what, rows in steps if run]
+    descriptions = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in ancestors(node)]
+    runs = [{"name": run, "what": title, "rows": rows} for run, title, rows in descriptions if run]
     return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *runs]
 
 
 def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
     """Return the row of an evaluation record; keys that another version did not write are optional."""
-    success, low, high = (record.get("metrics", {}).get(f"success{end}") for end in ("", "_low", "_high"))
+    metrics = record.get("metrics", {})
+    success, low, high = (metrics.get(f"success{suffix}") for suffix in ("", "_low", "_high"))
     conditions, suite = record.get("conditions", {}), [record.get("suite"), record.get("entry")]
     return shapes.EvaluationRow(
         id=record.get("id", ""), step=record.get("model", {}).get("step"), success=success, low=low, high=high,
@@ -309,7 +311,7 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
     """Return the options of a run, and the keys that differ from the defaults."""
     text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
     try:
-        options, defaults = _flat(run.config.model_dump()), _default_options()
+        options, defaults = _flatten(run.config.model_dump()), _default_options()
     except ValueError as error:
         return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
     changed = [key for key, value in options.items() if key not in defaults or defaults[key] != value]
@@ -318,29 +320,29 @@ def config_view(run: RunFolder) -> shapes.ConfigView:
 
 def diff_runs(runs: Sequence[RunFolder]) -> shapes.RunDiff:
     """Return the options in which the runs differ, and the last value of each metric."""
-    options = _beside([_flat(run.config.model_dump()) for run in runs])
-    last = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
+    options = _align_columns([_flatten(run.config.model_dump()) for run in runs])
+    latest = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
-    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_beside(last))
+    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_align_columns(latest))
 
 
-def _beside(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
+def _align_columns(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
     keys = dict.fromkeys(key for column in columns for key in column)
     return [{"key": key, "values": [column.get(key) for column in columns]} for key in keys]
 
 
-def _flat(data: shapes.Json, prefix: str = "") -> shapes.Json:
-    flat: shapes.Json = {}
+def _flatten(data: shapes.Json, prefix: str = "") -> shapes.Json:
+    flattened: shapes.Json = {}
     for key, value in data.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
+        flattened |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flattened
 
 
 def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
     """Return the metrics after byte `after` of metrics.jsonl, as columns."""
-    part = read_new_lines(run.path / METRICS, _after(after), PART)
-    result = shapes.MetricsPart(offset=part.position.offset, again=part.was_truncated, more=part.has_more)
-    for line in part.lines:
+    chunk = read_new_lines(run.path / METRICS, _position_at(after), MAX_METRICS_BYTES)
+    result = shapes.MetricsPart(offset=chunk.position.offset, again=chunk.was_truncated, more=chunk.has_more)
+    for line in chunk.lines:
         try:
             row: shapes.Json = read_json(line)
             step, time = int(row.pop("step")), row.pop("time", None)
@@ -351,7 +353,7 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
         result.steps.append(step)
         result.times.append(time if isinstance(time, int | float) else None)
         for name, value in numbers.items():
-            column = result.series.setdefault(kept.OLD_METRICS.get(name, name), [])
+            column = result.series.setdefault(run_files.OLD_METRICS.get(name, name), [])
             column += [None] * (len(result.steps) - 1 - len(column)) + [value]
     for column in result.series.values():
         column += [None] * (len(result.steps) - len(column))
@@ -363,12 +365,12 @@ def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
     path = run.path / LOG
     if after < 0 and (after := max(0, file_stat(path)[1] + after)):
         after = read_new_lines(path, FilePosition(after), 1).position.offset  # start of the next whole line
-    part = read_new_lines(path, _after(after), LOG_PART)
-    text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in part.lines)
+    chunk = read_new_lines(path, _position_at(after), MAX_LOG_BYTES)
+    text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in chunk.lines)
     return shapes.LogPart(
-        offset=part.position.offset, again=part.was_truncated, more=part.has_more, text=text
+        offset=chunk.position.offset, again=chunk.was_truncated, more=chunk.has_more, text=text
     )
 
 
-def _after(offset: int) -> FilePosition:
+def _position_at(offset: int) -> FilePosition:
     return FilePosition(offset, b"\n" if offset else b"")
