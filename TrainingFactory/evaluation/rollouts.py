@@ -100,7 +100,7 @@ class Rollouts:
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes. After Ctrl-C, the episodes that have ended are saved and reported."""
-        return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.ask)
+        return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.request_stop)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes on the running event loop."""

@@ -217,7 +217,7 @@ class PlayedAnswer(EpisodeRun):
             await asyncio.wait({work}, timeout=STOP_POLL_SECONDS)
             if self.is_interruptible and self.stop.exists():
                 work.cancel()
-        self.leave()
+        self.close_session()
         return work.cancelled() or work.result() is not None or self.stop.exists()
 
     async def score(self, prompt: list[Message], turns: list[Turn]) -> Trajectory:
