@@ -41,7 +41,7 @@ __all__ = [
     "ToolsLike", "TrainingConfig", "load_config", "tool",
 ]  # fmt: skip
 
-_HOMES = {
+_EXPORTS = {
     "config": ["TrainingConfig", "load_config"],
     "envs": ["ToolEnvironment"],
     "tools": ["MCPTools", "tool"],
@@ -64,7 +64,7 @@ if "ipykernel" in sys.modules:  # progress bars of other packages would warn in 
 
 
 def __getattr__(name: str) -> Any:
-    for module_path, names in _HOMES.items():
+    for module_path, names in _EXPORTS.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module_path}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

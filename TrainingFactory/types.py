@@ -80,8 +80,8 @@ class PlacedImage(NamedTuple):
 
 
 def _repr_with_images(value: Message | ToolResult) -> str:
-    """Return the repr() of a dataclass, without the field `images` if it is empty. Fingerprints hash the repr(), and
-    those of messages without images must not change."""
+    """Return the repr() of a dataclass, without an empty field `images`, because fingerprints hash the repr() and must
+    not change for messages without images."""
     names = [item.name for item in fields(value) if item.name != "images" or value.images]
     return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
 
@@ -182,8 +182,8 @@ class Turn:
 
     @property
     def sampled_tokens(self) -> int:
-        """Return the number of sampled tokens. A turn sampled by an endpoint has no token ids; its number is the one
-        that the endpoint reported."""
+        """Return the number of sampled tokens. A turn sampled by an endpoint has no token ids, but a number reported by
+        the endpoint."""
         return len(self.completion.token_ids) or int(self.signals.get("endpoint/output_tokens", 0))
 
 
@@ -220,14 +220,12 @@ class Trajectory:
 
     @property
     def is_folded(self) -> bool:
-        """Return whether the conversation was folded (shortened between turns), so that its turns do not form one
-        continuous conversation."""
+        """Return whether the conversation was folded (shortened between turns) and is not continuous."""
         return any(turn.fold is not None or turn.summary for turn in self.turns)
 
     @property
     def own_turns(self) -> list[Turn]:
-        """Return the turns that the episode sampled itself, without the turns that it shares with the episode from
-        which it was forked."""
+        """Return the turns sampled by this episode, without those of the episode from which it was forked."""
         return self.turns[self.fork_turn :]
 
     @property
@@ -246,7 +244,7 @@ class Step:
     signals: dict[str, float] = field(default_factory=dict)
 
 
-_numbers = count()
+_episode_numbers = count()
 
 
 @dataclass(slots=True)
@@ -260,7 +258,7 @@ class Sample:
     advantages: list[float]
     rewards: list[float]
     policy_version: list[int]
-    episode: int = field(default_factory=_numbers.__next__, compare=False)  # same for all rows of an episode
+    episode: int = field(default_factory=_episode_numbers.__next__, compare=False)  # same in all of its rows
     pair: int = field(default=-1, compare=False)  # -1: compared with no other episode; becomes `episode`
     label: float = 0.0
     # Precomputed log-probs of the reference model; 0 where the mask is false.

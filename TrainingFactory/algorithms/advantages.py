@@ -30,13 +30,13 @@ TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as
 def reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
     """Return the outcomes [n] and step rewards [n, T] of scored episodes."""
     outcomes = np.zeros(len(trajectories))
-    steps = np.zeros((len(trajectories), max((len(t.turns) for t in trajectories), default=0)))
+    step_rewards = np.zeros((len(trajectories), max((len(t.turns) for t in trajectories), default=0)))
     for member, trajectory in enumerate(trajectories):
         reward = trajectory.reward
         assert reward is not None and len(reward.steps) in (0, len(trajectory.turns))
         outcomes[member] = reward.outcome
-        steps[member, : len(reward.steps)] = reward.steps
-    return outcomes, steps
+        step_rewards[member, : len(reward.steps)] = reward.steps
+    return outcomes, step_rewards
 
 
 def rewards_equal(outcomes: np.ndarray) -> bool:
@@ -44,29 +44,29 @@ def rewards_equal(outcomes: np.ndarray) -> bool:
     return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
 
 
-def returns_to_go(outcomes: np.ndarray, steps: np.ndarray, credit: Credit) -> np.ndarray:
+def returns_to_go(outcomes: np.ndarray, step_rewards: np.ndarray, credit: Credit) -> np.ndarray:
     """Return the returns R of outcomes [..., n] and step rewards [..., n, T]: [..., n, T], or [..., n, 1] with credit
     `trajectory`."""
-    rewards_to_go = np.flip(np.cumsum(np.flip(steps, -1), -1), -1)
+    rewards_to_go = np.flip(np.cumsum(np.flip(step_rewards, -1), -1), -1)
     return outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
 
 
 def advantages(
-    outcomes: np.ndarray, steps: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
+    outcomes: np.ndarray, step_rewards: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
     """Return the advantages of turns from outcomes [..., n] and step rewards [..., n, T] as [..., n, T]. `scale`
     divides by the standard deviation (n - 1 in the denominator) of the members' total rewards; where these are equal,
     all advantages are zero."""
-    members = outcomes.shape[-1]
-    returns = returns_to_go(outcomes, steps, credit)
+    group_size = outcomes.shape[-1]
+    returns = returns_to_go(outcomes, step_rewards, credit)
     if baseline == "none":
-        return returns * np.ones(steps.shape[-1])
+        return returns * np.ones(step_rewards.shape[-1])
     distance = returns - returns.mean(-2, keepdims=True)
     # Differences below this are rounding errors; dividing by their deviation would scale them up to a reward's size.
-    tolerance = TOLERANCE * (np.abs(outcomes) + np.abs(steps).sum(-1)).max(-1)[..., None, None]
-    distance = np.where(np.abs(distance) > tolerance, distance, 0.0) * np.ones(steps.shape[-1])
+    tolerance = TOLERANCE * (np.abs(outcomes) + np.abs(step_rewards).sum(-1)).max(-1)[..., None, None]
+    distance = np.where(np.abs(distance) > tolerance, distance, 0.0) * np.ones(step_rewards.shape[-1])
     if baseline == "rloo":
-        distance = distance * (members / (members - 1))
+        distance = distance * (group_size / (group_size - 1))
     if scale:
         deviation = returns[..., :1].std(-2, ddof=1, keepdims=True)  # at the first turn: the total reward
         distance = distance / np.where(deviation > tolerance, deviation, np.inf)

@@ -26,8 +26,8 @@ from TrainingFactory.types import Trajectory
 
 @dataclass(slots=True, frozen=True)
 class TurnTable:
-    """Values, advantages and weights of the turns of n leaves. Entries after a leaf's last turn are zero. A turn that
-    several leaves share has its entries at one of them; its entries at the others are zero."""
+    """Values, advantages and weights of the turns of n leaves. Entries after a leaf's last turn are zero. A turn shared
+    by several leaves has nonzero entries at one of them only."""
 
     roots: list[int]  # [n] member that is the root of the leaf's tree
     weights: np.ndarray  # [n, T]
@@ -40,8 +40,8 @@ def has_forks(group: Sequence[Trajectory]) -> bool:
 
 
 class EpisodeTrees:
-    """The trees that the forked episodes of a group form over its scored leaves. `group` includes unscored episodes,
-    from which leaves may have been forked."""
+    """The trees of forked episodes over the scored leaves of a group. `group` includes unscored episodes, because
+    leaves may have been forked from them."""
 
     def __init__(self, group: Sequence[Trajectory], leaves: Sequence[Trajectory]) -> None:
         self._members = {trajectory.member: trajectory for trajectory in group}
@@ -50,8 +50,7 @@ class EpisodeTrees:
         self.roots = [origins[0] for origins in self._origins]
 
     def _find_turn_origins(self, leaf: Trajectory) -> list[int]:
-        """Return the member number of the episode that sampled each turn of the leaf. The last entry is the leaf's own
-        member number."""
+        """Return the member number of the episode that sampled each turn, then the leaf's own member number."""
         origins = [leaf.member] * (len(leaf.turns) + 1)
         trajectory, end = leaf, len(leaf.turns)
         while trajectory.parent is not None:
@@ -66,20 +65,20 @@ class EpisodeTrees:
             origins[:end] = [trajectory.member] * end
         return origins
 
-    def continuations(self, leaves: Sequence[int], turn: int) -> list[list[int]]:
+    def split_leaves(self, leaves: Sequence[int], turn: int) -> list[list[int]]:
         """Split leaves that share all turns before `turn` into groups of leaves that share this turn as well."""
-        parts: dict[int, list[int]] = {}
+        branches: dict[int, list[int]] = {}
         for leaf in leaves:
             origins = self._origins[leaf]
-            parts.setdefault(origins[min(turn, len(origins) - 1)], []).append(leaf)
-        return list(parts.values())
+            branches.setdefault(origins[min(turn, len(origins) - 1)], []).append(leaf)
+        return list(branches.values())
 
-    def next_fork(self, leaves: Sequence[int], turn: int) -> int:
+    def find_next_fork(self, leaves: Sequence[int], turn: int) -> int:
         """Return the first turn from `turn` on that the leaves do not share. For a single leaf, return its number of
         turns."""
         if len(leaves) == 1:
             return len(self._leaves[leaves[0]].turns)
-        while len(self.continuations(leaves, turn)) == 1:
+        while len(self.split_leaves(leaves, turn)) == 1:
             turn += 1
         return turn
 
@@ -87,44 +86,44 @@ class EpisodeTrees:
         """Return the value V of the segment at `turn` that leads to these leaves. [n, T] -> [T]"""
         if len(leaves) == 1:
             return returns[leaves[0]]
-        fork = self.next_fork(leaves, turn)
-        parts = self.continuations(leaves, fork)
-        return np.mean([self.value(part, fork, returns) for part in parts], axis=0)
+        fork = self.find_next_fork(leaves, turn)
+        branches = self.split_leaves(leaves, fork)
+        return np.mean([self.value(branch, fork, returns) for branch in branches], axis=0)
 
 
 def tree_advantages(
-    trees: EpisodeTrees, returns: np.ndarray, trained: np.ndarray, baseline: Baseline, scale: bool = False
+    trees: EpisodeTrees, returns: np.ndarray, is_trained: np.ndarray, baseline: Baseline, scale: bool = False
 ) -> TurnTable:
-    """Return the credit of all turns. `returns` [n, T] of the leaves; `trained` [n, T]: whether the turn of this leaf
-    may be trained (a shared turn belongs to the first leaf where it may). `scale` divides by the standard
+    """Return the values, advantages and weights of all turns. `returns` [n, T] has a row per leaf; `is_trained` [n, T]
+    marks trainable turns. A shared turn belongs to the first leaf that may train it. `scale` divides by the standard
     deviation of the leaves' total returns, weighted like the leaves."""
     shape = returns.shape
     table = TurnTable(trees.roots, np.zeros(shape), np.zeros(shape), np.zeros(shape))
     leaf_weights = np.ones(len(trees.roots))
 
-    def assign(leaves: list[int], turn: int, weight: float, siblings: np.ndarray) -> None:
-        fork = trees.next_fork(leaves, turn)
+    def fill_segment(leaves: list[int], turn: int, weight: float, sibling_mean: np.ndarray) -> None:
+        fork = trees.find_next_fork(leaves, turn)
         value = trees.value(leaves, turn, returns)
-        for number in range(turn, fork):
-            leaf = next((leaf for leaf in leaves if trained[leaf, number]), leaves[0])
-            table.weights[leaf, number] = weight
-            table.values[leaf, number] = value[number]
-            table.advantages[leaf, number] = value[number] - siblings[number]
+        for t in range(turn, fork):
+            leaf = next((leaf for leaf in leaves if is_trained[leaf, t]), leaves[0])
+            table.weights[leaf, t] = weight
+            table.values[leaf, t] = value[t]
+            table.advantages[leaf, t] = value[t] - sibling_mean[t]
         if len(leaves) == 1:
             leaf_weights[leaves[0]] = weight
         else:
-            split(trees.continuations(leaves, fork), fork, weight)
+            fill_branches(trees.split_leaves(leaves, fork), fork, weight)
 
-    def split(parts: list[list[int]], turn: int, weight: float) -> None:
-        values = np.array([trees.value(part, turn, returns) for part in parts])
-        siblings = (values.sum(0) - values) / max(len(parts) - 1, 1)
-        for part, compared in zip(
-            parts, np.zeros_like(values) if baseline == "none" else siblings, strict=True
+    def fill_branches(branches: list[list[int]], turn: int, weight: float) -> None:
+        values = np.array([trees.value(branch, turn, returns) for branch in branches])
+        sibling_means = (values.sum(0) - values) / max(len(branches) - 1, 1)
+        for branch, sibling_mean in zip(
+            branches, np.zeros_like(values) if baseline == "none" else sibling_means, strict=True
         ):
-            assign(part, turn, weight if turn == 0 else weight / len(parts), compared)
+            fill_segment(branch, turn, weight if turn == 0 else weight / len(branches), sibling_mean)
 
-    roots = trees.continuations(range(len(trees.roots)), 0)
-    split(roots, 0, 1.0)
+    roots = trees.split_leaves(range(len(trees.roots)), 0)
+    fill_branches(roots, 0, 1.0)
     if baseline == "none":
         return table
     table.advantages[np.abs(table.advantages) <= TOLERANCE * np.abs(returns).max()] = 0.0

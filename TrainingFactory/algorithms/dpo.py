@@ -79,8 +79,8 @@ class DPO(BaseAlgorithm):
             mean = _mean_logprobs(tokens).clamp(max=MAX_MEAN_LOGPROB)
             return mean - torch.log(-torch.expm1(mean))
         assert tokens.reference is not None
-        ratios = tokens.per_episode(tokens.logprobs - tokens.reference)
-        return ratios / tokens.lengths if self.loss_kind == "ipo" else self.beta * ratios
+        log_ratios = tokens.per_episode(tokens.logprobs - tokens.reference)
+        return log_ratios / tokens.lengths if self.loss_kind == "ipo" else self.beta * log_ratios
 
     def _pair_losses(self, margin: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair from its margin d. [P] -> [P]"""
@@ -92,12 +92,12 @@ class DPO(BaseAlgorithm):
             return -self.beta * logsigmoid(margin)
         if self.loss_kind == "simpo":
             margin = margin - self.margin
-        flipped = self.label_smoothing
-        as_labelled = -(1 - flipped) * logsigmoid(margin)
-        as_flipped = -flipped * logsigmoid(-margin)
+        flip_rate = self.label_smoothing
+        labelled_loss = -(1 - flip_rate) * logsigmoid(margin)
+        flipped_loss = -flip_rate * logsigmoid(-margin)
         if self.loss_kind == "robust":
-            return (as_labelled - as_flipped) / (1 - 2 * flipped)
-        return as_labelled + as_flipped
+            return (labelled_loss - flipped_loss) / (1 - 2 * flip_rate)
+        return labelled_loss + flipped_loss
 
 
 def _mean_logprobs(tokens: TrainedTokens) -> torch.Tensor:

@@ -99,11 +99,11 @@ class GRPO(BaseAlgorithm):
 
     @property
     def needs(self) -> frozenset[str]:
-        by_sequence = self.correction is not None and self.correction.level == "sequence"
+        is_sequence_level = self.correction is not None and self.correction.level == "sequence"
         inputs = {
             "reference": self.kl > 0,
             "old": self.correction is not None,
-            "lengths": self.ratio == "token" and not by_sequence,
+            "lengths": self.ratio == "token" and not is_sequence_level,
         }
         return frozenset(name for name, is_needed in inputs.items() if is_needed)
 
@@ -114,7 +114,7 @@ class GRPO(BaseAlgorithm):
         is_ungrouped = self.advantage == "reinforce_plus_plus"  # no comparison within the group
         if len(scored_trajectories) < (1 if is_ungrouped else 2):
             return []
-        outcomes, steps = reward_tables(scored_trajectories)
+        outcomes, step_rewards = reward_tables(scored_trajectories)
         if (
             self.refill
             and self.refill_by == "outcome"
@@ -127,13 +127,13 @@ class GRPO(BaseAlgorithm):
         baseline = "none" if is_ungrouped else "rloo" if self.advantage == "rloo" else "group"
         if has_forks(scored_trajectories):
             trees = EpisodeTrees(group, scored_trajectories)
-            return self._make_tree_rows(scored_trajectories, trees, outcomes, steps, baseline)
-        table = advantages(outcomes, steps, self.credit, baseline, self.scale_rewards)
+            return self._make_tree_rows(scored_trajectories, trees, outcomes, step_rewards, baseline)
+        table = advantages(outcomes, step_rewards, self.credit, baseline, self.scale_rewards)
         if self.state_groups:
             members = range(len(scored_trajectories))
-            returns = returns_to_go(outcomes, steps, self.credit) * np.ones(steps.shape)
-            plain = TurnTable([*members], np.ones(steps.shape), returns, table)
-            table = self._with_states(scored_trajectories, plain)
+            returns = returns_to_go(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
+            turn_table = TurnTable([*members], np.ones(step_rewards.shape), returns, table)
+            table = self._add_state_advantages(scored_trajectories, turn_table)
         if not is_ungrouped and not table.any():
             return []
         rows = []
@@ -147,39 +147,39 @@ class GRPO(BaseAlgorithm):
         leaves: Sequence[Trajectory],
         trees: EpisodeTrees,
         outcomes: np.ndarray,
-        steps: np.ndarray,
+        step_rewards: np.ndarray,
         baseline: Baseline,
     ) -> list[Sample]:
         """Return the rows of a group with forks. All rows of a tree are one episode."""
         if baseline != "none" and len(set(trees.roots)) < 2:
             return []
-        trained = np.zeros(steps.shape, bool)
-        for number, leaf in enumerate(leaves):
+        trained_mask = np.zeros(step_rewards.shape, bool)
+        for index, leaf in enumerate(leaves):
             is_trained = self.train_truncated or leaf.status != "truncated"
-            trained[number, : len(leaf.turns)] = [is_trained and not turn.masked for turn in leaf.turns]
-        returns = returns_to_go(outcomes, steps, self.credit) * np.ones(steps.shape)
-        table = tree_advantages(trees, returns, trained, baseline, self.scale_rewards)
-        values = self._with_states(leaves, table) if self.state_groups else table.advantages
+            trained_mask[index, : len(leaf.turns)] = [is_trained and not turn.masked for turn in leaf.turns]
+        returns = returns_to_go(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
+        table = tree_advantages(trees, returns, trained_mask, baseline, self.scale_rewards)
+        values = self._add_state_advantages(leaves, table) if self.state_groups else table.advantages
         if baseline != "none" and not values.any():
             return []
         rows: list[Sample] = []
         episodes: dict[int, int] = {}  # root -> number of its episode
-        weights = table.weights * trained
-        for number, leaf in enumerate(leaves):
+        weights = table.weights * trained_mask
+        for index, leaf in enumerate(leaves):
             count = len(leaf.turns)
             leaf_rows = to_samples(
-                leaf, values[number, :count].tolist(), weights=weights[number, :count].tolist()
+                leaf, values[index, :count].tolist(), weights=weights[index, :count].tolist()
             )
             for row in leaf_rows:
-                row.episode = row.pair = episodes.setdefault(trees.roots[number], leaf_rows[0].episode)
+                row.episode = row.pair = episodes.setdefault(trees.roots[index], leaf_rows[0].episode)
             rows += leaf_rows
         return rows
 
-    def _with_states(self, episodes: Sequence[Trajectory], table: TurnTable) -> np.ndarray:
-        """Return the advantages [n, T], with the advantages within the state groups added."""
+    def _add_state_advantages(self, episodes: Sequence[Trajectory], table: TurnTable) -> np.ndarray:
+        """Return the advantages [n, T] plus the weighted advantages within the state groups."""
         leave_out = self.advantage == "rloo"
-        term = state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
-        return table.advantages + self.state_groups * term
+        state_terms = state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
+        return table.advantages + self.state_groups * state_terms
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """Return copies of the episodes with the overlong penalty among the named parts of their rewards, for logs and
@@ -208,23 +208,23 @@ class GRPO(BaseAlgorithm):
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
-        anchor, weight, weight_metrics = importance_weights(
+        old_logprobs, weight, weight_metrics = importance_weights(
             tokens, self.correction, clip, self.ratio == "sequence"
         )
-        log_ratio = tokens.logprobs - anchor
+        log_ratio = tokens.logprobs - old_logprobs
         if self.ratio == "sequence":
-            mean_gap = (tokens.per_episode(log_ratio) / tokens.lengths)[tokens.episode]
+            mean_log_ratio = (tokens.per_episode(log_ratio) / tokens.lengths)[tokens.episode]
             # A gradient through the mean would give every token the mean advantage of its episode.
-            log_ratio = mean_gap.detach() + tokens.logprobs - tokens.logprobs.detach()
+            log_ratio = mean_log_ratio.detach() + tokens.logprobs - tokens.logprobs.detach()
         ratio = probability_ratio(log_ratio)
         if self.loss_kind == "cispo":
             gain = ratio.clamp(max=1 + self.clip_high).detach() * tokens.advantages * tokens.logprobs
-            clipped = ratio > 1 + self.clip_high
+            is_clipped = ratio > 1 + self.clip_high
         else:
-            low, high, dual = self.clip_low, self.clip_high, self.clip_dual
-            gain, clipped = clipped_objective(ratio, tokens.advantages, low, high, dual)
+            low, high, dual_clip = self.clip_low, self.clip_high, self.clip_dual
+            gain, is_clipped = clipped_objective(ratio, tokens.advantages, low, high, dual_clip)
         metrics = weight_metrics | {
-            "clip_fraction": float(tokens.total(clipped)) / tokens.step_tokens,
+            "clip_fraction": float(tokens.total(is_clipped)) / tokens.step_tokens,
             "logprob_diff": _mean(tokens, (tokens.logprobs - tokens.sampled).abs()),
         }
         terms = -gain * weight

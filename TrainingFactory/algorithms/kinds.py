@@ -15,24 +15,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, frozen=True)
 class AlgorithmKind:
-    home: str  # module:class in this package
+    class_path: str  # module:class in this package
     samples: bool = False  # on-policy: trains on episodes that it samples, not on a dataset
     form: Callable[[Any], Form] | None = None  # dataset format, depending on the algorithm's config section
     demonstrations: bool = False  # can train on demonstrations by the environment's expert
     # Smallest group of episodes per task, depending on the algorithm's config section.
-    least_group: Callable[[Any], int] = lambda _: 1
-    least_rows: int = 1  # smallest mini-batch, in examples
+    min_group: Callable[[Any], int] = lambda _: 1
+    min_rows: int = 1  # smallest mini-batch, in examples
 
 
 KINDS = {
     "sft": AlgorithmKind("sft:SFT", form=lambda _: "sft", demonstrations=True),
     "grpo": AlgorithmKind(
-        "grpo:GRPO", samples=True, least_group=lambda o: 1 + (o.advantage != "reinforce_plus_plus")
+        "grpo:GRPO", samples=True, min_group=lambda o: 1 + (o.advantage != "reinforce_plus_plus")
     ),
     "ppo": AlgorithmKind("ppo:PPO", samples=True),
     "rft": AlgorithmKind("rft:RFT", samples=True),
     "dpo": AlgorithmKind("dpo:DPO", form=lambda _: "dpo"),
-    "kto": AlgorithmKind("kto:KTO", form=lambda _: "kto", least_rows=2),
+    "kto": AlgorithmKind("kto:KTO", form=lambda _: "kto", min_rows=2),
     "reward_model": AlgorithmKind(
         "reward_model:RewardModel", form=lambda options: "prm" if options.kind == "process" else "rm"
     ),
@@ -41,5 +41,5 @@ KINDS = {
 
 def make_algorithm(name: str, options: dict[str, Any]) -> Algorithm:
     """Return the named algorithm; `options` are the keyword arguments of its class."""
-    module, _, kind = KINDS[name].home.partition(":")
-    return getattr(import_module(f"TrainingFactory.algorithms.{module}"), kind)(**options)
+    module, _, class_name = KINDS[name].class_path.partition(":")
+    return getattr(import_module(f"TrainingFactory.algorithms.{module}"), class_name)(**options)

@@ -45,20 +45,20 @@ class KTO(BaseAlgorithm):
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         for batch in batches:
-            ratios = 0.0
-            rows = 0
+            log_ratio_sum = 0.0
+            num_rows = 0
             for pack in batch.mismatched:
                 assert pack.old is not None and pack.reference is not None
-                ratios += float((pack.old - pack.reference).sum(dtype="float64"))
-                rows += len(pack.rows)
-            batch.baseline = max(0.0, ratios / rows) if rows else 0.0
+                log_ratio_sum += float((pack.old - pack.reference).sum(dtype="float64"))
+                num_rows += len(pack.rows)
+            batch.baseline = max(0.0, log_ratio_sum / num_rows) if num_rows else 0.0
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         assert tokens.reference is not None
         is_desirable = tokens.labels > 0.5
-        ratios = tokens.per_episode(tokens.logprobs - tokens.reference)  # [E]
+        gaps = tokens.per_episode(tokens.logprobs - tokens.reference) - tokens.baseline  # [E]
         # distance of each dialogue from the baseline, positive on the side that its label asks for
-        margin = self.beta * torch.where(is_desirable, ratios - tokens.baseline, tokens.baseline - ratios)
+        margin = self.beta * torch.where(is_desirable, gaps, -gaps)
         weights = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         loss = (weights * (1 - margin.sigmoid())).sum()
         episodes = tokens.step_episodes

@@ -35,11 +35,11 @@ def probability_ratio(log_ratio: torch.Tensor) -> torch.Tensor:
 
 
 def clipped_objective(
-    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual: float | None
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float, high: float, dual_clip: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return min(w A, clip(w, 1 - low, 1 + high) A), and a mask of the clipped tokens, which have no gradient. Where A
-    is negative, the minimum is unbounded below, so dual clip limits it to at least `dual` A. `dual` None: no limit."""
+    is negative, the minimum is unbounded below, so dual clip limits it to at least `dual_clip` A. None: no limit."""
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - low, 1 + high) * advantages)
-    if dual is not None:
-        gain = torch.where(advantages < 0, torch.maximum(gain, dual * advantages), gain)
+    if dual_clip is not None:
+        gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
     return gain, gain != ratio * advantages

@@ -64,9 +64,9 @@ class PPO(BaseAlgorithm):
                 continue
             rewards = list(trajectory.reward.steps) or [0.0] * len(trajectory.turns)
             rewards[-1] += trajectory.reward.outcome
-            for number in reversed(range(1, len(rewards))):
-                if trajectory.turns[number].masked:  # its reward follows from the turns before
-                    rewards[number - 1] += rewards[number]
+            for t in reversed(range(1, len(rewards))):
+                if trajectory.turns[t].masked:  # its reward follows from the turns before
+                    rewards[t - 1] += rewards[t]
             rows += to_samples(trajectory, rewards=rewards)
         return rows
 
@@ -84,7 +84,7 @@ class PPO(BaseAlgorithm):
             batch.values_only = step < self.critic_warmup
 
     def _fill_advantages(self, pack: Pack) -> None:
-        """Fill in the pack's advantages, in float64, and returns."""
+        """Compute the pack's advantages, in float64, and returns, and store them in the pack."""
         assert pack.values is not None
         rewards = pack.rewards.astype("float64")
         if self.kl and self.kl_in == "reward":
@@ -94,13 +94,13 @@ class PPO(BaseAlgorithm):
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        anchor, weight, weight_metrics = importance_weights(tokens, self.correction, (self.clip, self.clip))
-        ratio = probability_ratio(tokens.logprobs - anchor)
-        gain, clipped = clipped_objective(ratio, tokens.advantages, self.clip, self.clip, self.clip_dual)
+        old_logprobs, weight, metrics = importance_weights(tokens, self.correction, (self.clip, self.clip))
+        ratio = probability_ratio(tokens.logprobs - old_logprobs)
+        gain, is_clipped = clipped_objective(ratio, tokens.advantages, self.clip, self.clip, self.clip_dual)
         value_loss = self._value_loss(tokens)
         total = -(gain * weight).sum() + self.value_weight * value_loss
         sums = {
-            "clip_fraction": clipped.sum(),
+            "clip_fraction": is_clipped.sum(),
             "logprob_diff": (tokens.logprobs - tokens.sampled).abs().sum(),
             "value_loss": value_loss,
         }
@@ -114,8 +114,8 @@ class PPO(BaseAlgorithm):
             sums["kl"] = divergence
         if self.entropy:
             total = total - self.entropy * tokens.entropy.sum()
-        metrics = {name: float(value.detach()) / tokens.step_tokens for name, value in sums.items()}
-        return total / tokens.step_tokens, weight_metrics | metrics
+        metrics |= {name: float(value.detach()) / tokens.step_tokens for name, value in sums.items()}
+        return total / tokens.step_tokens, metrics
 
     def _value_loss(self, tokens: TrainedTokens) -> torch.Tensor:
         values, old, returns = tokens.values, tokens.old_values, tokens.returns

@@ -70,9 +70,9 @@ class RewardModel(BaseAlgorithm):
         if self.margin:
             margin = tokens.labels[tokens.pairs[:, 0]] - tokens.labels[tokens.pairs[:, 1]]
         total = -logsigmoid(gap - margin).sum() + self.center * (chosen + rejected).square().sum()
-        pairs = tokens.step_pairs
-        metrics = {"accuracy": float((gap > 0).sum()) / pairs, "margin": float(gap.detach().sum()) / pairs}
-        return total / pairs, metrics
+        sums = {"accuracy": (gap > 0).sum(), "margin": gap.detach().sum()}
+        metrics = {name: float(value) / tokens.step_pairs for name, value in sums.items()}
+        return total / tokens.step_pairs, metrics
 
     def _process_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         is_correct = (tokens.rewards > self.threshold).float()

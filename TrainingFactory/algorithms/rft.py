@@ -65,16 +65,16 @@ class RFT(BaseAlgorithm):
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
         accepted = self.accepted(group)
         turns = [turn for episode in accepted for turn in episode.turns if not turn.masked]
-        tokens = sum(len(turn.completion.token_ids) for turn in turns)
-        weight = 1 / tokens if self.balance and tokens else 1.0
+        num_tokens = sum(len(turn.completion.token_ids) for turn in turns)
+        weight = 1 / num_tokens if self.balance and num_tokens else 1.0
         return [row for episode in accepted for row in to_samples(episode, [weight] * len(episode.turns))]
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         """Scale the weights w, stored as advantages, to mean 1 over the tokens of each optimizer step."""
         for batch in batches:
-            weight = float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs))
+            total_weight = float(sum(pack.advantages.sum(dtype=float) for pack in batch.packs))
             for pack in batch.packs:
-                pack.advantages *= batch.tokens / weight
+                pack.advantages *= batch.tokens / total_weight
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         _, weight, metrics = importance_weights(tokens, self.correction)

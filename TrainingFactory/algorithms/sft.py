@@ -29,5 +29,5 @@ class SFT(BaseAlgorithm):
         return -tokens.logprobs.sum() / tokens.step_tokens, {}
 
     def evaluated(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the per-token perplexity."""
+        """Return the metrics with the per-token perplexity added."""
         return metrics | {"perplexity": math.exp(metrics["loss"])}

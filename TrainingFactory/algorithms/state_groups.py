@@ -30,18 +30,18 @@ def state_advantages(
     result = np.zeros(values.shape)
     turns_by_state: dict[str, list[tuple[int, int]]] = {}
     for member, episode in enumerate(episodes):
-        for number, turn in enumerate(episode.turns):
-            if turn.state is not None and weights[member, number]:
-                turns_by_state.setdefault(turn.state, []).append((member, number))
-    tree = np.asarray(roots)
+        for turn_index, turn in enumerate(episode.turns):
+            if turn.state is not None and weights[member, turn_index]:
+                turns_by_state.setdefault(turn.state, []).append((member, turn_index))
+    tree_ids = np.asarray(roots)
     for positions in turns_by_state.values():
-        members, numbers = (np.array(column) for column in zip(*positions, strict=True))
-        state_values, state_weights = values[members, numbers], weights[members, numbers]
+        members, turn_indices = (np.array(column) for column in zip(*positions, strict=True))
+        state_values, state_weights = values[members, turn_indices], weights[members, turn_indices]
         is_compared = np.ones((len(members), len(members)))
         if leave_out:
-            is_compared = (tree[members][:, None] != tree[members]).astype(float)
-        total = is_compared @ state_weights
-        mean = is_compared @ (state_weights * state_values) / np.where(total > 0, total, 1.0)
-        result[members, numbers] = np.where(total > 0, state_values - mean, 0.0)
+            is_compared = (tree_ids[members][:, None] != tree_ids[members]).astype(float)
+        total_weights = is_compared @ state_weights
+        mean = is_compared @ (state_weights * state_values) / np.where(total_weights > 0, total_weights, 1.0)
+        result[members, turn_indices] = np.where(total_weights > 0, state_values - mean, 0.0)
     result[np.abs(result) <= TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
     return result

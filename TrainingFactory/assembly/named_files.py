@@ -161,7 +161,7 @@ def describe_start(
     """Return the inputs of a run besides its config that a resume needs."""
     folder = reward_model_folder(config)
     return {
-        "objects": objects.given_objects,
+        "objects": objects.object_names,
         "replay": tools.replayed,
         "size": data.size,
         "digest": data.digest,

@@ -38,23 +38,23 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
         except UnicodeEncodeError as error:
             raise yaml.YAMLError(f"character {error.start + 1} is not valid Unicode") from None
         Composer.__init__(self)
-        self._depth = self._values = 0
+        self._depth = self._num_values = 0
         self._sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        event, parent_values = self.peek_event(), self._values
-        alias = isinstance(event, yaml.AliasEvent)
+        event, parent_values = self.peek_event(), self._num_values
+        is_alias = isinstance(event, yaml.AliasEvent)
         # An alias to the node that contains it: the node's size is not known yet.
         size = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
-        self._values += size if alias else 1
+        self._num_values += size if is_alias else 1
         self._depth += 1
-        if self._values > MAX_VALUES or self._depth > MAX_DEPTH:
+        if self._num_values > MAX_VALUES or self._depth > MAX_DEPTH:
             limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values, counted with aliases expanded"
             raise yaml.YAMLError(f"too large at line {event.start_mark.line + 1}; allowed are {limits}")
         node = super().compose_node(parent, index)
         self._depth -= 1
-        if event.anchor and not alias:
-            self._sizes[event.anchor] = self._values - parent_values
+        if event.anchor and not is_alias:
+            self._sizes[event.anchor] = self._num_values - parent_values
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
@@ -63,14 +63,14 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
                 raise ValueError
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError, OverflowError):  # `!!bool abc`, `!!int ""`, `1:59:59...`
-            kind = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
-            problem = f"cannot parse a value as {kind}"
+            name = node.tag.removeprefix(TAGS).replace("int", f"an integer of at most {MAX_DIGITS} digits")
+            problem = f"cannot parse a value as {name}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
 
 ConfigLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in NOT_JSON]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    first_char: [(tag, pattern) for tag, pattern in resolvers if tag not in NOT_JSON]
+    for first_char, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 ConfigLoader.add_implicit_resolver(
     f"{TAGS}float",
@@ -86,15 +86,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     data = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
     for override in overrides:
         _apply_override(override, data, locations, problems)
-    places = KeyLocations(locations, str(path) if path is not None else "")
+    key_locations = KeyLocations(locations, str(path) if path is not None else "")
     try:
         config = TrainingConfig(**data)
         if not problems:
-            config._places = places
+            config._key_locations = key_locations
             return config
     except ConfigError as error:
         problems += error.problems
-    raise places.error(problems) from None
+    raise key_locations.error(problems) from None
 
 
 def key_value(key: str, value: Any) -> str:
@@ -104,18 +104,18 @@ def key_value(key: str, value: Any) -> str:
 
 def read_yaml(
     path: Path,
-    places: dict[Key, str],
+    locations: dict[Key, str],
     problems: list[Problem],
     expected_content: str = "sections such as model and environment, written as `model:`",
 ) -> dict[Any, Any]:
-    """Read the mapping in a YAML file. Add the line of every key to `places`, and duplicate keys to `problems`.
-    `expected_content` describes the expected content in the error for any other file."""
+    """Read the mapping in a YAML file. Add the line of every key to `locations`, and duplicate keys to `problems`.
+    `expected_content` completes the error "must contain ..." for any other file."""
     try:
         loader = ConfigLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
             raise _file_error(path, f"must contain {expected_content}")
-        _locate_keys(node, (), str(path), places, problems)
+        _locate_keys(node, (), str(path), locations, problems)
         data = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         # Not str(error): that quotes the line, which may contain a secret.
@@ -126,16 +126,16 @@ def read_yaml(
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise _file_error(path, f"cannot be read: {str(error).splitlines()[0]}") from None
     for alias, key in ALIASES.items():
-        if location := places.get(tuple(alias.split("."))):
-            places.setdefault(tuple(key.split(".")), location)
+        if location := locations.get(tuple(alias.split("."))):
+            locations.setdefault(tuple(key.split(".")), location)
     return data
 
 
 def _missing_file_hint(path: Path) -> str:
     if command := command_that_creates(path):
         return f"; create it with: {command}"
-    near = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
-    return did_you_mean(near and str(path.parent / near))
+    closest = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+    return did_you_mean(closest and str(path.parent / closest))
 
 
 def _file_error(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
@@ -143,62 +143,62 @@ def _file_error(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigE
 
 
 def _locate_keys(
-    node: yaml.Node, key: Key, path: str, places: dict[Key, str], problems: list[Problem]
+    node: yaml.Node, key: Key, path: str, locations: dict[Key, str], problems: list[Problem]
 ) -> None:
-    """Record the line of every key in `places`, and duplicate keys in `problems`."""
+    """Record the line of every key in `locations`, and duplicate keys in `problems`."""
     if isinstance(node, yaml.SequenceNode):
         for index, entry in enumerate(node.value):
-            places[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
-            _locate_keys(entry, (*key, index), path, places, problems)
+            locations[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
+            _locate_keys(entry, (*key, index), path, locations, problems)
     elif isinstance(node, yaml.MappingNode):
         lines: dict[Key, int] = {}
         for name, value in node.value:
-            inner, line = (*key, str(name.value)), name.start_mark.line + 1
-            if inner in lines:
-                text = f"duplicate key in lines {lines[inner]} and {line}; remove one of them"
-                problems.append(Problem(inner, text, location=f"{path}:{line}"))
-            lines[inner] = line
-            places[inner] = f"{path}:{line}"
-            _locate_keys(value, inner, path, places, problems)
+            inner_key, line = (*key, str(name.value)), name.start_mark.line + 1
+            if inner_key in lines:
+                text = f"duplicate key in lines {lines[inner_key]} and {line}; remove one of them"
+                problems.append(Problem(inner_key, text, location=f"{path}:{line}"))
+            lines[inner_key] = line
+            locations[inner_key] = f"{path}:{line}"
+            _locate_keys(value, inner_key, path, locations, problems)
 
 
 def _apply_override(
-    override: str, data: dict[str, Any], places: dict[Key, str], problems: list[Problem]
+    override: str, data: dict[str, Any], locations: dict[Key, str], problems: list[Problem]
 ) -> None:
     """Set the value of one `key=value` in the data. The schema reports unknown keys later."""
-    name, equals, text = override.partition("=")
+    name, equals, value_text = override.partition("=")
     if not equals or not name.strip():
         problems.append(Problem((), f"expected key=value, got {override!r}", location=COMMAND_LINE))
         return
     key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(name.strip()).split("."))
     try:
-        value = yaml.load(text, ConfigLoader)  # a SafeLoader
+        value = yaml.load(value_text, ConfigLoader)  # a SafeLoader
     except yaml.YAMLError:
         problems.append(Problem(key, "the value is not valid YAML; quote it", location=COMMAND_LINE))
         return
     if problem := _set_value(data, key, value):
         problems.append(Problem(key, problem, location=COMMAND_LINE))
-    places[key] = COMMAND_LINE
+    locations[key] = COMMAND_LINE
     for depth in range(1, len(key)):
-        places.setdefault(key[:depth], COMMAND_LINE)  # a section that only the override created
+        locations.setdefault(key[:depth], COMMAND_LINE)  # a section that only the override created
 
 
 def _set_value(container: Any, key: Key, value: Any) -> str | None:
     """Set data["a"]["b"] for the key a.b, creating missing sections. Return the problem if that is impossible."""
-    part: Any = key[0]
+    name: Any = key[0]
     if isinstance(container, list):
-        if not isinstance(part, int) or part > len(container):
+        if not isinstance(name, int) or name > len(container):
             return f"no such list entry; the list has {len(container)} entries, counted from 0"
-        if part == len(container):
+        if name == len(container):
             container.append(None)
     elif isinstance(container, dict):
-        part = str(part)
-        container.setdefault(part)
+        name = str(name)
+        container.setdefault(name)
     else:
         return "cannot be set, because its parent is not a section"
     if len(key) == 1:
-        container[part] = value
+        container[name] = value
         return None
-    if container[part] is None:
-        container[part] = [] if isinstance(key[1], int) else {}
-    return _set_value(container[part], key[1:], value)
+    if container[name] is None:
+        container[name] = [] if isinstance(key[1], int) else {}
+    return _set_value(container[name], key[1:], value)

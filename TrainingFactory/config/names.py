@@ -65,16 +65,16 @@ def expand(data: dict[Any, Any]) -> dict[str, Any]:
             {"name": entry} if isinstance(entry, str) else entry for entry in expanded["tools"]
         ]
     for alias, key in ALIASES.items():
-        *parents, old = alias.split(".")
+        *parents, alias_name = alias.split(".")
         container = expanded.get(parents[0]) if parents else expanded
-        section, new = key.split(".")
+        section, name = key.split(".")
         target = expanded.get(section, {})
         if (
             isinstance(container, dict)
-            and old in container
+            and alias_name in container
             and isinstance(target, dict)
-            and new not in target
+            and name not in target
         ):
-            target[new] = container.pop(old)
+            target[name] = container.pop(alias_name)
             expanded[section] = target
     return expanded

@@ -15,10 +15,10 @@ UNIMPLEMENTED: dict[str, tuple[Any, str]] = {
 def unimplemented_notices(config: TrainingConfig) -> list[str]:
     """Return one notice per requested feature that is not implemented yet."""
     notices = []
-    for key, (current, text) in UNIMPLEMENTED.items():
+    for key, (default, text) in UNIMPLEMENTED.items():
         section_name, name = key.split(".")
         section = getattr(config, section_name)
-        if name in section.model_fields_set and getattr(section, name) != current:
+        if name in section.model_fields_set and getattr(section, name) != default:
             notices.append(f"{key}: {text}")
     return notices
 

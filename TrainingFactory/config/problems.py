@@ -26,8 +26,8 @@ class Problem:
 
     def __str__(self) -> str:
         key = dotted(self.key)
-        given_value = "" if self.value is ... else f" (got {show_value(key, self.value)})"
-        return ": ".join(part for part in (self.location, key, self.text + given_value) if part)
+        value_note = "" if self.value is ... else f" (got {show_value(key, self.value)})"
+        return ": ".join(part for part in (self.location, key, self.text + value_note) if part)
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class KeyLocations:
     locations: dict[tuple[str | int, ...], str] = field(default_factory=dict, compare=False)
     default: str = field(default="", compare=False)
 
-    def of(self, key: tuple[str | int, ...]) -> str:
-        """Return the location of a key, or of the innermost section around it that has one."""
+    def find(self, key: tuple[str | int, ...]) -> str:
+        """Return the location of a key, or of the innermost located section around it."""
         locations = (
             self.locations[key[:length]]
             for length in range(len(key), 0, -1)
@@ -49,14 +49,14 @@ class KeyLocations:
     def error(self, problems: Iterable[Problem]) -> ConfigError:
         """Return a ConfigError with the located problems, in the order of the file; the command line comes last."""
 
-        def order(problem: Problem) -> tuple[bool, int]:
+        def sort_key(problem: Problem) -> tuple[bool, int]:
             line = problem.location.rpartition(":")[2]
             return problem.location == COMMAND_LINE, int(line) if line.isdecimal() else 0
 
         located = [
-            replace(problem, location=problem.location or self.of(problem.key)) for problem in problems
+            replace(problem, location=problem.location or self.find(problem.key)) for problem in problems
         ]
-        return ConfigError(sorted(located, key=order))
+        return ConfigError(sorted(located, key=sort_key))
 
 
 class ConfigError(ValueError):
@@ -84,17 +84,17 @@ def dotted(key: Iterable[str | int]) -> str:
 def fields_by_key(model: type[BaseModel], prefix: str = "") -> dict[str, Any]:
     """Return the field of every dotted key, without an index for keys of list entries."""
     fields: dict[str, Any] = {}
-    for name, info in model.model_fields.items():
-        section = section_of(info.annotation)
-        fields |= fields_by_key(section, f"{prefix}{name}.") if section else {prefix + name: info}
+    for name, field_info in model.model_fields.items():
+        section = section_of(field_info.annotation)
+        fields |= fields_by_key(section, f"{prefix}{name}.") if section else {prefix + name: field_info}
     return fields
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
     """Return the section class of a field's type: the type itself, or that of its list entries. None: no section."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
     return None
 
 
@@ -122,10 +122,10 @@ def _explain(details: ErrorDetails, root: type[BaseModel]) -> Problem:
 
 
 def _option_of_algorithm(value: Any, root: type[BaseModel]) -> str | None:
-    """Return the option that selects a variant which other libraries treat as an algorithm: dpo.loss_kind=orpo."""
+    """Return the option that selects the algorithm `value`, if it is a variant of another one: dpo.loss_kind=orpo."""
     algorithms = get_args(fields_by_key(root)["training.algorithm"].annotation)
-    for full_key, info in fields_by_key(root).items():
-        if full_key.partition(".")[0] in algorithms and value in get_args(info.annotation):
+    for full_key, field_info in fields_by_key(root).items():
+        if full_key.partition(".")[0] in algorithms and value in get_args(field_info.annotation):
             return f"{full_key}={value}"
     return None
 
@@ -140,12 +140,12 @@ def _section_at(key: tuple[str | int, ...], root: type[BaseModel]) -> type[BaseM
 
 def _closest_key(key: tuple[str | int, ...], root: type[BaseModel]) -> str | None:
     """Return the valid key closest to an unknown one: a sibling of similar spelling, else the name in any section."""
-    *parents, last = key
+    *parents, unknown = key
     siblings = _section_at(tuple(parents), root).model_fields
-    split = (alias.rpartition(".") for alias in ALIASES)
-    aliases = [name for section, _, name in split if section == dotted(parents)]
-    if sibling := nearest(str(last), [*siblings, *aliases]):
+    split_aliases = (alias.rpartition(".") for alias in ALIASES)
+    aliases = [name for section, _, name in split_aliases if section == dotted(parents)]
+    if sibling := nearest(str(unknown), [*siblings, *aliases]):
         return dotted([*parents, sibling])
     by_name = {full_key.rsplit(".", 1)[-1]: full_key for full_key in fields_by_key(root)}
-    name = nearest(str(last), by_name, cutoff=0.8)
+    name = nearest(str(unknown), by_name, cutoff=0.8)
     return by_name[name] if name else None

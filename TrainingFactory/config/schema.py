@@ -468,11 +468,11 @@ class TrainingConfig(Section):
     rft: RFTSection = Field(default_factory=RFTSection)
     reward_model: RewardModelSection = Field(default_factory=RewardModelSection)
 
-    _places: KeyLocations = PrivateAttr(default_factory=KeyLocations)
+    _key_locations: KeyLocations = PrivateAttr(default_factory=KeyLocations)
 
     def wrong(self, problems: Iterable[Problem]) -> ConfigError:
         """Return a ConfigError for problems found after loading, each with the file and line of its key."""
-        return self._places.error(problems)
+        return self._key_locations.error(problems)
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -99,7 +99,7 @@ class Rollouts:
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes; after Ctrl-C, save and report the finished ones."""
-        return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.ask)
+        return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.request_stop)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes on the running event loop."""

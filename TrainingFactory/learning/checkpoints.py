@@ -49,18 +49,18 @@ class DamagedCheckpoint(ValueError):
 
 def checkpoint_bytes(learner: Learner) -> tuple[int, int]:
     """Return the size in bytes of a checkpoint's model files, and of its training state."""
-    adapted = learner.model is not learner.causal
-    model = sum(
-        param.numel() * (param.element_size() if adapted else learner.dtype.itemsize)
+    has_adapter = learner.model is not learner.causal
+    model_bytes = sum(
+        param.numel() * (param.element_size() if has_adapter else learner.dtype.itemsize)
         for param in learner.model.parameters()
-        if param.requires_grad or not adapted
+        if param.requires_grad or not has_adapter
     )
-    state = 0
+    state_bytes = 0
     for optimizer in learner.optimizers:
-        weights = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
+        num_weights = sum(param.numel() for group in optimizer.param_groups for param in group["params"])
         # 4: the float32 master weight.
-        state += weights * (4 + OPTIMIZER_STATE_BYTES[type(optimizer).__name__])
-    return model, state
+        state_bytes += num_weights * (4 + OPTIMIZER_STATE_BYTES[type(optimizer).__name__])
+    return model_bytes, state_bytes
 
 
 def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state: dict[str, Any]) -> None:
@@ -68,12 +68,12 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     failure raise OSError and leave an existing folder as it is."""
     folder = Path(folder)
     weights = learner.processes.state_of(learner.model, learner.dtype)
-    tensors, numbers = _gather_training_state(learner)
+    tensors, scalars = _gather_training_state(learner)
     learner_info = {
         "format": FORMAT,
         "steps": learner.steps,
         "model": _describe_identity(learner),
-        "optimizers": numbers,
+        "optimizers": scalars,
     }
     files = {"learner.json": json.dumps(learner_info, indent=1), "state.json": json.dumps(state, indent=1)}
     partial_folder, failure = folder.with_name(f".{folder.name}.part"), ""
@@ -141,17 +141,17 @@ def _write_checkpoint(
 ) -> None:
     """Write the model's files and the training state; `weights` and `tensors` are gathered, not sharded."""
     hf_logging.disable_progress_bar()  # transformers would draw one per file over the run's own progress
-    adapter = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
-    learner.model.save_pretrained(partial_folder, state_dict=weights, **adapter)
-    if weights is not None and not adapter:  # trained in float32, saved in the dtype in which it was loaded
+    options = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
+    learner.model.save_pretrained(partial_folder, state_dict=weights, **options)
+    if weights is not None and not options:  # trained in float32, saved in the dtype in which it was loaded
         learner.causal.config.dtype = learner.dtype
         learner.causal.config.save_pretrained(partial_folder)
     tokenizer.save_pretrained(partial_folder)
     if learner.vision is not None:
         learner.vision.save(partial_folder)
     if learner.head is not None and learner.head.model_info is not None:  # not a critic's head
-        head = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
-        save_head(partial_folder, learner.head.model_info, head)
+        head_weights = {name: tensors[f"weight/head.{name}"] for name, _ in learner.head.named_parameters()}
+        save_head(partial_folder, learner.head.model_info, head_weights)
     (partial_folder / TRAINING_STATE_FILES[0]).parent.mkdir()
     save_file(tensors, partial_folder / TRAINING_STATE_FILES[0])
 
@@ -161,22 +161,22 @@ def _gather_training_state(learner: Learner) -> tuple[Tensors, list[dict[str, di
     masters, processes = _master_weights(learner), learner.processes
     names = {id(master): name for name, master in masters.items()}
     shards: dict[str, torch.Tensor] = {f"weight/{name}": master for name, master in masters.items()}
-    numbers: list[dict[str, dict[str, Any]]] = []
+    scalars: list[dict[str, dict[str, Any]]] = []
     for index, optimizer in enumerate(learner.optimizers):
-        numbers.append({})
-        for param, slots in optimizer.state.items():
+        scalars.append({})
+        for param, param_state in optimizer.state.items():
             name = names[id(param)]
-            for key, value in slots.items():
+            for key, value in param_state.items():
                 if isinstance(value, torch.Tensor):
                     shards[f"optimizer/{index}/{key}/{name}"] = value
                 else:
-                    numbers[index].setdefault(name, {})[key] = value
+                    scalars[index].setdefault(name, {})[key] = value
     tensors: Tensors = {}
     for name, value in shards.items():
         gathered = processes.gather(value.detach())
         if processes.rank == 0:
             tensors[name] = gathered.cpu().contiguous()
-    return tensors, numbers
+    return tensors, scalars
 
 
 def _master_weights(learner: Learner) -> dict[str, torch.nn.Parameter]:
@@ -190,7 +190,7 @@ def _load_weights(learner: Learner, file: Any) -> None:
     learner._weights.write_back()
 
 
-def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[str, Any]]]) -> None:
+def _load_optimizers(learner: Learner, file: Any, scalars: list[dict[str, dict[str, Any]]]) -> None:
     masters = _master_weights(learner)
     names = {id(master): name for name, master in masters.items()}
     state_by_parameter: dict[tuple[int, str], dict[str, Any]] = {}
@@ -204,17 +204,17 @@ def _load_optimizers(learner: Learner, file: Any, numbers: list[dict[str, dict[s
     for index, optimizer in enumerate(learner.optimizers):
         # torch numbers parameters consecutively over all groups
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        slots = {}
-        for number, param in enumerate(params):
+        states = {}
+        for param_index, param in enumerate(params):
             name = names[id(param)]
-            restored = state_by_parameter.get((index, name), {}) | numbers[index].get(name, {})
-            if restored:
-                slots[number] = restored
-        optimizer.load_state_dict({"state": slots, "param_groups": optimizer.state_dict()["param_groups"]})
+            param_state = state_by_parameter.get((index, name), {}) | scalars[index].get(name, {})
+            if param_state:
+                states[param_index] = param_state
+        optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _describe_identity(learner: Learner) -> dict[str, Any]:
-    """Return the properties of the learner that must be equal in a checkpoint and in the learner that loads it."""
+    """Return the properties that a checkpoint and the learner that loads it must share."""
     return {
         "architecture": type(learner.causal).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
@@ -223,20 +223,20 @@ def _describe_identity(learner: Learner) -> dict[str, Any]:
     }
 
 
-def _describe_differences(saved_model: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    if saved_model["architecture"] != current["architecture"]:
-        return [f"it holds a {saved_model['architecture']}, the model is a {current['architecture']}"]
-    old, new, differences = saved_model["trained"], current["trained"], []
+def _describe_differences(saved_model: dict[str, Any], current_model: dict[str, Any]) -> list[str]:
+    if saved_model["architecture"] != current_model["architecture"]:
+        return [f"it holds a {saved_model['architecture']}, the model is a {current_model['architecture']}"]
+    old, new, differences = saved_model["trained"], current_model["trained"], []
     for name in sorted(old | new):
         if old.get(name) != new.get(name):
             shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"
             differences.append(f"{name} is {shapes}")
-    if not differences and saved_model["frozen"] != current["frozen"]:
+    if not differences and saved_model["frozen"] != current_model["frozen"]:
         differences.append(
             "the adapter was trained on a base model with other weights (a builtin:tiny run started before version "
             "0.2 resumes only on the processor type that started it)"
         )
-    if saved_model["optimizers"] != current["optimizers"]:
-        old, new = " and ".join(saved_model["optimizers"]), " and ".join(current["optimizers"])
+    if saved_model["optimizers"] != current_model["optimizers"]:
+        old, new = " and ".join(saved_model["optimizers"]), " and ".join(current_model["optimizers"])
         differences.append(f"it was trained with {old}, this run uses {new}")
     return differences

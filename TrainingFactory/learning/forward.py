@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from TrainingFactory.data.packing import Pack, pack
 from TrainingFactory.learning.tree.attention import ATTENTION, TreePlan, tree_attention
 from TrainingFactory.learning.tree.flex import pad_to_blocks
-from TrainingFactory.learning.tree.layers import fused
-from TrainingFactory.learning.tree.recurrent import segmented, set_segments
+from TrainingFactory.learning.tree.layers import fused_layers
+from TrainingFactory.learning.tree.recurrent import segmented_layers, set_segments
 from TrainingFactory.models.recurrent import unsupported_types
 from TrainingFactory.types import Sample
 
@@ -42,22 +42,21 @@ def decoder(model: PreTrainedModel) -> Any:
 
 @contextlib.contextmanager
 def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
-    """Let the model use tree attention inside the block. Backward passes must run inside it too, because they may run
-    the layers again. If not `enabled`, the model uses its own attention; if it soft-caps scores, an implementation that
-    supports capping is selected."""
+    """Switch the model to tree attention inside the block, which must include backward passes, because they may run the
+    layers again. Not `enabled`: keep the model's own attention, or select one that supports its soft-capped scores."""
     config = model.config.get_text_config()
-    previous = config._attn_implementation
-    row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous
+    previous_attention = config._attn_implementation
+    row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous_attention
     config._attn_implementation = ATTENTION if enabled else row_attention
     use_fused = enabled and model.device.type == "cuda"
     try:
         with (
-            fused(model, tree_attention) if use_fused else contextlib.nullcontext(),
-            segmented(model) if enabled else contextlib.nullcontext(),
+            fused_layers(model, tree_attention) if use_fused else contextlib.nullcontext(),
+            segmented_layers(model) if enabled else contextlib.nullcontext(),
         ):
             yield
     finally:
-        config._attn_implementation = previous
+        config._attn_implementation = previous_attention
 
 
 def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
@@ -65,14 +64,14 @@ def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None
     size = len(pack.token_ids)
     set_segments(model, pack.nodes)
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
-    ids, positions, images = pack.token_ids, pack.positions, {}
+    ids, positions, image_inputs = pack.token_ids, pack.positions, {}
     if vision is not None:
         positions = _tree_rotary_positions(pack, vision) if vision.has_rope else positions
-        (ids,), images = vision.model_inputs(model, ids[None], fresh=vision.trains)
+        (ids,), image_inputs = vision.model_inputs(model, ids[None], fresh=vision.trains)
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (ids, positions))
     return decoder(model)(
         input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False,
-        tfactory_tree=TreePlan(pack, model.device), **images,
+        tfactory_tree=TreePlan(pack, model.device), **image_inputs,
     ).last_hidden_state[0, :size]  # fmt: skip
 
 
@@ -95,16 +94,16 @@ def row_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None)
     starts, lengths = np.array([(node.start, node.length) for node in pack.nodes]).T
     columns = np.arange(lengths.max())
     is_token = columns < lengths[:, None]  # [n, T]
-    places = np.where(is_token, starts[:, None] + columns, 0)
-    ids, arguments = pack.token_ids[places], {}
+    indices = np.where(is_token, starts[:, None] + columns, 0)
+    ids, kwargs = pack.token_ids[indices], {}
     if vision is not None:
         ids[~is_token] = 0  # not an image
         rope = np.stack([vision.rope(row)[0] for row in ids], 1) if vision.has_rope else None
-        ids, arguments = vision.model_inputs(model, ids, fresh=vision.trains)
+        ids, kwargs = vision.model_inputs(model, ids, fresh=vision.trains)
         if rope is not None:
-            arguments["position_ids"] = torch.from_numpy(rope).to(model.device)  # [3, n, T]
+            kwargs["position_ids"] = torch.from_numpy(rope).to(model.device)  # [3, n, T]
     input_ids = torch.from_numpy(ids).to(model.device)
-    states = decoder(model)(input_ids=input_ids, use_cache=False, **arguments).last_hidden_state.flatten(0, 1)
+    states = decoder(model)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state.flatten(0, 1)
     return states.index_select(0, torch.from_numpy(np.flatnonzero(is_token)).to(model.device))
 
 
@@ -156,25 +155,25 @@ def sharing_problem(model: PreTrainedModel) -> str | None:
 def _probe_problem(model: PreTrainedModel) -> str | None:
     """Compute the hidden states of a few rows over a prefix tree and row by row. Return the problem as text; None if
     both agree up to rounding."""
-    unshared, probe = _make_probe_pack(model, sharing=False), _make_probe_pack(model, sharing=True)
+    row_pack, tree_pack = _make_probe_pack(model, sharing=False), _make_probe_pack(model, sharing=True)
     try:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
-        train = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
-        with tree_mode(model), torch.set_grad_enabled(train):
-            shared = tree_states(model, probe).detach()
+        needs_grad = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
+        with tree_mode(model), torch.set_grad_enabled(needs_grad):
+            shared = tree_states(model, tree_pack).detach()
     except Exception as error:  # third-party code may reject our keyword, or need another argument
         row_states(
-            model, unshared
+            model, row_pack
         )  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
     with tree_mode(model, enabled=False):
-        rows = row_states(model, unshared)[_row_positions(unshared)]
-    trees = shared[_row_positions(probe)]
-    layers = model.config.get_text_config().num_hidden_layers
-    rounding = max(5e-2, 1.5e-2 * layers**0.5)  # 16-bit errors grow like a random walk
+        expected = row_states(model, row_pack)[_row_positions(row_pack)]
+    actual = shared[_row_positions(tree_pack)]
+    num_layers = model.config.get_text_config().num_hidden_layers
+    rounding = max(5e-2, 1.5e-2 * num_layers**0.5)  # 16-bit errors grow like a random walk
     limit = rounding if model.dtype != torch.float32 else 1e-3
-    if not (error := _relative_error(trees, rows)) <= limit:
+    if not (error := _relative_error(actual, expected)) <= limit:
         return f"its hidden states over a tree differ from those over rows by {error:.1%} on average"
     return None
 
@@ -190,9 +189,9 @@ def short_windows(model: PreTrainedModel) -> Iterator[None]:
         for name in WINDOW_ATTRIBUTES
         if isinstance(length := vars(owner).get(name), int)
     ]
-    order = sorted({length for _, _, length in lengths})
+    distinct_lengths = sorted({length for _, _, length in lengths})
     for owner, name, length in lengths:
-        setattr(owner, name, PROBE_WINDOW + order.index(length))
+        setattr(owner, name, PROBE_WINDOW + distinct_lengths.index(length))
     try:
         yield
     finally:
@@ -212,7 +211,7 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def _make_probe_pack(model: PreTrainedModel, sharing: bool) -> Pack:
     """Return a pack of three rows that form a prefix tree of three levels."""
     vocabulary = model.config.get_text_config().vocab_size
-    ids = [(13 + 7919 * place) % vocabulary for place in range(200)]
+    ids = [(13 + 7919 * i) % vocabulary for i in range(200)]
     samples = []
     for suffix_ids in (ids[40:90] + ids[100:107], ids[40:90] + ids[110:122], ids[130:150]):
         row = ids[:30] + suffix_ids

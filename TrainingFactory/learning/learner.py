@@ -50,7 +50,7 @@ class Learner:
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
     `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of
     the auxiliary loss of a mixture of experts; None: the model's own. `vision` is the `Vision` of a model that sees
-    images. Callers pass `sharing` (compute common prefixes once) and `below` (split larger trees; 0: never) to
+    images. Callers pass `sharing` (compute common prefixes once) and `min_shared` (split larger trees; 0: never) to
     `make_batch`."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Learner:
         self.reference, self.head, self.critic = reference, head, critic
         self.temperature, self.activation_offload, self.vision = temperature, activation_offload, vision
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
-        self.below = 4096 if self.causal.device.type == "cuda" else 0
+        self.min_shared = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
         for module in self._trained_models() if gradient_checkpointing else ():
             causal_model(module).gradient_checkpointing_enable({"use_reentrant": False})
@@ -124,20 +124,20 @@ class Learner:
         self._annotate_packs(batch.mismatched, ["reference", "old"])
         return batch
 
-    def _annotate_packs(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        for pack in self.processes.deal(packs) if names else ():
-            if "reference" in names:
+    def _annotate_packs(self, packs: Sequence[Pack], fields: Sequence[str]) -> None:
+        for pack in self.processes.deal(packs) if fields else ():
+            if "reference" in fields:
                 pack.reference = self._compute_reference_logprobs(pack)
-            if "old" in names or "values" in names:
-                places = pack.source if "values" in names else None
-                logprobs, _, values = self._compute_outputs(pack, "old" in names, places)
-                pack.old = logprobs.cpu().numpy() if "old" in names else pack.old
+            if "old" in fields or "values" in fields:
+                indices = pack.source if "values" in fields else None
+                logprobs, _, values = self._compute_outputs(pack, "old" in fields, indices)
+                pack.old = logprobs.cpu().numpy() if "old" in fields else pack.old
                 pack.values = pack.values if values is None else values.cpu().numpy()
-        self.processes.exchange(packs, names)
+        self.processes.exchange(packs, fields)
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
         """Make one optimizer step over the rows and return its metrics. Skip it without rows or a finite gradient."""
-        metrics: dict[str, float] = {name: getattr(batch, count) for name, count in COUNTS.items()}
+        metrics: dict[str, float] = {name: getattr(batch, field) for name, field in COUNTS.items()}
         metrics["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         metrics["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)
         if batch.split_episodes:
@@ -163,7 +163,7 @@ class Learner:
                 self._weights.gather_grads()
                 for name, value in pack_metrics.items():
                     sums[name] += value
-            metrics |= self.processes.total(sums)
+            metrics |= self.processes.sum_metrics(sums)
             if self.routers:
                 metrics |= load_metrics(self.processes.sum_array(loads))
             # The optimizer skips weights without a gradient; weight decay and momentum do not apply to them either.
@@ -206,9 +206,9 @@ class Learner:
         if not self.routers.coefficient or batch.values_only:
             return 0.0, loads
         balance = self.routers.balance_counts(routing, weights) if balance is None else balance
-        value = self.routers.aux_loss(routing, weights, balance)
-        metrics["router_aux_loss"] = float(value.detach())
-        return self.routers.coefficient * value, loads
+        unscaled_loss = self.routers.aux_loss(routing, weights, balance)
+        metrics["router_aux_loss"] = float(unscaled_loss.detach())
+        return self.routers.coefficient * unscaled_loss, loads
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
@@ -218,7 +218,7 @@ class Learner:
         for pack in self.processes.deal(batch.packs):
             for name, value in self._pack_loss(pack, batch, loss, needs)[1].items():
                 sums[name] += value
-        return self.processes.total(sums)
+        return self.processes.sum_metrics(sums)
 
     def _pack_loss(
         self, pack: Pack, batch: Batch, loss: Loss, needs: frozenset[str]
@@ -261,49 +261,49 @@ class Learner:
         return outputs[0].index_select(0, index), outputs[1].index_select(0, index)
 
     def _compute_outputs(
-        self, pack: Pack, logprobs: bool, places: np.ndarray | None, values_only: bool = False
+        self, pack: Pack, logprobs: bool, indices: np.ndarray | None, values_only: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return log-probs and entropies of the trained tokens, if requested, and the scalar head's outputs at these
-        `places` of the tree."""
+        `indices` of the tree."""
         empty = torch.zeros(0, device=self.causal.device)
 
-        def scalars(states: torch.Tensor) -> torch.Tensor:
-            assert self.head is not None and places is not None, "values and scores need a scalar head"
-            return self.head(states.index_select(0, *self._on_device(places)))
+        def apply_head(states: torch.Tensor) -> torch.Tensor:
+            assert self.head is not None and indices is not None, "values and scores need a scalar head"
+            return self.head(states.index_select(0, *self._on_device(indices)))
 
-        def policy() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        def run_policy() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             with torch.set_grad_enabled(torch.is_grad_enabled() and not values_only):
                 states = self.states(pack)
                 token_logprobs, entropy = self.logprobs(pack, states=states) if logprobs else (empty, empty)
             return (
                 token_logprobs,
                 entropy,
-                None if places is None or self.critic is not None else scalars(states),
+                None if indices is None or self.critic is not None else apply_head(states),
             )
 
         if self.critic is None:
-            return self.processes.run(self.model, policy)
+            return self.processes.run(self.model, run_policy)
         token_logprobs, entropy, _ = (
-            self.processes.run(self.model, policy) if logprobs else (empty, empty, None)
+            self.processes.run(self.model, run_policy) if logprobs else (empty, empty, None)
         )
-        if places is None:
+        if indices is None:
             return token_logprobs, entropy, None
         critic = causal_model(self.critic)
         return (
             token_logprobs,
             entropy,
-            self.processes.run(self.critic, lambda: scalars(self.states(pack, critic))),
+            self.processes.run(self.critic, lambda: apply_head(self.states(pack, critic))),
         )
 
     def _compute_trained_tokens(self, pack: Pack, batch: Batch, needs: frozenset[str]) -> TrainedTokens:
         needs_scores, needs_values = "scores" in needs, "values" in needs
-        places = pack.place if needs_scores else pack.source if needs_values else None
-        logprobs, entropy, scalars = self._compute_outputs(pack, not needs_scores, places, batch.values_only)
+        indices = pack.place if needs_scores else pack.source if needs_values else None
+        logprobs, entropy, scalars = self._compute_outputs(pack, not needs_scores, indices, batch.values_only)
         sampled_logprobs, advantages, rewards = self._on_device(pack.logprobs, pack.advantages, pack.rewards)
         episode, labels, pairs = self._on_device(pack.episode, pack.labels, pack.pairs)
-        extra = (pack.reference, pack.old, pack.values, pack.returns, pack.weights, pack.lengths)
+        optional_arrays = (pack.reference, pack.old, pack.values, pack.returns, pack.weights, pack.lengths)
         reference, old, old_values, returns, weights, lengths = (
-            None if array is None else self._on_device(array)[0] for array in extra
+            None if array is None else self._on_device(array)[0] for array in optional_arrays
         )
         return TrainedTokens(
             logprobs, entropy, sampled_logprobs, advantages, rewards, episode, labels, pairs,
@@ -327,16 +327,16 @@ class Learner:
 
     def _step_optimizers(self) -> float:
         # A separate critic is clipped separately: its large initial errors must not slow the policy down.
-        parts = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
+        groups = [self._policy_weights, self._critic_weights] if self.critic else [self._weights.masters]
         limit = self.options.max_grad_norm
-        norms = (self.processes.gather(torch.nn.utils.clip_grad_norm_(part, limit)) for part in parts)
-        norm = math.hypot(*(float(part_norm) for part_norm in norms))
+        norms = (self.processes.gather(torch.nn.utils.clip_grad_norm_(group, limit)) for group in groups)
+        norm = math.hypot(*(float(group_norm) for group_norm in norms))
         if not math.isfinite(norm):
             log.warning("step %d: gradient norm is %s; skipping the update", self.steps, norm)
-        factor = self.options.factor(self.steps)
+        lr_factor = self.options.factor(self.steps)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * factor
+                group["lr"] = group["peak_lr"] * lr_factor
             if math.isfinite(norm):
                 optimizer.step()
         self._weights.clear_grads()

@@ -11,14 +11,14 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from TrainingFactory.learning.tree.layers import compiled
+from TrainingFactory.learning.tree.layers import compile_once
 
 CHUNK_ELEMENTS = 2**24  # logits of one chunk: 64 MiB in float32
 # Larger chunks on a GPU, because every chunk reads all of the head's weights and writes their whole gradient.
 GPU_FACTOR = 8
 
 
-class _Pick(torch.autograd.Function):
+class _ChunkLogprobs(torch.autograd.Function):
     """Logits [C, V] -> log-probs of the targets [C] and entropies [C], with a manual backward, because autograd would
     keep more [C, V] tensors. Gradients by logits / temperature: one-hot - p of a log-prob, -p (log p + H) of an
     entropy."""
@@ -27,8 +27,8 @@ class _Pick(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        scaled = logits.float() if temperature == 1 else logits.float() / temperature
-        logprobs = scaled.log_softmax(-1)
+        scaled_logits = logits.float() if temperature == 1 else logits.float() / temperature
+        logprobs = scaled_logits.log_softmax(-1)
         target_logprobs = logprobs.gather(-1, target[:, None])[:, 0]
         probabilities = logprobs.exp()
         entropy = -logprobs.mul_(probabilities).sum(-1)
@@ -38,16 +38,16 @@ class _Pick(torch.autograd.Function):
         return target_logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[torch.Tensor, None, None]:
         probabilities, target, entropy = ctx.saved_tensors
-        if gradients[0] is None:
+        if grads[0] is None:
             gradient = torch.zeros_like(probabilities)
         else:
-            scale = gradients[0][:, None] / ctx.temperature  # [C, 1]
+            scale = grads[0][:, None] / ctx.temperature  # [C, 1]
             gradient = (probabilities * -scale).scatter_add_(1, target[:, None], scale)
-        if gradients[1] is not None:
-            logs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
-            gradient -= probabilities * (logs + entropy[:, None]) * (gradients[1][:, None] / ctx.temperature)
+        if grads[1] is not None:
+            logprobs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
+            gradient -= probabilities * (logprobs + entropy[:, None]) * (grads[1][:, None] / ctx.temperature)
         return gradient.to(ctx.dtype), None, None
 
 
@@ -55,21 +55,21 @@ def target_logprobs(
     logits: torch.Tensor, target: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probs of the targets, entropies and log-sum-exp, each [1, C, 1], of logits [1, C, V]."""
-    scaled = logits.float() / temperature
-    total = scaled.logsumexp(-1, keepdim=True)
-    logs = scaled - total
-    return logs.gather(-1, target), -(logs.exp() * logs).sum(-1, keepdim=True), total
+    scaled_logits = logits.float() / temperature
+    lse = scaled_logits.logsumexp(-1, keepdim=True)
+    logprobs = scaled_logits - lse
+    return logprobs.gather(-1, target), -(logprobs.exp() * logprobs).sum(-1, keepdim=True), lse
 
 
 def logits_gradient(
-    logits: torch.Tensor, target: torch.Tensor, total: torch.Tensor, entropy: torch.Tensor,
+    logits: torch.Tensor, target: torch.Tensor, logsumexp: torch.Tensor, entropy: torch.Tensor,
     logprob_grad: torch.Tensor, entropy_grad: torch.Tensor | None, temperature: float, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    logs = logits.float() / temperature - total
-    probabilities, is_target = logs.exp(), torch.arange(logits.shape[-1], device=logits.device) == target
+    logprobs = logits.float() / temperature - logsumexp
+    probabilities, is_target = logprobs.exp(), torch.arange(logits.shape[-1], device=logits.device) == target
     gradient = (is_target.float() - probabilities) * logprob_grad
     if entropy_grad is not None:
-        gradient = gradient - probabilities * (logs + entropy) * entropy_grad
+        gradient = gradient - probabilities * (logprobs + entropy) * entropy_grad
     return (gradient / temperature).to(dtype)
 
 
@@ -81,47 +81,48 @@ def float32_logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class _PlainHead(torch.autograd.Function):
-    """All chunks of a head that is a single matrix, on a GPU, where passes over [C, V] dominate the cost. Forward and
-    backward write the logits once each; the backward stores only their gradient, in the model's dtype."""
+    """Log-probs and entropies from a head that is a single matrix, on a GPU, where passes over [C, V] dominate the
+    cost. Forward and backward write the logits once each; the backward stores only their gradient, in the model's
+    dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor,
-        temperature: float, size: int,
+        temperature: float, chunk_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        parts = []
-        for places, targets in zip(source.split(size), target.split(size), strict=True):
-            logits = float32_logits(hidden.index_select(0, places), weight)
-            parts.append(compiled(target_logprobs)(logits[None], targets[None, :, None], temperature))
-        token_logprobs, entropy, total = (
-            torch.cat(outputs, 1) for outputs in zip(*parts, strict=True)
+        chunks = []
+        for positions, targets in zip(source.split(chunk_size), target.split(chunk_size), strict=True):
+            logits = float32_logits(hidden.index_select(0, positions), weight)
+            chunks.append(compile_once(target_logprobs)(logits[None], targets[None, :, None], temperature))
+        token_logprobs, entropy, logsumexp = (
+            torch.cat(outputs, 1) for outputs in zip(*chunks, strict=True)
         )  # [1, M, 1]
-        ctx.save_for_backward(hidden, weight, source, target, total, entropy)
-        ctx.temperature, ctx.size = temperature, size
+        ctx.save_for_backward(hidden, weight, source, target, logsumexp, entropy)
+        ctx.temperature, ctx.size = temperature, chunk_size
         ctx.set_materialize_grads(False)  # most losses have no use for the entropy
         return token_logprobs[0, :, 0], entropy[0, :, 0]
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *gradients: Any
+        ctx: Any, *grads: Any
     ) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, source, target, total, entropy = ctx.saved_tensors
-        logprob_grad, entropy_grad = (None if grad is None else grad[None, :, None] for grad in gradients)
-        logprob_grad = torch.zeros_like(total) if logprob_grad is None else logprob_grad
+        hidden, weight, source, target, logsumexp, entropy = ctx.saved_tensors
+        logprob_grad, entropy_grad = (None if grad is None else grad[None, :, None] for grad in grads)
+        logprob_grad = torch.zeros_like(logsumexp) if logprob_grad is None else logprob_grad
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         for start in range(0, len(source), ctx.size):
             chunk = slice(start, start + ctx.size)
-            rows = hidden.index_select(0, source[chunk])
-            logits_grad = compiled(logits_gradient)(
-                float32_logits(rows, weight)[None], target[None, chunk, None], total[:, chunk], entropy[:, chunk],
+            states = hidden.index_select(0, source[chunk])
+            logits_grad = compile_once(logits_gradient)(
+                float32_logits(states, weight)[None], target[None, chunk, None], logsumexp[:, chunk], entropy[:, chunk],
                 logprob_grad[:, chunk], None if entropy_grad is None else entropy_grad[:, chunk],
-                ctx.temperature, rows.dtype,
+                ctx.temperature, states.dtype,
             )[0]  # fmt: skip
             hidden_grad.index_add_(0, source[chunk], logits_grad @ weight)
             if weight_grad is not None:
-                weight_grad.addmm_(logits_grad.t(), rows)
+                weight_grad.addmm_(logits_grad.t(), states)
         return hidden_grad, weight_grad, None, None, None, None
 
 
@@ -140,19 +141,19 @@ def token_logprobs(
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs [M] and entropies [M], both at the given temperature."""
-    size = max(1, CHUNK_ELEMENTS * (GPU_FACTOR if hidden.is_cuda else 1) // vocabulary)
+    chunk_size = max(1, CHUNK_ELEMENTS * (GPU_FACTOR if hidden.is_cuda else 1) // vocabulary)
     if _is_plain(head, hidden):
         weight: Any = head.weight  # pyright: ignore[reportFunctionMemberAccess]
-        return _PlainHead.apply(hidden, weight, source, target, temperature, size)  # pyright: ignore
-    recompute = len(source) > size and torch.is_grad_enabled()
+        return _PlainHead.apply(hidden, weight, source, target, temperature, chunk_size)  # pyright: ignore
+    recompute = len(source) > chunk_size and torch.is_grad_enabled()
 
-    def chunk(rows: torch.Tensor, targets: torch.Tensor) -> Any:
-        return _Pick.apply(head(rows), targets, temperature)
+    def compute_chunk(rows: torch.Tensor, targets: torch.Tensor) -> Any:
+        return _ChunkLogprobs.apply(head(rows), targets, temperature)
 
-    parts = []
-    for places, targets in zip(source.split(size), target.split(size), strict=True):
-        rows = hidden.index_select(0, places)
-        run = partial(checkpoint, chunk, use_reentrant=False) if recompute else chunk
-        parts.append(run(rows, targets))
-    logprobs, entropies = zip(*parts, strict=True)
+    outputs = []
+    for positions, targets in zip(source.split(chunk_size), target.split(chunk_size), strict=True):
+        states = hidden.index_select(0, positions)
+        compute = partial(checkpoint, compute_chunk, use_reentrant=False) if recompute else compute_chunk
+        outputs.append(compute(states, targets))
+    logprobs, entropies = zip(*outputs, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

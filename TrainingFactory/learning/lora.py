@@ -76,8 +76,8 @@ def linear_layers(model: Any) -> list[str]:
 
 
 def adapter_sizes(model: Any) -> tuple[int, int, bool]:
-    """Return the number of weights of a rank-1 adapter on all linear layers, the number for one on the experts (and on
-    routers, where PEFT adapts them too), and whether "all-linear" includes experts."""
+    """Return the numbers of weights of rank-1 adapters on all linear layers and on the experts (and on routers, where
+    PEFT adapts them too), and whether "all-linear" includes experts."""
     maps_to_experts = _maps_to_experts(model, "all-linear")
     names = linear_layers(model)
     layers = [
@@ -85,8 +85,8 @@ def adapter_sizes(model: Any) -> tuple[int, int, bool]:
     ]
     fused = {name: model.get_parameter(name) for name in expert_weights(model)}
     # PEFT doubles the rank of two matrices in one; it also adapts the routers of these families.
-    doubled = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused}
-    size = sum(doubled[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused.items())
+    factors = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused}
+    size = sum(factors[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused.items())
     if maps_to_experts:
         weights = dict(model.named_parameters())
         size += sum(sum(weight.shape) for name, weight in weights.items() if name.endswith(".gate.weight"))
@@ -112,13 +112,13 @@ def expert_weights(model: Any) -> list[str]:
 def _without_experts(names: list[str], model: Any) -> list[str]:
     """Return the names of the layers that PEFT does not map to fused experts."""
     partners = {"gate_proj": "up_proj", "up_proj": "gate_proj"}  # PEFT maps them together only
-    leaves = {name.rpartition(".")[2] for name in names}
-    mapped = {leaf for leaf in leaves if _maps_to_experts(model, [leaf, partners.get(leaf, leaf)])}
-    return [name for name in names if name.rpartition(".")[2] not in mapped]
+    leaf_names = {name.rpartition(".")[2] for name in names}
+    mapped_leaves = {leaf for leaf in leaf_names if _maps_to_experts(model, [leaf, partners.get(leaf, leaf)])}
+    return [name for name in names if name.rpartition(".")[2] not in mapped_leaves]
 
 
 def _maps_to_experts(model: Any, targets: str | list[str]) -> bool:
-    """Return whether PEFT maps one of these targets to fused experts. It does so for families whose experts were linear
+    """Return whether PEFT maps one of these targets to fused experts, as it does for families whose experts were linear
     layers of that name in earlier versions of transformers."""
     config = LoraConfig(target_modules=targets)
     convert_peft_config_for_transformers(config, model, None)

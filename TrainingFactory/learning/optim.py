@@ -37,8 +37,8 @@ class OptimizerOptions:
         if self.schedule == "constant":
             return 1.0
         assert self.total_steps is not None, f"the {self.schedule} schedule needs total_steps"
-        share = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        return 1 - share if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
+        progress = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return 1 - progress if self.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
 
 
 class Muon(torch.optim.Optimizer):
@@ -65,20 +65,20 @@ class Muon(torch.optim.Optimizer):
                 buffer = state.setdefault("momentum", torch.zeros_like(param))
                 buffer.lerp_(param.grad, 1 - group["momentum"])
                 update = self._processes.gather(param.grad.lerp(buffer, group["momentum"]))
-                direction = self._processes.share(orthogonal(update), param)
+                direction = self._processes.share(orthogonalize(update), param)
                 param.add_(direction, alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
 
 
-def orthogonal(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor, steps: int = 5) -> torch.Tensor:
     """Return approximately the nearest orthogonal matrix, by a quintic Newton-Schulz iteration."""
     a, b, c = 3.4445, -4.7750, 2.0315
     x = matrix.float()
-    x = x.T if (tall := x.shape[0] > x.shape[1]) else x
+    x = x.T if (is_tall := x.shape[0] > x.shape[1]) else x
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+    return (x.T if is_tall else x).to(matrix.dtype)
 
 
 def make_optimizers(
@@ -89,29 +89,31 @@ def make_optimizers(
     """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. If
     Muon is chosen, Muon updates the policy's inner matrices and AdamW all other weights. Head and critic have their own
     learning rate."""
-    matrices, decayed, plain, critic_decayed, critic_plain = [], [], [], [], []
+    matrices, decayed, no_decay, critic_decayed, critic_no_decay = [], [], [], [], []
     for name, param in named_parameters:
-        inner = param.dim() == 2 and "embed" not in name and "head." not in name
+        is_inner = param.dim() == 2 and "embed" not in name and "head." not in name
         if name.startswith(CRITIC_PREFIXES):
-            (critic_decayed if inner else critic_plain).append(param)
+            (critic_decayed if is_inner else critic_no_decay).append(param)
         else:
-            (matrices if inner and options.name == "muon" else decayed if inner else plain).append(param)
+            (matrices if is_inner and options.name == "muon" else decayed if is_inner else no_decay).append(
+                param
+            )
     critic_rate = options.critic_learning_rate or options.learning_rate
     groups = [
         {"params": decayed, "weight_decay": options.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
+        {"params": no_decay, "weight_decay": 0.0},
         {"params": critic_decayed, "weight_decay": options.weight_decay, "lr": critic_rate},
-        {"params": critic_plain, "weight_decay": 0.0, "lr": critic_rate},
+        {"params": critic_no_decay, "weight_decay": 0.0, "lr": critic_rate},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
-        kind: Any = torch.optim.AdamW
+        optimizer_type: Any = torch.optim.AdamW
         if options.name == "adamw_8bit":
-            from bitsandbytes.optim.adamw import AdamW8bit as kind  # pyright: ignore[reportMissingImports]
+            from bitsandbytes.optim.adamw import AdamW8bit as optimizer_type  # pyright: ignore[reportMissingImports]
         elif groups[0]["params"][0].is_cuda:
-            kind = partial(kind, fused=True)  # one kernel for many weights; on a CPU torch chooses
-        optimizers.append(kind(groups, lr=options.learning_rate, betas=options.betas))
+            optimizer_type = partial(optimizer_type, fused=True)  # one kernel for many weights; CPU: default
+        optimizers.append(optimizer_type(groups, lr=options.learning_rate, betas=options.betas))
     if matrices:
         optimizers.append(Muon(matrices, lr=options.matrix_learning_rate, processes=processes))
     for optimizer in optimizers:
@@ -146,8 +148,8 @@ class MixedPrecision:
         because sums in 16 bits lose precision."""
         for param, master in zip(self.params, self.masters, strict=True):
             if master is not param and param.grad is not None:
-                full_precision = param.grad.float()
-                master.grad = full_precision if master.grad is None else master.grad.add_(full_precision)
+                gradient = param.grad.float()
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 param.grad = None
 
     def clear_grads(self) -> None:

@@ -48,10 +48,10 @@ class LocalPolicy:
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         args = (self.learner, self.algorithm, rows, step, self._options)
-        checked = {} if self.before_step is None else await self.before_step(rows, step)
+        extra_metrics = {} if self.before_step is None else await self.before_step(rows, step)
         metrics = await self.thread.call(train_step, *args)
         self._version = step + 1
-        return checked | metrics
+        return extra_metrics | metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         args = (self.learner, self.algorithm, rows, step, self._options)

@@ -24,7 +24,7 @@ class Processes:
         pack."""
         return call()
 
-    def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
+    def pack_batch(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
         """Return the batch `make(budget)`. The budget is `token_budget`, or less if that balances the packs better
         between the processes."""
         return make(token_budget)
@@ -36,8 +36,8 @@ class Processes:
     def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
         """Exchange the array fields `names` between the processes, so that every process has them for all packs."""
 
-    def total(self, sums: dict[str, float]) -> dict[str, float]:
-        """Return the sums over all processes; a process may lack some of the keys."""
+    def sum_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Return the sum of each metric over all processes; a process may lack some of the keys."""
         return sums
 
     def sum_array(self, values: np.ndarray) -> np.ndarray:
@@ -45,7 +45,7 @@ class Processes:
         return values
 
     def agree(self, text: str) -> str:
-        """Return the text of rank 0."""
+        """Return the `text` of rank 0 in every process."""
         return text
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -48,14 +48,14 @@ class Publisher:
         fits_in_memory = (
             SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * size
         )
-        self._is_writer, temp_folder, self._guard = learner.processes.rank == 0, "", None
+        self._is_writer, temp_folder, self._cleanup = learner.processes.rank == 0, "", None
         if self._is_writer:
             temp_folder = tempfile.mkdtemp(
                 prefix="tfactory-weights-", dir=SHARED_MEMORY if fits_in_memory else None
             )
             # Removes the folder when this process has ended, even by a kill: shared memory would leak until a reboot.
-            guard = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", temp_folder]
-            self._guard = subprocess.Popen(guard, stdin=subprocess.PIPE, env={}, start_new_session=True)
+            command = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", temp_folder]
+            self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
         self._home = Path(learner.processes.agree(temp_folder))
         with torch.device("meta"):
             self._skeleton = type(self._causal)(copy.deepcopy(self._causal.config))
@@ -69,12 +69,12 @@ class Publisher:
             config.save_pretrained(self.model_folder)
         rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
         self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY_TOKENS))
-        self._numbers, self._published = itertools.count(), list[Path]()
+        self._folder_numbers, self._published = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
         """Write the current weights on rank 0. Return their folder and version, and their log-probs of the canary, a
         fixed token sequence with which the fleet verifies its engines."""
-        target = self._home / f"{next(self._numbers):06d}-version-{version}"
+        target = self._home / f"{next(self._folder_numbers):06d}-version-{version}"
         if self.rank is None:
             self._write_weights(target, merged=True)
         else:
@@ -92,10 +92,10 @@ class Publisher:
 
     def close(self) -> None:
         """Remove all published folders. Further calls do nothing."""
-        if self._guard is not None:
-            assert self._guard.stdin is not None
-            self._guard.stdin.close()
-            self._guard.wait()
+        if self._cleanup is not None:
+            assert self._cleanup.stdin is not None
+            self._cleanup.stdin.close()
+            self._cleanup.wait()
 
     def _write_weights(self, folder: Path, merged: bool) -> None:
         weights: dict[str, torch.Tensor] = {}
@@ -144,10 +144,10 @@ def _get_adapter_rank(model: Any) -> int | None:
     config: Any = model.active_peft_config
     trainable = [name for name, param in model.named_parameters() if param.requires_grad]
     is_lora_only = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trainable)
-    unsupported = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
-    unsupported = unsupported or bool(config.modules_to_save)  # even frozen ones
-    unsupported = unsupported or bool(config.target_parameters)  # experts and routers
-    return max([config.r, *config.rank_pattern.values()]) if is_lora_only and not unsupported else None
+    is_unsupported = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
+    is_unsupported = is_unsupported or bool(config.modules_to_save)  # even frozen ones
+    is_unsupported = is_unsupported or bool(config.target_parameters)  # experts and routers
+    return max([config.r, *config.rank_pattern.values()]) if is_lora_only and not is_unsupported else None
 
 
 def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -156,8 +156,8 @@ def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[t
     attribute access to them."""
     gather = learner.processes.gather
     for name in skeleton.state_dict():
-        path, _, leaf = name.rpartition(".")
-        module = learner.causal.get_submodule(path)
+        module_path, _, leaf = name.rpartition(".")
+        module = learner.causal.get_submodule(module_path)
         if isinstance(module, BaseTunerLayer):
             if merged:
                 params = {

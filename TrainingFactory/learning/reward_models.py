@@ -75,7 +75,7 @@ class RewardScorer:
     ) -> None:
         self.kind: Kind = kind
         self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
-        self._token_budget, self._together, self._vision = token_budget, score_together, vision
+        self._token_budget, self._score_together, self._vision = token_budget, score_together, vision
         sees_whole_images = vision is not None and vision.sees_whole_images
         self._sharing = sharing_problem(self._causal) is None and not sees_whole_images
         self._lock = threading.Lock()
@@ -125,7 +125,7 @@ class RewardScorer:
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Score episodes; raise ValueError if one does not fit the chat template or is too long."""
-        if self._together:
+        if self._score_together:
             scores = self.scores(trajectories)
         else:
             scores = [self.scores([trajectory])[0] for trajectory in trajectories]
@@ -139,18 +139,18 @@ class RewardScorer:
     def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Return the head's output at the last token of every turn (process) or of the last turn (outcome)."""
         with self._lock:
-            rows = [self._make_rows(trajectory) for trajectory in trajectories]
-            samples = [row for episode in rows for row in episode]
-            by_row: list[list[float]] = [[] for _ in samples]
+            rows_by_episode = [self._make_rows(trajectory) for trajectory in trajectories]
+            samples = [row for episode in rows_by_episode for row in episode]
+            row_scores: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
                 with tree_mode(self._causal, self._sharing):
                     states = (tree_states if self._sharing else row_states)(self._causal, pack, self._vision)
-                places = torch.from_numpy(pack.place).to(states.device)
-                outputs = self._head(states.index_select(0, places)).tolist()
-                for number, score in zip(pack.row.tolist(), outputs, strict=True):
-                    by_row[number].append(score)
-        row_scores = iter(by_row)
-        return [[score for _ in episode for score in next(row_scores)] for episode in rows]
+                positions = torch.from_numpy(pack.place).to(states.device)
+                outputs = self._head(states.index_select(0, positions)).tolist()
+                for row_index, score in zip(pack.row.tolist(), outputs, strict=True):
+                    row_scores[row_index].append(score)
+        remaining_scores = iter(row_scores)
+        return [[score for _ in episode for score in next(remaining_scores)] for episode in rows_by_episode]
 
     def _make_rows(self, trajectory: Trajectory) -> list[Sample]:
         rendered = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
@@ -167,4 +167,4 @@ class RewardScorer:
 def _process_reward(scores: Sequence[float]) -> Reward:
     probabilities = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
     minima = list(accumulate(probabilities, min, initial=1.0))  # m_0 ... m_T
-    return Reward(2 * minima[-1] - 1, [now - previous for previous, now in pairwise(minima)])
+    return Reward(2 * minima[-1] - 1, [current - previous for previous, current in pairwise(minima)])

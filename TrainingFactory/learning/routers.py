@@ -51,15 +51,15 @@ class Routers:
                 f"training.router_aux_loss is {aux_loss:g}, but a {model.config.model_type!r} model defines no "
                 "auxiliary loss. Remove the option"
             )
-        own = (
+        default_coefficient = (
             getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
         )  # third-party object
-        if aux_loss is None and self._top_k and own > LARGE_COEFFICIENT:
+        if aux_loss is None and self._top_k and default_coefficient > LARGE_COEFFICIENT:
             log.warning(
                 "The model's config sets router_aux_loss_coef=%g, which is large next to the loss of an algorithm. Set "
-                "training.router_aux_loss to choose another coefficient, such as 0.001", own,
+                "training.router_aux_loss to choose another coefficient, such as 0.001", default_coefficient,
             )  # fmt: skip
-        self.coefficient = 0.0 if not self._top_k else own if aux_loss is None else aux_loss
+        self.coefficient = 0.0 if not self._top_k else default_coefficient if aux_loss is None else aux_loss
         self._gates, self._logits_index = _find_gates(model) if self.coefficient else ([], 0)
 
     @contextmanager
@@ -71,7 +71,7 @@ class Routers:
         def add_logits(module: Any, args: Any, output: Any) -> None:
             routing.logits.append(output[self._logits_index] if isinstance(output, tuple) else output)
 
-        def add_chosen(module: Any, args: Any, kwargs: Any) -> None:
+        def add_experts(module: Any, args: Any, kwargs: Any) -> None:
             indices = (
                 args[1] if len(args) > 1 else next(kwargs[name] for name in INDEX_PARAMETERS & kwargs.keys())
             )
@@ -79,7 +79,7 @@ class Routers:
 
         hooks = [gate.register_forward_hook(add_logits) for gate in self._gates]
         hooks += [
-            module.register_forward_pre_hook(add_chosen, with_kwargs=True) for module in self.layers.values()
+            module.register_forward_pre_hook(add_experts, with_kwargs=True) for module in self.layers.values()
         ]
         try:
             yield routing
@@ -89,13 +89,13 @@ class Routers:
 
     def loads(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
         """Return how many tokens each expert of each layer computes. [layers, E]"""
-        counts = [_count_tokens_by_expert(chosen, weights, module.num_experts) for chosen, module in
+        counts = [_count_tokens_by_expert(experts, weights, module.num_experts) for experts, module in
                   zip(routing.chosen, self.layers.values(), strict=True)]  # fmt: skip
         return torch.stack(counts).cpu().numpy()
 
     def balance_counts(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
-        """Return for each expert the number of tokens that have it among their k most likely experts, summed over all
-        layers. The last entry is the number of tokens times layers. [E + 1]"""
+        """Return the number of tokens for which each expert is among the k most likely ones, summed over layers; the
+        last entry is the number of tokens times layers. [E + 1]"""
         total = torch.stack(
             [
                 _count_tokens_by_expert(logits.topk(self._top_k).indices, weights, logits.shape[-1])
@@ -107,19 +107,19 @@ class Routers:
     def aux_loss(self, routing: Routing, weights: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """Return a forward pass's share of the auxiliary loss, without its coefficient. `counts` are the
         `balance_counts` of the whole update."""
-        first = routing.logits[0]
-        shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first.device, torch.float32)
-        token_weights = _pad_weights(weights, len(first)).to(first.device)
-        values = [logits.float().softmax(-1) @ shares @ token_weights for logits in routing.logits]
-        return torch.stack(values).sum() * (first.shape[-1] / counts[-1])
+        first_logits = routing.logits[0]
+        shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first_logits.device, torch.float32)
+        token_weights = _pad_weights(weights, len(first_logits)).to(first_logits.device)
+        layer_losses = [logits.float().softmax(-1) @ shares @ token_weights for logits in routing.logits]
+        return torch.stack(layer_losses).sum() * (first_logits.shape[-1] / counts[-1])
 
 
 def changed_routes(left: Routing, right: Routing, tokens: int) -> float:
-    """Return the share of pairs of a token and a layer that two forward passes over the same tokens compute with
-    different experts. Only the first `tokens` of each layer count; padding may follow."""
+    """Return the share of (token, layer) pairs that two forward passes over the same tokens route to different experts.
+    Only the first `tokens` of each layer count; padding may follow."""
     shares = [
-        (one[:tokens].sort(-1).values != other[:tokens].sort(-1).values).any(-1).float().mean()
-        for one, other in zip(left.chosen, right.chosen, strict=True)
+        (a[:tokens].sort(-1).values != b[:tokens].sort(-1).values).any(-1).float().mean()
+        for a, b in zip(left.chosen, right.chosen, strict=True)
     ]
     return float(torch.stack(shares).mean())
 
@@ -166,23 +166,23 @@ def expert_modules(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def routing_bias_count(model: torch.nn.Module) -> int:
-    """Return the number of routers that choose experts with a bias that no loss trains."""
+    """Return the number of routers with an untrained bias for the choice of experts."""
     names = [*dict(model.named_buffers()), *dict(model.named_parameters())]
     return sum(name.endswith("e_score_correction_bias") for name in names)
 
 
 def _get_balanced_top_k(model: PreTrainedModel) -> int:
-    """Return the number k of experts per token in the auxiliary loss that transformers defines for the family; 0: it
-    defines none, or another loss."""
-    function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
-    top_k, experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
-    if function is None or not top_k or not experts:
+    """Return the number k of experts per token in the family's auxiliary loss; 0: transformers defines none, or another
+    loss."""
+    loss_function: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    top_k, num_experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
+    if loss_function is None or not top_k or not num_experts:
         return 0
     generator, size = torch.Generator().manual_seed(0), 10
-    logits = torch.randn(size, experts, generator=generator)
-    counts = _count_tokens_by_expert(logits.topk(top_k).indices, np.ones(size, np.float32), experts)
-    own = experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
-    if abs(own - float(function((logits,), experts, top_k))) > 1e-4 * own:
+    logits = torch.randn(size, num_experts, generator=generator)
+    counts = _count_tokens_by_expert(logits.topk(top_k).indices, np.ones(size, np.float32), num_experts)
+    expected_loss = num_experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
+    if abs(expected_loss - float(loss_function((logits,), num_experts, top_k))) > 1e-4 * expected_loss:
         log.warning(
             "The auxiliary loss of a %r model is not supported; training without it", model.config.model_type
         )
@@ -202,14 +202,14 @@ def _find_gates(model: PreTrainedModel) -> tuple[list[Any], int]:
     return gates, recorder.index
 
 
-def _count_tokens_by_expert(chosen: torch.Tensor, weights: np.ndarray, experts: int) -> torch.Tensor:
+def _count_tokens_by_expert(chosen: torch.Tensor, weights: np.ndarray, num_experts: int) -> torch.Tensor:
     """Return the weighted number of tokens by expert. `chosen` [T, k] -> [E]. Expert numbers of E and above are
     ignored."""
     chosen = chosen.reshape(-1, chosen.shape[-1])
     values = _pad_weights(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
-    counts = values.new_zeros(experts + 1, dtype=torch.float64)
-    return counts.index_add_(0, chosen.reshape(-1).clamp(max=experts), values.double())[:experts]
+    counts = values.new_zeros(num_experts + 1, dtype=torch.float64)
+    return counts.index_add_(0, chosen.reshape(-1).clamp(max=num_experts), values.double())[:num_experts]
 
 
-def _pad_weights(weights: np.ndarray, size: int) -> torch.Tensor:
-    return torch.from_numpy(np.pad(weights, (0, size - len(weights))))
+def _pad_weights(weights: np.ndarray, num_tokens: int) -> torch.Tensor:
+    return torch.from_numpy(np.pad(weights, (0, num_tokens - len(weights))))

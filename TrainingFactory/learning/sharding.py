@@ -45,8 +45,8 @@ class ShardedProcesses(Processes):
             raise ValueError(
                 "model.quantization: cannot shard a quantized model. Set it to none, or compute.learners to 1"
             )
-        frozen = not any(param.requires_grad for param in model.parameters())
-        offload = CPUOffloadPolicy() if frozen and self._offload else OffloadPolicy()
+        is_frozen = not any(param.requires_grad for param in model.parameters())
+        offload = CPUOffloadPolicy() if is_frozen and self._offload else OffloadPolicy()
         root = self._roots[id(model)] = _Root(model, head)
         layers = set(causal._no_split_modules or ())
         # Children before parents; the root last, with all weights outside the layers.
@@ -65,11 +65,11 @@ class ShardedProcesses(Processes):
                 f"Cannot shard {type(module).__name__}: its trained weights have several dtypes "
                 f"({', '.join(sorted(map(str, dtypes)))}). Set model.dtype to float32 or bfloat16"
             )
-        low = next(iter(dtypes - {torch.float32, torch.float64}), None)
-        for param in trainable if low is not None else ():
+        compute_dtype = next(iter(dtypes - {torch.float32, torch.float64}), None)
+        for param in trainable if compute_dtype is not None else ():
             param.data = param.data.float()
-        reduce_dtype = None if low is None else torch.float32
-        policy = MixedPrecisionPolicy(low, reduce_dtype, cast_forward_inputs=False)
+        reduce_dtype = None if compute_dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(compute_dtype, reduce_dtype, cast_forward_inputs=False)
         # Reshard after every forward, even the root's: without a backward it would keep using the old weights.
         sharded: Any = fully_shard(
             module, mesh=self._mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload
@@ -81,7 +81,7 @@ class ShardedProcesses(Processes):
         self._select_device()
         return self._roots[id(model)](call)
 
-    def packed(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
+    def pack_batch(self, make: Callable[[int], Batch], token_budget: int) -> Batch:
         batch = make(token_budget)
         if not (remainder := len(batch.packs) % self.count):
             return batch
@@ -107,12 +107,12 @@ class ShardedProcesses(Processes):
         ]
         values = torch.from_numpy(np.concatenate([np.zeros(0), *arrays]).astype(np.float32))
         dist.all_reduce(values)  # each number is nonzero in at most one process
-        parts = iter(values.split(sizes))
-        for item in packs:
+        chunks = iter(values.split(sizes))
+        for filled_pack in packs:
             for name in names:
-                setattr(item, name, next(parts).numpy())
+                setattr(filled_pack, name, next(chunks).numpy())
 
-    def total(self, sums: dict[str, float]) -> dict[str, float]:
+    def sum_metrics(self, sums: dict[str, float]) -> dict[str, float]:
         totals: dict[str, float] = defaultdict(float)
         for rank_sums in self._all_gather(sums):
             for name, value in rank_sums.items():
@@ -147,16 +147,16 @@ class ShardedProcesses(Processes):
     def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Gather the weights one by one into rank 0's CPU memory. For a PEFT model, gather only the adapter."""
         state = model.state_dict(keep_vars=True)  # tied weights are one object
-        adapter = isinstance(model, PeftModel)
+        is_adapter = isinstance(model, PeftModel)
         adapter_state = (
-            get_peft_model_state_dict(model, state, save_embedding_layers=False) if adapter else state
+            get_peft_model_state_dict(model, state, save_embedding_layers=False) if is_adapter else state
         )
         tensors_by_id = {id(tensor): tensor for tensor in state.values()}
         for tensor in {id(tensor): tensor for tensor in adapter_state.values()}.values():
-            whole = self.gather(tensor.detach())
+            full_tensor = self.gather(tensor.detach())
             if self.rank == 0:
-                cast = tensor.requires_grad and not adapter
-                tensors_by_id[id(tensor)] = (whole.to(dtype) if cast else whole).cpu()
+                needs_cast = tensor.requires_grad and not is_adapter
+                tensors_by_id[id(tensor)] = (full_tensor.to(dtype) if needs_cast else full_tensor).cpu()
         return {name: tensors_by_id[id(tensor)] for name, tensor in state.items()}
 
     def _select_device(self) -> None:

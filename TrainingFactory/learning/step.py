@@ -43,9 +43,9 @@ def train_step(
         for minibatch in parts
     ]
     algorithm.prepare(batches, step)
-    measured = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
+    mismatch = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
-    return merge_metrics(updates) | measured | _measure_budget_excess(batches, options.token_budget)
+    return merge_metrics(updates) | mismatch | _measure_budget_excess(batches, options.token_budget)
 
 
 def _measure_budget_excess(batches: Sequence[Batch], token_budget: int) -> dict[str, float]:
@@ -85,32 +85,32 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
     logprobs = [np.zeros(len(row.token_ids), np.float32) for row in rows]
     for pack in batch.packs:
         assert pack.old is not None
-        for number in pack.rows:
-            logprobs[number][rows[number].loss_mask] = pack.old[pack.row == number]
+        for row_index in pack.rows:
+            logprobs[row_index][rows[row_index].loss_mask] = pack.old[pack.row == row_index]
     return [values.tolist() for values in logprobs]
 
 
 def _make_annotated_batch(
     learner: Learner, needs: frozenset[str], rows: Sequence[Sample], token_budget: int
 ) -> Batch:
-    def packed(budget: int) -> Batch:
+    def pack_rows(budget: int) -> Batch:
         return make_batch(
-            rows, budget, learner.sharing, "mismatched" in needs, learner.below, "lengths" in needs
+            rows, budget, learner.sharing, "mismatched" in needs, learner.min_shared, "lengths" in needs
         )
 
-    return learner.annotate(learner.processes.packed(packed, token_budget), needs)
+    return learner.annotate(learner.processes.pack_batch(pack_rows, token_budget), needs)
 
 
-def split_minibatches(samples: Sequence[Sample], parts: int, seed: int = 0) -> list[list[Sample]]:
+def split_minibatches(samples: Sequence[Sample], count: int, seed: int = 0) -> list[list[Sample]]:
     """Split the rows at random into parts of about equally many episodes. Rows of one pair or episode stay together."""
-    if parts == 1:
+    if count == 1:
         return [list(samples)]
-    units: dict[int, list[Sample]] = {}
+    rows_by_pair: dict[int, list[Sample]] = {}
     for sample in samples:
-        units.setdefault(sample.pair, []).append(sample)
-    shuffled = list(units.values())
+        rows_by_pair.setdefault(sample.pair, []).append(sample)
+    shuffled = list(rows_by_pair.values())
     random.Random(seed).shuffle(shuffled)
-    return [[sample for unit in shuffled[part::parts] for sample in unit] for part in range(parts)]
+    return [[sample for group in shuffled[index::count] for sample in group] for index in range(count)]
 
 
 def merge_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:

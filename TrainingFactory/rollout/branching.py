@@ -50,11 +50,11 @@ class Branching:
 
     def forks_after(self, turns: Sequence[Turn]) -> bool:
         """Return whether an episode with these turns forks after the last one, if its budget allows."""
-        number, turn = sum(not turn.summary for turn in turns), turns[-1]
-        if number % self.every:
+        num_turns, turn = sum(not turn.summary for turn in turns), turns[-1]
+        if num_turns % self.every:
             return False
         if self.at == "turns":
-            return number in self.turns
+            return num_turns in self.turns
         if self.at == "tool_result":
             return bool(turn.tool_results)
         if self.at == "entropy":
@@ -68,9 +68,9 @@ def sampled_entropy(completion: Completion) -> float:
     return -sum(completion.logprobs) / len(completion.logprobs)
 
 
-def share(total: int | None, parts: int, index: int) -> int | None:
-    """Return part `index` of a total divided equally; the first parts get the remainder."""
-    return None if total is None else total // parts + (index < total % parts)
+def share(total: int | None, n: int, index: int) -> int | None:
+    """Return share `index` of a total that is split into `n` equal shares; the first shares get the remainder."""
+    return None if total is None else total // n + (index < total % n)
 
 
 @dataclass(slots=True)
@@ -81,27 +81,27 @@ class PathBudget:
     episodes: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
     forks: int = 0  # so far
-    counted: int = 0  # turns whose tokens are subtracted
+    counted_turns: int = 0  # turns whose tokens are subtracted
 
-    def count(self, turns: Sequence[Turn]) -> None:
+    def count_turns(self, turns: Sequence[Turn]) -> None:
         """Subtract the sampled tokens of the turns since the last call from the remaining tokens."""
         if self.tokens is not None:
-            self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.counted :])
-        self.counted = len(turns)
+            self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.counted_turns :])
+        self.counted_turns = len(turns)
 
     def allows(self, continuations: int, turn_tokens: int) -> bool:
         """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
         tokens."""
-        enough_episodes = self.episodes is None or self.episodes >= continuations
-        return enough_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
+        has_episodes = self.episodes is None or self.episodes >= continuations
+        return has_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
 
-    def divided(self, parts: int) -> list[PathBudget]:
+    def divide(self, n: int) -> list[PathBudget]:
         """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
-                share(self.episodes, parts, i), share(self.tokens, parts, i), self.forks + 1, self.counted
+                share(self.episodes, n, i), share(self.tokens, n, i), self.forks + 1, self.counted_turns
             )
-            for i in range(parts)
+            for i in range(n)
         ]
 
 
@@ -117,13 +117,13 @@ def fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh
     """Return how to fork an environment: "own" calls its `fork`; "fresh" makes another one, because it has no state;
     "replay" makes another one and repeats the steps. None: it cannot fork. An environment whose tools have a session
     per episode does not use `fork`, because `fork` does not copy the state of the session."""
-    own = getattr(environment, "fork", ...)
-    if own is None:
+    fork = getattr(environment, "fork", ...)
+    if fork is None:
         return None
     if is_stateless(environment):
         return "fresh"
     has_sessions = isinstance(environment, ToolEnvironment) and environment.executor.has_session_state
-    if own is not ... and not has_sessions:
+    if fork is not ... and not has_sessions:
         return "own"
     return "replay" if replay else None
 
@@ -163,28 +163,28 @@ class ForkPoint:
         if await environment.reset() != run.trajectory.prompt:
             raise ForkFailed("a second reset of the task gives another prompt")
         if self.method == "replay":
-            for number, turn in enumerate(run.trajectory.turns):
+            for index, turn in enumerate(run.trajectory.turns):
                 if turn.summary:  # the environment did not get it
                     continue
                 if executor is not None:
-                    executor.use_key(self.keys[number], records=False)
-                _check_replayed(number, turn, await environment.step(copy.deepcopy(turn.message)), run)
+                    executor.use_key(self.keys[index], records=False)
+                _check_replayed(index, turn, await environment.step(copy.deepcopy(turn.message)), run)
         if executor is not None:
             executor.use_key(run.key, batches=self.batches)
 
 
-def _check_replayed(number: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
-    results = [(result.ok, result.error, result.content) for result in step.tool_results]
+def _check_replayed(turn_index: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
+    replayed = [(result.ok, result.error, result.content) for result in step.tool_results]
     recorded = [(result.ok, result.error, result.content) for result in turn.tool_results]
-    if results != recorded or run.cut(step.replies) != turn.replies or step.done:
-        raise ForkFailed(f"the replies to turn {number + 1} differ when its calls are repeated")
+    if replayed != recorded or run.cut(step.replies) != turn.replies or step.done:
+        raise ForkFailed(f"the replies to turn {turn_index + 1} differ when its calls are repeated")
 
 
 def _turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
     """Return, for each turn, the key under which its tool calls are recorded: the key of the episode that sampled the
     turn."""
-    shared = run.start.keys if isinstance(run.start, ForkPoint) else []
-    return [*shared, *[run.key] * (len(run.trajectory.turns) - len(shared))]
+    shared_keys = run.start.keys if isinstance(run.start, ForkPoint) else []
+    return [*shared_keys, *[run.key] * (len(run.trajectory.turns) - len(shared_keys))]
 
 
 @dataclass(slots=True)
@@ -199,30 +199,30 @@ class EpisodeForest:
     recorder: Recorder | None = None
     dropped: int = 0  # continuations whose environment could not be forked
     _budgets: dict[EpisodeRun, PathBudget] = field(default_factory=dict)
-    _places: dict[EpisodeRun, int] = field(default_factory=dict)  # number of the run's group
+    _group_indices: dict[EpisodeRun, int] = field(default_factory=dict)
     _roots: list[int] = field(default_factory=list)  # number of roots of each group
-    _start: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
+    _start_fork: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
     _queued: list[EpisodeRun] = field(default_factory=list)  # forks that start with the next wave
 
     def __post_init__(self) -> None:
         self._roots = [len(group) for group in self.groups]
-        for place, group in enumerate(self.groups):
+        for group_index, group in enumerate(self.groups):
             for index, run in enumerate(group):
                 episodes = share(self.branching.max_episodes, len(group), index)
                 tokens = share(self.branching.max_tokens, len(group), index)
-                self._add_run(run, place, PathBudget(episodes, tokens))
+                self._add_run(run, group_index, PathBudget(episodes, tokens))
 
-    def _add_run(self, run: EpisodeRun, place: int, budget: PathBudget) -> None:
-        self._budgets[run], self._places[run] = budget, place
+    def _add_run(self, run: EpisodeRun, group_index: int, budget: PathBudget) -> None:
+        self._budgets[run], self._group_indices[run] = budget, group_index
         run.after_turn = functools.partial(self._fork_after_turn, run)
 
     @property
     def runs(self) -> list[EpisodeRun]:
         return [run for group in self.groups for run in group]
 
-    async def play(self, place: int, play: Play) -> None:
-        """Play the episodes of the group with index `place`, and all episodes forked from them."""
-        await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[place])])
+    async def play(self, group_index: int, play: Play) -> None:
+        """Play the episodes of the group `group_index`, and all episodes forked from them."""
+        await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[group_index])])
 
     async def play_in_waves(self, play: Play) -> None:
         """Play the batch in waves: first the unforked episodes, then the episodes forked in the previous wave, and so
@@ -231,7 +231,7 @@ class EpisodeForest:
         while wave:
             await gather_or_cancel([play(run) for run in wave])
             wave, self._queued = self._queued, []
-            wave.sort(key=lambda run: (self._places[run], run.trajectory.member))
+            wave.sort(key=lambda run: (self._group_indices[run], run.trajectory.member))
             for run in wave:
                 run.open_fork()
 
@@ -239,7 +239,7 @@ class EpisodeForest:
         """Play an episode and the episodes forked from it, which run in separate tasks as soon as there is room. Wait
         until all have ended. While it waits for its forks, the episode uses no slot of the concurrency limit."""
         children: list[asyncio.Task[None]] = []
-        self._start[run] = lambda child: children.append(
+        self._start_fork[run] = lambda child: children.append(
             asyncio.ensure_future(self._play_with_forks(child, play))
         )
         try:
@@ -257,7 +257,7 @@ class EpisodeForest:
         """Fork the episode if `branching` selects its last turn and its budget and limits allow a fork. `ids` is the
         prompt of its next turn."""
         budget, branching = self._budgets[run], self.branching
-        budget.count(run.trajectory.turns)
+        budget.count_turns(run.trajectory.turns)
         if not self._may_fork(run, budget, ids):
             return
         if not self._wants_fork(run):
@@ -267,7 +267,7 @@ class EpisodeForest:
             name = type(environment).__name__
             self.warn(f"{name} cannot fork: it has no `fork` method. Its episodes are not branched")
             return
-        shares = budget.divided(branching.continuations)
+        shares = budget.divide(branching.continuations)
         self._budgets[run] = shares[0]
         for digit in range(1, branching.continuations):
             await self._fork_continuation(run, environment, ids, method, digit, budget.forks, shares[digit])
@@ -302,9 +302,9 @@ class EpisodeForest:
     ) -> None:
         """Create continuation number `digit` of a fork, and start or queue it. Drop it if the environment cannot be
         forked. `depth` is the number of earlier forks along the path."""
-        parent, place = run.trajectory, self._places[run]
+        parent, group_index = run.trajectory, self._group_indices[run]
         # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
-        member = parent.member + self._roots[place] * digit * self.branching.continuations**depth
+        member = parent.member + self._roots[group_index] * digit * self.branching.continuations**depth
         key = run.key._replace(member=member)
         reason = None if self.recorder is None else self.recorder.dropped_fork(key)
         try:
@@ -325,17 +325,17 @@ class EpisodeForest:
             fork_turn=len(parent.turns),
         )
         batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        point = ForkPoint(ids, _turn_keys(run), batches, method, self.branching.timeout)
+        fork_point = ForkPoint(ids, _turn_keys(run), batches, method, self.branching.timeout)
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
             forked.executor.continue_from(environment.executor, key, forked)
-        child = run.forked(trajectory, functools.partial(self.seeds[place], member), point, forked)
-        self._add_run(child, place, budget)
-        self.groups[place].append(child)
+        child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)
+        self._add_run(child, group_index, budget)
+        self.groups[group_index].append(child)
         if self.branching.in_waves:
             self._queued.append(child)
         else:
             child.open_fork()
-            self._start[run](child)
+            self._start_fork[run](child)
 
     async def _fork_environment(self, environment: Environment) -> Environment:
         """Return the result of `environment.fork()`; raise ForkFailed if it is not an independent environment."""
@@ -350,11 +350,11 @@ class EpisodeForest:
             raise
         except (Exception, SelfCancelled, SystemExit) as error:  # user code
             raise ForkFailed(f"{name}{location_of(error)} raised {describe(error)}") from error
-        shared = forked is environment or (
+        is_shared = forked is environment or (
             isinstance(environment, ToolEnvironment)
             and (not isinstance(forked, ToolEnvironment) or forked.executor is environment.executor)
         )
-        if shared or not callable(getattr(forked, "step", None)):
+        if is_shared or not callable(getattr(forked, "step", None)):
             raise ForkFailed(
                 f"{name} returned no independent environment. Make one with type(self)(self.task) and copy the state"
             )
@@ -366,7 +366,7 @@ class EpisodeForest:
             self.recorder.record_dropped_fork(key, reason)
         self.warn(f"A fork was dropped: {reason}")
 
-    def finished(self) -> list[list[Trajectory]]:
+    def finish(self) -> list[list[Trajectory]]:
         """Return the episodes of each group by member, without dropped forks."""
         for run in self.runs:
             if run.dropped is not None:
@@ -381,5 +381,5 @@ class EpisodeForest:
 
 
 async def _call_fork(environment: Any) -> Any:
-    result = environment.fork()
-    return await result if inspect.isawaitable(result) else result
+    forked = environment.fork()
+    return await forked if inspect.isawaitable(forked) else forked

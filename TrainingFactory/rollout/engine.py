@@ -78,7 +78,7 @@ class RolloutEngine:
         self.branching = branching
         self.dropped_forks = 0  # total of continuations whose environment could not be forked
         self._warnings: set[str] = set()
-        self.tail = 0.0  # total seconds in which at most a quarter of a batch's episodes were still running
+        self.tail_seconds = 0.0  # in which at most a quarter of a batch's episodes were still running
 
     async def rollout_batch(
         self,
@@ -112,7 +112,7 @@ class RolloutEngine:
                 )
         finally:  # including episodes that were cancelled before they started
             for episode in runs:
-                episode.leave()
+                episode.close_session()
         self._measure_tail(runs)
         return [[run.trajectory for run in group if run.dropped is None] for group in groups]
 
@@ -121,7 +121,7 @@ class RolloutEngine:
 
     def _measure_tail(self, runs: Sequence[EpisodeRun]) -> None:
         end_times = sorted(episode.session_closed_at for episode in runs)
-        self.tail += end_times[-1] - end_times[3 * len(end_times) // 4] if end_times else 0.0
+        self.tail_seconds += end_times[-1] - end_times[3 * len(end_times) // 4] if end_times else 0.0
 
     def rollout(
         self, tasks: Sequence[Task], sampler: Sampler, group_size: int = 1, step: int = 0
@@ -142,43 +142,43 @@ class RolloutEngine:
         try:
             if branching.in_waves:
                 await forest.play_in_waves(play)
-            await gather_or_cancel([self._run_trees(forest, place, play) for place in range(len(groups))])
+            await gather_or_cancel([self._run_trees(forest, i, play) for i in range(len(groups))])
         finally:  # including forks that were cancelled before they started
             for episode in forest.runs:
-                episode.leave()
+                episode.close_session()
             await asyncio.gather(*(episode.close() for episode in forest.runs))
-        trajectories = forest.finished()
+        trajectories = forest.finish()
         self.dropped_forks += forest.dropped
         self._measure_tail(forest.runs)
         return trajectories
 
-    async def _run_trees(self, forest: EpisodeForest, place: int, play: Play) -> None:
+    async def _run_trees(self, forest: EpisodeForest, group_index: int, play: Play) -> None:
         """Play a group and the episodes forked from it, unless `play_in_waves` has played them already. Then apply the
         group reward, if there is one."""
 
         async def play_all() -> None:
             if not forest.branching.in_waves:
-                await forest.play(place, play)
+                await forest.play(group_index, play)
 
         if self.group_reward is None:
             await play_all()
             return
-        group = GroupRun(forest.groups[place], self.group_reward)
+        group = GroupRun(forest.groups[group_index], self.group_reward)
         await group.run(play_all)
         for episode in group.runs:
             self._report_episode(episode)
 
-    def _warn_once(self, text: str) -> None:
-        """Log a problem as a warning the first time."""
-        log.log(logging.INFO if text in self._warnings else logging.WARNING, "%s", text)
-        self._warnings.add(text)
+    def _warn_once(self, warning: str) -> None:
+        """Log a problem as a warning the first time, afterwards as information."""
+        log.log(logging.INFO if warning in self._warnings else logging.WARNING, "%s", warning)
+        self._warnings.add(warning)
 
     async def _run_episode(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
         try:
             async with gate:
                 await episode.run()
         finally:
-            episode.leave()
+            episode.close_session()
         self._report_episode(episode)
 
     async def _run_group(self, group: GroupRun, gate: asyncio.Semaphore) -> None:

@@ -67,7 +67,7 @@ class EpisodeSettings:
 
 
 @dataclass(eq=False)
-class _Over(Exception):
+class _Stop(Exception):
     """Raised to end the episode with this status and error."""
 
     status: Status
@@ -100,11 +100,11 @@ class _user_code:  # three times as fast as a generator-based context manager
         if error is None:
             return
         if isinstance(error, ToolFailure):
-            raise _Over("tool_failure", f"{self.subject}: {error}") from error
+            raise _Stop("tool_failure", f"{self.subject}: {error}") from error
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
         if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
             log.info("%s failed", self.subject, exc_info=True)
-            raise _Over("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
+            raise _Stop("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
 
 
 # Entered on every turn, so they are made once.
@@ -130,14 +130,14 @@ class EpisodeRun:
         self.key = key or EpisodeKey(0, trajectory.task.id, trajectory.member)
         self.environment: Environment | None = None  # open from `play` to `close`
         self.context: folding.Context | None = None  # None until the first prompt, or without folding
-        self._ended = False
+        self._has_ended = False
         self.session_closed_at = 0.0  # time at which the sampling session was closed
         # Called with the environment and the next prompt after every turn that continues; None: does not fork.
         self.after_turn: Callable[[Environment, list[int]], Awaitable[None]] | None = None
         self.start: EpisodeStart | None = None  # of a forked episode
         self.dropped: str | None = None  # why a forked episode was not played
 
-    def forked(
+    def fork(
         self,
         trajectory: Trajectory,
         seed_of: Callable[[int], int],
@@ -180,8 +180,8 @@ class EpisodeRun:
                 with _user_code("making the environment"):
                     self.environment = self.rules.environment(self.trajectory.task)
             await run_within(self.rules.timeout, self._play_turns(self.environment), self.rules.clock)
-        except _Over as over:
-            self._end_episode(over.status, over.error)
+        except _Stop as stop:
+            self._end_episode(stop.status, stop.error)
         except ForkFailed as failure:
             self.dropped = str(failure)
             self._end_episode("error", self.dropped)
@@ -204,7 +204,7 @@ class EpisodeRun:
                 "a prompt must extend the sampled tokens"
             )
 
-    def leave(self) -> None:
+    def close_session(self) -> None:
         """Close the sampling session. Further calls do nothing."""
         if not self.session_closed_at:
             self.session_closed_at = time.perf_counter()
@@ -219,11 +219,11 @@ class EpisodeRun:
             executor = environment.executor
         else:  # the environment runs its calls itself; the reward's calls need an executor
             executor = self.attach(AsyncToolExecutor(environment.tools), environment)
-        heldout = isinstance(self.key.step, str)
-        return OpenEpisode(trajectory, environment, executor, self.rules.chat, heldout)
+        is_heldout = isinstance(self.key.step, str)
+        return OpenEpisode(trajectory, environment, executor, self.rules.chat, is_heldout)
 
     async def _play_turns(self, environment: Environment) -> None:
-        """Play turns until `_Over` is raised."""
+        """Play turns until `_Stop`, which ends the episode, is raised."""
         if self.start is None:
             ids = await self._render_first_prompt(environment)
         else:
@@ -237,19 +237,19 @@ class EpisodeRun:
             if fold is not None:
                 self._mark_fold(turn, fold)
             if turn.completion.finish == "length":
-                raise _Over("truncated")  # no stop token was sampled, and none is added
+                raise _Stop("truncated")  # no stop token was sampled, and none is added
             ids = await self._step_environment(environment, turn)
             if self.after_turn is not None:
                 await self.after_turn(environment, ids)
-        raise _Over("max_turns")
+        raise _Stop("max_turns")
 
     async def _sample_turn(self, ids: list[int], max_tokens: int | None = None) -> Turn:
-        number = len(self.trajectory.turns)
-        completion = await self._sample_completion(ids, number, max_tokens)
+        turn_index = len(self.trajectory.turns)
+        completion = await self._sample_completion(ids, turn_index, max_tokens)
         message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
         turn = Turn(ids, completion, message)
         for index, call in enumerate(turn.message.tool_calls):
-            call.id = call.id or f"call_{number}_{index}"
+            call.id = call.id or f"call_{turn_index}_{index}"
         self.trajectory.turns.append(turn)
         return turn
 
@@ -259,10 +259,10 @@ class EpisodeRun:
             turn.signals[folding.TASK_LOST] = 1.0
 
     async def _fold_prompt(self, ids: list[int], rules: folding.Folding) -> tuple[list[int], str | None]:
-        """Return the prompt of the next turn, and the kind of fold that shortened it (None: it is not folded)."""
+        """Return the prompt of the next turn, and the kind of its fold (None: the prompt is not folded)."""
         if self.context is None:
             if len(ids) > rules.limit:
-                raise _Over("error", folding.first_prompt_error(len(ids), rules))
+                raise _Stop("error", folding.first_prompt_error(len(ids), rules))
             self.context = folding.Context.begin(self.trajectory.prompt, ids)
             return ids, None
         self.context.add(self.trajectory.turns[-1])
@@ -276,11 +276,11 @@ class EpisodeRun:
                     arguments = (context, self.rules.chat, self.trajectory.tools)
                     folded_ids = await in_thread(folding.context_ids, *arguments)
                 if len(folded_ids) >= self.max_length:
-                    raise _Over("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
+                    raise _Stop("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
                 return folded_ids, rules.fold
         if len(ids) >= self.max_length:
             text = folding.no_fold_error(len(ids), self.max_length, self.context.folds, rules)
-            raise _Over("truncated", text)
+            raise _Stop("truncated", text)
         return ids, None
 
     async def _fold_context(self, rules: folding.Folding) -> folding.Context:
@@ -288,11 +288,11 @@ class EpisodeRun:
         if rules.fold != "summary":
             with _user_code(f"folding the conversation ({folding.KEY})"):
                 return await folding.fold(self.context, rules)
-        last = self.trajectory.turns[-1]
+        last_turn = self.trajectory.turns[-1]
         with _TEMPLATE_CODE:
-            ids = await in_thread(folding.summary_prompt, last, rules.template, self.rules.chat)
+            ids = await in_thread(folding.summary_prompt, last_turn, rules.template, self.rules.chat)
         if len(ids) >= self.max_length:
-            raise _Over("truncated", folding.no_room_error(len(ids), self.max_length, rules))
+            raise _Stop("truncated", folding.no_room_error(len(ids), self.max_length, rules))
         turn = await self._sample_turn(ids, rules.summary_tokens)
         turn.summary = True
         turn.message.tool_calls.clear()  # nothing executes them
@@ -318,8 +318,8 @@ class EpisodeRun:
         tokens_left = self.max_length - len(ids)
         if tokens_left < 1:
             text = f"the prompt of turn {number} has {len(ids)} tokens, the limit is {self.max_length}"
-            raise _Over("truncated", text)
-        if self._ended:  # timed out, and the environment ignored the cancellation
+            raise _Stop("truncated", text)
+        if self._has_ended:  # timed out, and the environment ignored the cancellation
             raise asyncio.CancelledError
         max_tokens = min(max_tokens or self.rules.params.max_tokens, tokens_left)
         params = self.rules.params.for_turn(max_tokens, self.seed_of(number))
@@ -337,7 +337,7 @@ class EpisodeRun:
             if not isinstance(step, Step):
                 raise TypeError(f"step must return a Step, not {type(step).__name__}")
             replies = _check_messages("step", step.replies)
-        if self._ended:
+        if self._has_ended:
             raise asyncio.CancelledError
         is_large = _are_messages_large(replies)
         turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
@@ -347,9 +347,9 @@ class EpisodeRun:
             turn.signals[IMAGES_AS_TEXT] = count
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
         if unavailable := [result for result in turn.tool_results if result.error == "unavailable"]:
-            raise _Over("tool_failure", unavailable[0].content)
+            raise _Stop("tool_failure", unavailable[0].content)
         if step.done:
-            raise _Over("done")
+            raise _Stop("done")
         with _TEMPLATE_CODE:
             extend, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             reply_ids = (
@@ -361,15 +361,15 @@ class EpisodeRun:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered. A model that reads only
         text gets placeholders for images."""
         chat, limit = self.rules.chat, self.rules.max_reply_tokens
-        cut: list[Message] = []
+        truncated: list[Message] = []
         for reply in replies:
             text, images = reply.content, reply.images
             if images and not chat.sees_images:
                 announce_placeholders()
                 text, images = as_text(text, images), []
             content = chat.truncate(valid_text(text), limit)
-            cut.append(reply.with_content(content, moved(images, text, content) if images else []))
-        return cut
+            truncated.append(reply.with_content(content, moved(images, text, content) if images else []))
+        return truncated
 
     async def _score_episode(self) -> None:
         trajectory = self.trajectory
@@ -402,7 +402,7 @@ class EpisodeRun:
             run_inline(close()) if code and never_waits(code) else await run_within(
                 self.rules.timeout, close()
             )
-        except (_Over, OutOfTime, SelfCancelled) as error:  # the episode is complete and stays valid
+        except (_Stop, OutOfTime, SelfCancelled) as error:  # the episode is complete and stays valid
             log.warning("task %s: closing the environment failed: %r", self.trajectory.task.id, error)
         finally:  # even then release the tools' sessions
             if isinstance(environment, ToolEnvironment) and environment.executor.holds_sessions:
@@ -416,14 +416,14 @@ class EpisodeRun:
         return executor
 
     def _end_episode(self, status: Status, error: str | None) -> None:
-        self._ended = True
+        self._has_ended = True
         self.trajectory.status = status
         self.trajectory.error = error
 
 
 @functools.cache
 def announce_placeholders() -> None:
-    """Log once that the model does not see images."""
+    """Log once that the model gets placeholders instead of images."""
     log.warning(
         "tools return images, but the model reads only text: it gets placeholders such as [image 640x480]. "
         "Metric: %s", IMAGES_AS_TEXT,
@@ -431,7 +431,7 @@ def announce_placeholders() -> None:
 
 
 def _state_name(environment: Environment) -> str | None:
-    """Return the name that the environment gives its current state; None if it gives none."""
+    """Return the environment's name of its current state; None if the state has no name."""
     with _STATE_CODE:
         state = getattr(environment, "state", None)
     return state if isinstance(state, str) else None

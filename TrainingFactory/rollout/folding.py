@@ -112,17 +112,17 @@ def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[Contex
 
 
 async def fold(context: Context, folding: Folding) -> Context:
-    """Fold a context by the option `fold`, except by a summary, for which `with_summary` is used. Return the folded
-    context, or the same object if there is nothing to remove."""
-    old, kept = context.turns[: -folding.keep_turns], context.turns[-folding.keep_turns :]
+    """Shorten a context by any method except a summary (see `with_summary`). Return the folded context, or the same
+    object if nothing can be removed."""
+    older, recent = context.turns[: -folding.keep_turns], context.turns[-folding.keep_turns :]
     if folding.fold == "own":
         return await _fold_with_function(context, folding)
     if folding.fold == "window":
-        turns = kept
+        turns = recent
     elif folding.fold == "drop_thoughts":
-        turns = [*map(_without_thought, old), *kept]
+        turns = [*map(_without_reasoning, older), *recent]
     else:
-        turns = [*(_without_results(turn, folding.placeholder) for turn in old), *kept]
+        turns = [*(_without_results(turn, folding.placeholder) for turn in older), *recent]
     return context if turns == context.turns else replace(context, turns=turns, folds=context.folds + 1)
 
 
@@ -138,10 +138,10 @@ def context_ids(context: Context, chat: ChatFormat, tools: Sequence[ToolSpec]) -
     if context.head_ids is None:
         context.head_ids = chat.render(context.head, tools)
     ids = list(context.head_ids)
-    for number, turn in enumerate(context.turns):
+    for index, turn in enumerate(context.turns):
         token_ids = _turn_ids(turn, ids, chat, tools)
         if token_ids is not turn.token_ids:
-            context.turns[number] = replace(turn, token_ids=token_ids)
+            context.turns[index] = replace(turn, token_ids=token_ids)
         ids += token_ids
         ids += chat.extend(_as_turn(turn.message, token_ids), turn.replies)
     return ids
@@ -160,7 +160,7 @@ def summary_prompt(turn: Turn, request: str, chat: ChatFormat) -> list[int]:
 
 
 def with_user_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """Append a user's text to a conversation: to its last message if that is the user's, else as another message."""
+    """Append a user's text to the last message if it is the user's, else as a new message."""
     if messages[-1].role == "user":
         return _with_text(messages, text)
     return [*messages, Message("user", text)]
@@ -168,19 +168,18 @@ def with_user_text(messages: Sequence[Message], text: str) -> list[Message]:
 
 def _with_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Append a text to the last message."""
-    *before, last = messages
-    return [*before, replace(last, content=f"{last.content}\n\n{text}")]
+    *earlier, last = messages
+    return [*earlier, replace(last, content=f"{last.content}\n\n{text}")]
 
 
 def _turn_ids(
     turn: ContextTurn, prompt_ids: list[int], chat: ChatFormat, tools: Sequence[ToolSpec]
 ) -> list[int]:
-    """Return the ids of a turn's message after the prompt `prompt_ids`. Keep the sampled ids unless they parse
-    differently after this prompt, because only one of the two prompts opens a thought. In that case, encode the message
-    again."""
+    """Return the ids of a turn's message after `prompt_ids`: the sampled ids, unless they parse differently after this
+    prompt, because only one of the two prompts opens a thought; then the message is encoded again."""
     if turn.token_ids is not None:
-        read = chat.parse(turn.token_ids, prompt_ids, tools)
-        if (read.content, read.reasoning) == (turn.message.content, turn.message.reasoning):
+        parsed = chat.parse(turn.token_ids, prompt_ids, tools)
+        if (parsed.content, parsed.reasoning) == (turn.message.content, turn.message.reasoning):
             return turn.token_ids
     return chat.write(turn.message, prompt_ids, tools, exact=False)
 
@@ -189,7 +188,7 @@ def _as_turn(message: Message, token_ids: list[int]) -> Turn:
     return Turn([], Completion(token_ids, [0.0] * len(token_ids), "stop"), message)
 
 
-def _without_thought(turn: ContextTurn) -> ContextTurn:
+def _without_reasoning(turn: ContextTurn) -> ContextTurn:
     """Remove a turn's reasoning. A turn with an unparsable call keeps it, because the call cannot be written again."""
     if not turn.message.reasoning or any(call.error for call in turn.message.tool_calls):
         return turn
@@ -209,19 +208,19 @@ def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
 
 async def _fold_with_function(context: Context, folding: Folding) -> Context:
     assert folding.function is not None
-    before = context.messages
-    after = await call_function(folding.function, copy.deepcopy(before))
-    if after == before:
+    original = context.messages
+    folded = await call_function(folding.function, copy.deepcopy(original))
+    if folded == original:
         return context
-    _check_messages(after, f"{KEY}.function")
-    head, turns = split_turns(after)
+    _check_messages(folded, f"{KEY}.function")
+    head, turns = split_turns(folded)
     _check_turns([turn for turn in turns if not _has_turn(context, turn)], f"{KEY}.function")
     unmatched = list(context.turns)
-    for number, turn in enumerate(turns):  # an unchanged answer keeps its sampled ids
-        match = next((known for known in unmatched if known.message == turn.message), None)
+    for index, turn in enumerate(turns):  # an unchanged answer keeps its sampled ids
+        match = next((candidate for candidate in unmatched if candidate.message == turn.message), None)
         if match is not None:
             unmatched.remove(match)
-            turns[number] = replace(turn, token_ids=match.token_ids)
+            turns[index] = replace(turn, token_ids=match.token_ids)
     head_ids = context.head_ids if head == context.head else None
     return replace(context, head=head, head_ids=head_ids, turns=turns, folds=context.folds + 1)
 
@@ -252,7 +251,7 @@ def _check_messages(messages: object, function: str) -> None:
 def _has_turn(context: Context, turn: ContextTurn) -> bool:
     """Return whether the context contains the turn unchanged. An unchanged turn is valid even if its tool messages
     answer no call, because an environment may send such messages."""
-    return any((known.message, known.replies) == (turn.message, turn.replies) for known in context.turns)
+    return any((other.message, other.replies) == (turn.message, turn.replies) for other in context.turns)
 
 
 def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:
@@ -275,8 +274,8 @@ def first_prompt_error(size: int, folding: Folding) -> str:
 
 
 def too_long_error(size: int, max_length: int, folding: Folding) -> str:
-    fold = f"{KEY}.fold={folding.fold}"
-    return f"the prompt has {size} tokens after folding ({fold}), but model.max_length is {max_length}"
+    option = f"{KEY}.fold={folding.fold}"
+    return f"the prompt has {size} tokens after folding ({option}), but model.max_length is {max_length}"
 
 
 def no_fold_error(size: int, max_length: int, folds: int, folding: Folding) -> str:

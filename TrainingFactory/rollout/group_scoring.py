@@ -43,16 +43,14 @@ class GroupRun:
             async with gate:
                 await run.play()
         finally:
-            run.leave()
+            run.close_session()
 
     async def _score_group(self) -> None:
         """Score all episodes of the group that did not fail, even if only one is left."""
         start_time = time.perf_counter()
         episodes = [episode for run in self.runs if (episode := self._open_episode(run)) is not None]
         rewards = await self._compute_rewards(episodes) if episodes else []
-        seconds = (time.perf_counter() - start_time) / (
-            len(episodes) or 1
-        )  # each episode's share of the time
+        seconds = (time.perf_counter() - start_time) / (len(episodes) or 1)  # per episode
         for episode, reward in zip(episodes, rewards, strict=True):
             trajectory = episode.trajectory
             trajectory.seconds += seconds
@@ -72,9 +70,9 @@ class GroupRun:
         """Return each episode's reward, or the reason why it has none."""
         timeout = self.runs[0].rules.timeout
         try:
-            with contextlib.ExitStack() as parts:
+            with contextlib.ExitStack() as stack:
                 for episode in episodes:
-                    parts.enter_context(episode.executor.measure("reward"))
+                    stack.enter_context(episode.executor.measure("reward"))
                 rewards = await run_within(timeout, _call_reward(self.reward, episodes))
         except OutOfTime:
             return [f"scoring the group took longer than {timeout:g} s"] * len(episodes)

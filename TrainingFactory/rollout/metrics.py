@@ -41,24 +41,24 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if any(episode.is_folded for episode in trajectories):
         metrics |= fold_metrics(trajectories)
     metrics |= _compute_user_metrics(trajectories, turns)
-    if images := sum(
+    if num_images := sum(
         len(message.images) for episode in trajectories for message in episode_messages(episode)
     ):
-        metrics["images"] = images
-    if hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
-        metrics["images/as_text"] = hidden
+        metrics["images"] = num_images
+    if num_hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
+        metrics["images/as_text"] = num_hidden
     if rewards:
         totals = [reward.outcome + sum(reward.steps) for reward in rewards]
         metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
     if any(trajectory.parent is not None for trajectory in trajectories):
         metrics |= _compute_branching_metrics(trajectories, turns)
     for role in sorted({episode.role for episode in trajectories if episode.role is not None}):
-        of_role = [episode.reward for episode in trajectories if episode.role == role]
-        scored = [reward.outcome + sum(reward.steps) for reward in of_role if reward is not None]
-        metrics[f"role/{role}/episodes"] = len(of_role)
-        metrics[f"role/{role}/unscored"] = len(of_role) - len(scored)
-        if scored:
-            metrics[f"role/{role}/reward"] = fmean(scored)
+        role_rewards = [episode.reward for episode in trajectories if episode.role == role]
+        role_totals = [reward.outcome + sum(reward.steps) for reward in role_rewards if reward is not None]
+        metrics[f"role/{role}/episodes"] = len(role_rewards)
+        metrics[f"role/{role}/unscored"] = len(role_rewards) - len(role_totals)
+        if role_totals:
+            metrics[f"role/{role}/reward"] = fmean(role_totals)
     for part in sorted({part for reward in rewards for part in reward.parts}):
         metrics[f"reward/{part}"] = fmean(reward.parts[part] for reward in rewards if part in reward.parts)
     return metrics
@@ -74,8 +74,7 @@ def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Tu
 
 
 def episode_messages(episode: Trajectory) -> list[Message]:
-    """Return the messages that the model received: the prompt, and the replies to the turns that the episode sampled
-    itself."""
+    """Return the messages that the model received: the prompt, and the replies to the episode's own turns."""
     return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
@@ -84,13 +83,13 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     share of episodes that fold at every turn after the first fold, among those with several such turns."""
     folds = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
     rows = [turn_spans(episode)[-1].row + 1 for episode in trajectories if episode.turns]
-    repeated = [after for flags in folds if any(flags) and len(after := flags[flags.index(True) :]) > 2]
+    later_folds = [after for flags in folds if any(flags) and len(after := flags[flags.index(True) :]) > 2]
     summaries = [turn for episode in trajectories for turn in episode.turns if turn.summary]
     folded_turns = [turn for episode in trajectories for turn in episode.turns if turn.fold is not None]
     metrics = {
         "fold/folds": fmean(map(sum, folds)),
         "fold/rows": fmean(rows),
-        "fold/every_turn": fmean(map(all, repeated)) if repeated else 0.0,
+        "fold/every_turn": fmean(map(all, later_folds)) if later_folds else 0.0,
         "fold/task_lost": sum(bool(turn.signals.get(TASK_LOST)) for turn in folded_turns),
     }
     if summaries:
@@ -104,15 +103,15 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
-    """Return the number of forks and forked episodes, the mean reward over trees, and the share of sampled tokens that
-    forking saves: tokens in turns that several episodes share, which are sampled once."""
+    """Return the number of forks and forked episodes, the mean reward over trees, and the share of sampled tokens saved
+    by forking, because a turn shared by several episodes is sampled once."""
     forked = [trajectory for trajectory in trajectories if trajectory.parent is not None]
-    sampled = sum(len(turn.completion.token_ids) for turn in turns)
-    unshared = sum(len(turn.completion.token_ids) for episode in trajectories for turn in episode.turns)
+    num_sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    num_unshared = sum(len(turn.completion.token_ids) for episode in trajectories for turn in episode.turns)
     metrics = {
         "branching/forks": len({(leaf.group, leaf.parent, leaf.fork_turn) for leaf in forked}),
         "branching/episodes": len(forked),
-        "branching/shared": 1 - sampled / unshared,
+        "branching/shared": 1 - num_sampled / num_unshared,
     }
     rewards = [
         (weight, episode.reward.outcome + sum(episode.reward.steps))
@@ -125,8 +124,8 @@ def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequen
 
 
 def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
-    """Return the probability that each episode is the one that its tree would have become without forks: the product of
-    1 / continuations over the forks on its path. 1 for episodes without forks."""
+    """Return the weight of each episode: the product of 1 / continuations over the forks on its path, so that the
+    episodes of a tree have weights that sum to 1."""
     episodes = {(episode.group, episode.member): episode for episode in trajectories}
     continuations = Counter(
         (episode.group, episode.parent, episode.fork_turn)
@@ -163,11 +162,11 @@ def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def wilson_interval(num_successes: float, num_trials: float) -> tuple[float, float]:
     """Return the 95 % Wilson interval of a proportion, which unlike the normal approximation is accurate near 0 and
     1."""
-    share, square = num_successes / num_trials, Z95**2
-    middle = (share + square / (2 * num_trials)) / (1 + square / num_trials)
+    proportion, z_squared = num_successes / num_trials, Z95**2
+    center = (proportion + z_squared / (2 * num_trials)) / (1 + z_squared / num_trials)
     half_width = (
         Z95
-        * math.sqrt(share * (1 - share) / num_trials + square / (4 * num_trials**2))
-        / (1 + square / num_trials)
+        * math.sqrt(proportion * (1 - proportion) / num_trials + z_squared / (4 * num_trials**2))
+        / (1 + z_squared / num_trials)
     )
-    return max(0.0, middle - half_width), min(1.0, middle + half_width)
+    return max(0.0, center - half_width), min(1.0, center + half_width)

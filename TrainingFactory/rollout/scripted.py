@@ -52,12 +52,12 @@ async def play(
     """Play the script in the environment and return the scored episode; its log-probs are 0. With `folding` of kind
     summary, the script has a message for every summary."""
     params = SamplingParams(stop_ids=chat.stop_ids)
-    group: Any = as_group_reward(reward)  # called with a group of one episode
+    group_reward: Any = as_group_reward(reward)  # called with a group of one episode
     rules = EpisodeSettings(
         lambda _: environment,
         chat,
         params,
-        group or reward,
+        group_reward or reward,
         max_turns,
         timeout,
         max_reply_tokens,

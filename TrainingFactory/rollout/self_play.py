@@ -16,7 +16,7 @@ from TrainingFactory.rollout.group_scoring import gather_or_cancel
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.types import Task
 
-PLAYED = ("done", "truncated", "max_turns")
+PLAYED_STATUSES = ("done", "truncated", "max_turns")
 
 
 class SelfPlayRollouts(RolloutEngine):
@@ -47,12 +47,12 @@ class SelfPlayRollouts(RolloutEngine):
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
             by_role: tuple[list[EpisodeRun], list[EpisodeRun]] = ([], [])
-            for number in range(group_size):
+            for game_index in range(group_size):
                 match = Match(self._game)
                 # Both sessions of a game are opened one after the other: a deterministic engine gives a slot to the
                 # next session in this order, and neither role can go on without the other.
                 for seat, role in enumerate(self._game.roles):
-                    key = EpisodeKey(recorded_as, name, seat * group_size + number)
+                    key = EpisodeKey(recorded_as, name, seat * group_size + game_index)
                     run = self._open_episode(sampler, task, step, key, role)
                     run.rules = dataclasses.replace(
                         self.rules, environment=functools.partial(match.seat, role)
@@ -63,7 +63,7 @@ class SelfPlayRollouts(RolloutEngine):
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
         halves = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
-        matches = [match for firsts, seconds in halves for match in zip(firsts, seconds, strict=True)]
+        matches = [match for left, right in halves for match in zip(left, right, strict=True)]
         await gather_or_cancel([self._play_match(match, gate) for match in matches])
 
     async def _play_match(self, match: Sequence[EpisodeRun], gate: asyncio.Semaphore) -> None:
@@ -72,9 +72,9 @@ class SelfPlayRollouts(RolloutEngine):
             try:
                 await gather_or_cancel([run.run() for run in match])
             finally:
-                first.leave()
-                second.leave()
-        if first.trajectory.status in PLAYED and not second.trajectory.turns:
+                first.close_session()
+                second.close_session()
+        if first.trajectory.status in PLAYED_STATUSES and not second.trajectory.turns:
             second.dropped = "the game was over before its first turn"
         self._report_episode(first)
         self._report_episode(second)

@@ -155,7 +155,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         progress=progress,
         stop_forecast=_forecast_stop(training, local_policy, steps, earlier_metrics),
         scores=Scores.from_rows(earlier_metrics, config.training.stop_when),
-        saved=progress.done or -1,
+        saved_step=progress.done or -1,
     )
 
 
@@ -308,7 +308,7 @@ def _make_heldout(
         return HeldoutData(dataset=dataset)
     rollouts = _make_rollouts(training, setup, setup.heldout_reward)
     tasks = training.data.heldout
-    objects = [kind for kind in training.objects.given_objects if kind in ("environment", "reward", "tools")]
+    objects = [kind for kind in training.objects.object_names if kind in ("environment", "reward", "tools")]
     record = partial(append_training_record, training.config, training.run, tasks, setup.scored_by, objects)
     return HeldoutData(tasks, rollouts, setup.reward, dataset, record)
 

@@ -32,10 +32,10 @@ async def restore_progress(
             ledger = Ledger.from_state(order, state)
         except ValueError as error:
             raise ValueError(f"run {run.name} {error}") from error
-        if ledger.under_way and not is_async:
+        if ledger.unfinished and not is_async:
             raise ValueError(
-                f"run {run.name} used async rollouts and has {len(ledger.under_way)} unfinished groups: resume it with "
-                "optimization.async_rollout=true and optimization.max_staleness above 0"
+                f"run {run.name} used async rollouts and has {len(ledger.unfinished)} unfinished groups: resume it "
+                "with optimization.async_rollout=true and optimization.max_staleness above 0"
             )
         progress = Progress(ledger, state["step"], state["seconds"], state.get("unlogged"))
         offsets = state["offsets"]

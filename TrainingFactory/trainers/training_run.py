@@ -118,7 +118,7 @@ class Training(PreparedRun):
 
     def train(self) -> TrainingReport:
         """Train to the end, or until Ctrl-C: then a checkpoint holds the progress and `state` is interrupted."""
-        return run_anywhere(self.train_async, self.interrupts.ask)
+        return run_anywhere(self.train_async, self.interrupts.request_stop)
 
     async def train_async(self) -> TrainingReport:
         """Train on the running event loop; otherwise like `train`."""

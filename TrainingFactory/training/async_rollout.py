@@ -36,12 +36,12 @@ class AsyncSource(SampledSource):
         super().__init__(*args, **options)
         self._max_staleness, self._by_arrival, self._total = max_staleness, by_arrival, total
         ids = {task.id for task in self._tasks}
-        self._repeated = len(ids) < len(self._tasks)  # task ids are not unique
+        self._has_duplicate_ids = len(ids) < len(self._tasks)  # task ids are not unique
         self._slots: dict[int, GroupSlot] = {}  # not trained yet, by number
         self._running: set[asyncio.Task[None]] = set()
         self._finished: list[GroupSlot] = []  # in order of completion
         self._stale: list[Group] = []  # discarded since the last step
-        self._last: float | None = None  # time at which the previous step was taken
+        self._last_take: float | None = None  # time at which the previous step was taken
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
@@ -54,8 +54,8 @@ class AsyncSource(SampledSource):
             self._finished.remove(slot)
             del self._slots[slot.number]
         now = time.perf_counter()
-        batch = self._step_groups(step, slots, now - start_time, now - (self._last or start_time))
-        self._last, self._stale, self._clock.seconds = now, [], 0.0
+        batch = self._make_step_groups(step, slots, now - start_time, now - (self._last_take or start_time))
+        self._last_take, self._stale, self._clock.seconds = now, [], 0.0
         return batch
 
     async def close(self) -> None:
@@ -67,12 +67,12 @@ class AsyncSource(SampledSource):
 
     def _start_admissible_groups(self, version: int) -> None:
         """Start the groups of all steps up to `version + max_staleness`; a resumed run restarts its unfinished ones."""
-        ledger, last = self._ledger, version + self._max_staleness
-        while (step := version + len(ledger.groups_ahead)) <= min(last, self._total - 1):
+        ledger, last_step = self._ledger, version + self._max_staleness
+        while (step := version + len(ledger.groups_ahead)) <= min(last_step, self._total - 1):
             ledger.start_step(step)
-        for number in sorted(ledger.under_way.keys() - self._slots.keys()):
-            if number // self._order.batch_size <= last:  # max_staleness may have been larger before a resume
-                self._slots[number] = GroupSlot(number, *ledger.under_way[number])
+        for number in sorted(ledger.unfinished.keys() - self._slots.keys()):
+            if number // self._order.batch_size <= last_step:  # a resume may lower max_staleness
+                self._slots[number] = GroupSlot(number, *ledger.unfinished[number])
                 self._start_group(self._slots[number])
 
     def _start_group(self, slot: GroupSlot) -> None:
@@ -84,9 +84,9 @@ class AsyncSource(SampledSource):
             step = slot.number // self._order.batch_size
             name = self._unique_group_name(slot)
             slot.groups += await self._play_groups(step, [slot.number], [slot.position], slot.attempt, [name])
-            latest = slot.groups[-1]
-            complete = latest.rows or len(slot.groups) > self._algorithm.refill
-            if complete or unscored_problem([latest], self._max_unscored):
+            latest_group = slot.groups[-1]
+            is_complete = latest_group.rows or len(slot.groups) > self._algorithm.refill
+            if is_complete or unscored_problem([latest_group], self._max_unscored):
                 break
             if (position := self._ledger.take_in_epoch(slot.position)) is None:
                 break
@@ -96,7 +96,7 @@ class AsyncSource(SampledSource):
     def _unique_group_name(self, slot: GroupSlot) -> str:
         """Return a unique name of the group, from which its seeds and the keys of its recorded calls are derived."""
         name = self._tasks[self._order.task_index(slot.position)].id
-        name += f"#{slot.number}" if self._repeated else ""
+        name += f"#{slot.number}" if self._has_duplicate_ids else ""
         return f"{name}@{slot.attempt}" if slot.attempt else name
 
     def _take_finished_groups(self, version: int) -> list[GroupSlot]:
@@ -107,16 +107,16 @@ class AsyncSource(SampledSource):
             self._stale.append(slot.groups.pop())
             slot.attempt += 1
             if not slot.groups:
-                self._ledger.under_way[slot.number] = (slot.attempt, slot.position)
+                self._ledger.unfinished[slot.number] = (slot.attempt, slot.position)
             self._start_group(slot)
-        size = self._ledger.groups_ahead[0]
+        num_groups = self._ledger.groups_ahead[0]
         if self._by_arrival:
-            return self._finished[:size]
+            return self._finished[:num_groups]
         finished = {slot.number: slot for slot in self._finished}
-        return [finished[number] for number in sorted(self._slots)[:size] if number in finished]
+        return [finished[number] for number in sorted(self._slots)[:num_groups] if number in finished]
 
-    def _step_groups(
-        self, step: int, slots: Sequence[GroupSlot], wait_seconds: float, elapsed: float
+    def _make_step_groups(
+        self, step: int, slots: Sequence[GroupSlot], wait_seconds: float, elapsed_seconds: float
     ) -> StepGroups:
         groups = [group for slot in slots for group in slot.groups]
         recorded_episodes, discarded = recorded_call_keys(groups), recorded_call_keys(self._stale)
@@ -126,7 +126,7 @@ class AsyncSource(SampledSource):
             staleness(slot.groups[-1], step) for slot in slots
         ]  # only a slot's last group is trained
         waiting_groups = [group for slot in self._finished for group in slot.groups]
-        metrics = sampled_metrics(groups, elapsed, self._clock) | {
+        metrics = sampled_metrics(groups, elapsed_seconds, self._clock) | {
             "staleness/mean": fmean(staleness_of_slots),
             "staleness/max": max(staleness_of_slots),
             "groups/stale": len(self._stale),
@@ -135,10 +135,10 @@ class AsyncSource(SampledSource):
             "seconds/waited": wait_seconds,
         }
         metrics |= self._count_dropped_forks()
-        for name, counted in (("waiting", waiting_groups), ("stale", self._stale)):
-            if counted:
+        for name, subset in (("waiting", waiting_groups), ("stale", self._stale)):
+            if subset:
                 metrics[f"length/{name}"] = fmean(
-                    length for group in counted for length in sampled_lengths(group)
+                    length for group in subset for length in sampled_lengths(group)
                 )
         problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         return StepGroups(step, groups, wait_seconds, metrics, problem, True, recorded_episodes, discarded)
@@ -159,8 +159,8 @@ def staleness(group: Group, version: int) -> int:
 
 def recorded_call_keys(groups: Sequence[Group]) -> set[tuple[int | str, str]]:
     """Return the (step, name) keys of the groups' tool calls in a recording."""
-    parts = (trajectory.group.partition("/") for group in groups for trajectory in group.trajectories)
-    return {(int(step), name) for step, _, name in parts}
+    keys = (trajectory.group.partition("/") for group in groups for trajectory in group.trajectories)
+    return {(int(step), name) for step, _, name in keys}
 
 
 def sampled_lengths(group: Group) -> list[int]:

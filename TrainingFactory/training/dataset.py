@@ -39,7 +39,7 @@ class UserObjects:
     allocation: Any = None  # machines allocated by a ComputeFactory
 
     @property
-    def given_objects(self) -> list[str]:
+    def object_names(self) -> list[str]:
         names = ("environment", "reward", "tasks", "examples", "heldout", "heldout_tasks", "tools")
         return [name for name in names if getattr(self, name)]
 
@@ -184,8 +184,8 @@ def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Datas
         if objects.heldout is None and config.data.heldout is not None:
             training_data = config.data.dataset if objects.examples is None else objects.examples
             dataset.heldout_examples = read_heldout(config, config.data.heldout, training_data)
-    explicit = config.environment.environment_id is not None or objects.environment is not None
-    if dataset.environment is not None and (explicit or dataset.heldout_examples is None):
+    is_explicit = config.environment.environment_id is not None or objects.environment is not None
+    if dataset.environment is not None and (is_explicit or dataset.heldout_examples is None):
         count = config.data.heldout_count
         if objects.heldout_tasks:
             dataset.heldout = list(objects.heldout_tasks)
@@ -194,8 +194,8 @@ def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Datas
         else:
             dataset.heldout = _make_heldout_tasks(config, config.data.heldout)
     elif dataset.heldout_examples is None:
-        missing = "held-out rows: data.heldout=FILE" if has_examples else "an environment: environment=NAME"
-        raise ValueError(f"training.eval_every needs {missing}")
+        source = "held-out rows: data.heldout=FILE" if has_examples else "an environment: environment=NAME"
+        raise ValueError(f"training.eval_every needs {source}")
 
 
 def _make_heldout_tasks(config: TrainingConfig, source: Any) -> list[Task]:

@@ -90,16 +90,16 @@ class EpisodeFilters:
     ) -> list[Group]:
         """Make one group per list of episodes, with its training rows. `slots` has the (number, attempt, position) of
         each group."""
-        made = []
+        results = []
         for (number, attempt, position), group in zip(slots, groups, strict=True):
             if not self:
-                made.append(Group(number, group, samples_by_role(algorithm, group), attempt, position))
+                results.append(Group(number, group, samples_by_role(algorithm, group), attempt, position))
                 continue
             filtered = self.apply(group)
             rows = samples_by_role(algorithm, filtered.credited)
             rows = rows if any(any(row.loss_mask) for row in rows) else []
-            made.append(Group(number, filtered.episodes, rows, attempt, position, filtered.counts))
-        return made
+            results.append(Group(number, filtered.episodes, rows, attempt, position, filtered.counts))
+        return results
 
     def apply(self, group: Sequence[Trajectory]) -> FilteredGroup:
         counts: Counter[str] = Counter(
@@ -109,16 +109,16 @@ class EpisodeFilters:
         for trajectory in group:
             flags = {name: self._flag_turns(name, trajectory) for name in self._actions}
             counts.update(_short_filter_name(name) for name, turns in flags.items() if any(turns))
-            dropping = [n for n, turns in flags.items() if any(turns) and self._actions[n] == "drop"]
+            dropping_filters = [n for n, turns in flags.items() if any(turns) and self._actions[n] == "drop"]
             masks = [turns for name, turns in flags.items() if self._actions[name] == "mask"]
-            masked = [any(turn_flags) for turn_flags in zip(*masks, strict=True)]
-            counts[MASKED] += sum(masked)
-            if dropping and trajectory.reward is not None:
+            is_masked = [any(turn_flags) for turn_flags in zip(*masks, strict=True)]
+            counts[MASKED] += sum(is_masked)
+            if dropping_filters and trajectory.reward is not None:
                 counts[DROPPED] += 1
-                masked = [True] * len(trajectory.turns)
-                trajectory = replace(trajectory, error=f"{DROPPED_BY}: {', '.join(dropping)}")
-            if any(masked):
-                trajectory = replace(trajectory, turns=_with_masks(trajectory.turns, masked))
+                is_masked = [True] * len(trajectory.turns)
+                trajectory = replace(trajectory, error=f"{DROPPED_BY}: {', '.join(dropping_filters)}")
+            if any(is_masked):
+                trajectory = replace(trajectory, turns=_with_masks(trajectory.turns, is_masked))
             episodes.append(trajectory)
             credited.append(without_dropped_reward(trajectory))
         return FilteredGroup(episodes, credited, dict(counts))
@@ -165,10 +165,10 @@ def _find_filter(name: str) -> Filter:
         raise ValueError(
             f"training.filters.{name}: unknown filter{hint or '.'} Use {', '.join(FILTERS)} or FILE.py:FUNCTION"
         )
-    _, member, values = load_objects("training.filters: filter", name)
-    if not member or not callable(values[0]):
+    _, member, objects = load_objects("training.filters: filter", name)
+    if not member or not callable(objects[0]):
         raise ValueError(f"training.filters: {name} names no function. Write FILE.py:FUNCTION")
-    return values[0]
+    return objects[0]
 
 
 def _short_filter_name(name: str) -> str:
@@ -183,8 +183,8 @@ def _with_masks(turns: Sequence[Turn], is_masked: Sequence[bool]) -> list[Turn]:
 
 
 def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return for each filter the share of episodes that it flags, and the shares of dropped episodes and of masked
-    turns. Empty without filters."""
+    """Return each filter's share of flagged episodes, and the shares of dropped episodes and of masked turns. Empty
+    without filters."""
     counts: Counter[str] = Counter()
     for group in groups:
         counts.update(group.filtered)
@@ -196,15 +196,15 @@ def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def dropped_problem(groups: Sequence[Group]) -> str | None:
     """Return the reason why the groups are unusable for training, if the filters dropped every scored episode; else
     None."""
-    scored = sum(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
+    num_scored = sum(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
     counts: Counter[str] = Counter()
     for group in groups:
         counts.update(group.filtered)
-    if not scored or counts[DROPPED] < scored:
+    if not num_scored or counts[DROPPED] < num_scored:
         return None
-    flagged = {name: n for name, n in counts.items() if n and name not in (DROPPED, MASKED)}
-    reasons = ", ".join(f"{name} flags {n}" for name, n in flagged.items())
+    flag_counts = {name: n for name, n in counts.items() if n and name not in (DROPPED, MASKED)}
+    reasons = ", ".join(f"{name} flags {n}" for name, n in flag_counts.items())
     return (
-        f"training.filters dropped all {scored} scored episodes ({reasons}). Inspect the episodes, and use the "
+        f"training.filters dropped all {num_scored} scored episodes ({reasons}). Inspect the episodes, and use the "
         "action mask or count for a filter that flags too many"
     )

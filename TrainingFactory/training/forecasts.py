@@ -39,26 +39,26 @@ class CheckpointSpace:
 
     logging: LoggingSection
     steps: int
-    model: int  # bytes of the model in a checkpoint
-    state: int  # bytes of the training state in a checkpoint
+    model_bytes: int  # of the model in a checkpoint
+    state_bytes: int  # of the training state in a checkpoint
 
     def count(self, logging: LoggingSection) -> int:
         """Return the peak number of checkpoints; an old one is deleted only when a new one is complete."""
-        checkpoint_every, permanent = logging.checkpoint_every, 0
+        checkpoint_every, num_permanent = logging.checkpoint_every, 0
         if logging.keep_every is not None:
-            permanent = self.steps // math.lcm(checkpoint_every, logging.keep_every)
-        created = math.ceil(self.steps / checkpoint_every) + logging.keep_best
-        return min(created, logging.keep_checkpoints + 1 + permanent + logging.keep_best)
+            num_permanent = self.steps // math.lcm(checkpoint_every, logging.keep_every)
+        num_created = math.ceil(self.steps / checkpoint_every) + logging.keep_best
+        return min(num_created, logging.keep_checkpoints + 1 + num_permanent + logging.keep_best)
 
-    def needed(self, logging: LoggingSection) -> int:
+    def required_bytes(self, logging: LoggingSection) -> int:
         """Return the peak size of all checkpoints in bytes."""
         count = self.count(logging)
-        states = min(count, 2) if logging.optimizer_state == "newest" else count
-        return count * self.model + states * self.state
+        num_states = min(count, 2) if logging.optimizer_state == "newest" else count
+        return count * self.model_bytes + num_states * self.state_bytes
 
     def warning(self, free: int, folder: str) -> str | None:
         """Return a warning if the checkpoints do not fit into `free` bytes, with the largest settings that do."""
-        required, size = self.needed(self.logging), self.model + self.state
+        required, size = self.required_bytes(self.logging), self.model_bytes + self.state_bytes
         if required <= free:
             return None
         remedies = [
@@ -74,30 +74,29 @@ class CheckpointSpace:
         )
 
     def _find_fitting_options(self, changes: dict[str, object], free: int) -> str | None:
-        """Return config overrides with which the checkpoints fit into `free` bytes: `changes`, and the largest
-        `keep_checkpoints` that fits. None: none fits."""
+        """Return config overrides with which the checkpoints fit into `free` bytes: `changes`, with the largest
+        possible `keep_checkpoints`. None: the checkpoints do not fit."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
             logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)
-            if self.needed(logging_options) <= free:
+            if self.required_bytes(logging_options) <= free:
                 if num_checkpoints < self.logging.keep_checkpoints:
                     changes = changes | {"keep_checkpoints": num_checkpoints}
-                texts = {key: "null" if value is None else value for key, value in changes.items()}
-                return " with ".join(f"logging.{key}={text}" for key, text in texts.items())
+                overrides = {key: "null" if value is None else value for key, value in changes.items()}
+                return " with ".join(f"logging.{key}={text}" for key, text in overrides.items())
         return None
 
 
 def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, turns: int) -> int:
-    """Estimate the training rows of an episode in which each of `turns` turns adds `turn_tokens` to the first prompt.
-    The assumed folds: kinds window and summary start again from the prompt; the others remove half of the older
-    turns."""
-    rows, size, folds = 1, prompt_tokens, 0
+    """Estimate the training rows of an episode whose `turns` turns each add `turn_tokens` to the first prompt. Assumed
+    folds: window and summary restart from the prompt; other kinds remove half of the older turns."""
+    rows, prompt_size, folds = 1, prompt_tokens, 0
     for _ in range(turns - 1):
-        size += turn_tokens
-        if size <= context.limit or folds >= context.max_folds:
+        prompt_size += turn_tokens
+        if prompt_size <= context.limit or folds >= context.max_folds:
             continue
-        kept = context.keep_turns * turn_tokens
-        after = {"window": prompt_tokens + kept, "summary": prompt_tokens + context.summary_tokens}
-        older = max(0.0, size - prompt_tokens - kept)
-        size = min(size, after.get(context.fold, size - older / 2))
+        kept_tokens = context.keep_turns * turn_tokens
+        sizes = {"window": prompt_tokens + kept_tokens, "summary": prompt_tokens + context.summary_tokens}
+        older_tokens = max(0.0, prompt_size - prompt_tokens - kept_tokens)
+        prompt_size = min(prompt_size, sizes.get(context.fold, prompt_size - older_tokens / 2))
         rows, folds = rows + 1, folds + 1
     return rows

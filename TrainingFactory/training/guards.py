@@ -37,42 +37,42 @@ class Guards:
         max_mismatch: float = 0.1,
         state_groups: float = 0.0,
     ) -> None:
-        self._max_equal_steps, self._scored, self._replayed = max_equal_steps, has_rewards, replayed
+        self._max_equal_steps, self._has_rewards, self._replayed = max_equal_steps, has_rewards, replayed
         self._max_mismatch, self._state_groups = max_mismatch, state_groups
-        self.unusable = 0
-        self._equal = self._mismatched = 0
+        self.unusable_steps = 0
+        self._equal_steps = self._mismatched_steps = 0
 
-    def check(self, batch: StepGroups, last: bool) -> GuardAction:
-        """Check the groups of a step before its update; `last`: it is the run's last step."""
-        self._scored |= any(trajectory.reward is not None for trajectory in batch.trajectories)
+    def check(self, batch: StepGroups, is_last: bool) -> GuardAction:
+        """Return the action for the groups of a step before its update. `is_last`: it is the run's last step."""
+        self._has_rewards |= any(trajectory.reward is not None for trajectory in batch.trajectories)
         if batch.problem is None:
-            self.unusable = 0
+            self.unusable_steps = 0
             stop = (
                 (self._check_state_names(batch) or self._check_equal_rewards(batch))
                 if batch.sampled
                 else None
             )
             return GuardAction(save=stop is not None, stop=stop)
-        self.unusable += 1
+        self.unusable_steps += 1
         has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
         stop, pause = None, 0.0
-        if self.unusable >= (MAX_WITHOUT_TOOLS if has_tool_failures else MAX_UNUSABLE):
-            stop = f"Stopped after {self.unusable} consecutive unusable steps: {batch.problem}"
-        elif not self._scored and (last or not has_tool_failures):
+        if self.unusable_steps >= (MAX_WITHOUT_TOOLS if has_tool_failures else MAX_UNUSABLE):
+            stop = f"Stopped after {self.unusable_steps} consecutive unusable steps: {batch.problem}"
+        elif not self._has_rewards and (is_last or not has_tool_failures):
             stop = f"Stopped because no episode of the run could be scored: {batch.problem}"
         elif has_tool_failures and not self._replayed:
-            pause = min(2.0 ** (self.unusable - 1), LONGEST_PAUSE)
+            pause = min(2.0 ** (self.unusable_steps - 1), LONGEST_PAUSE)
         # If the problem persists, the run can resume from before the first of these steps.
-        return GuardAction(save=self.unusable == 1, warning=batch.problem, stop=stop, pause=pause)
+        return GuardAction(save=self.unusable_steps == 1, warning=batch.problem, stop=stop, pause=pause)
 
-    def updated(self, metrics: dict[str, float], last: bool) -> GuardAction:
-        """Check the mismatch between sampler and learner that a step's update measured. A step without tokens sampled
-        by the current weights has no mismatch value."""
+    def check_update(self, metrics: dict[str, float], is_last: bool) -> GuardAction:
+        """Return the action for the mismatch between sampler and learner that an update measured. A step without tokens
+        sampled by the current weights has no mismatch value."""
         mismatch = metrics.get("mismatch")
         if mismatch is None:
             return GuardAction()
-        self._mismatched = 0 if mismatch <= self._max_mismatch else self._mismatched + 1  # NaN counts
-        if not self._mismatched:
+        self._mismatched_steps = 0 if mismatch <= self._max_mismatch else self._mismatched_steps + 1  # or NaN
+        if not self._mismatched_steps:
             return GuardAction()
         problem = (
             f"the log-probs of sampler and learner differ by {mismatch:.3g} per token for the same weights, more than "
@@ -80,9 +80,9 @@ class Guards:
             "other weights or a lower precision than the learner. Check model.dtype and sampling.engine_options "
             "(dtype, quantization), and compare with sampling.engine=native"
         )
-        if self._mismatched < MAX_UNUSABLE or last:
+        if self._mismatched_steps < MAX_UNUSABLE or is_last:
             return GuardAction(warning=problem)
-        return GuardAction(save=True, stop=f"Stopped after {self._mismatched} steps in which {problem}")
+        return GuardAction(save=True, stop=f"Stopped after {self._mismatched_steps} steps in which {problem}")
 
     def _check_state_names(self, batch: StepGroups) -> str | None:
         """Return the reason to stop the run if turns are compared by state, but no turn of the step has the name of a
@@ -101,8 +101,8 @@ class Guards:
         rows or all rewards were equal (algorithms without groups would train on those too); else None."""
         rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
         are_equal = len({reward_amounts(reward) for reward in rewards}) == 1
-        self._equal = self._equal + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
-        if self._max_equal_steps is None or self._equal < self._max_equal_steps:
+        self._equal_steps = self._equal_steps + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
+        if self._max_equal_steps is None or self._equal_steps < self._max_equal_steps:
             return None
         problem = "the rewards within every group were equal"
         if are_equal:
@@ -110,9 +110,8 @@ class Guards:
                 f"all rewards were equal ({rewards[0].outcome + sum(rewards[0].steps):g} in the last one)"
             )
         return (
-            f"Stopped because {problem} for {self._equal} consecutive steps (reward.max_equal_steps). The reward does "
-            "not "
-            "distinguish good episodes from bad ones, or the tasks are all too hard or too easy"
+            f"Stopped because {problem} for {self._equal_steps} consecutive steps (reward.max_equal_steps). The reward "
+            "does not distinguish good episodes from bad ones, or the tasks are all too hard or too easy"
         )
 
 

@@ -24,11 +24,11 @@ class StopRequested(Exception):
 class Interrupts:
     """Handles stop requests. The first request cancels sampling immediately and lets an update finish. A second request
     also cancels the update, and the run keeps its last checkpoint. Only the main thread gets signals; a run in another
-    thread is stopped by `ask`."""
+    thread is stopped by `request_stop`."""
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.is_requested = False
-        self._notify, self._since = notify, 0.0
+        self._notify, self._requested_at = notify, 0.0
         self._failure: Exception | None = None
         self._run: asyncio.Task[Any] | None = None
         self._sampling: asyncio.Future[Any] | None = None  # the awaitable of `interruptible`
@@ -61,7 +61,7 @@ class Interrupts:
         loop = asyncio.get_running_loop()
         previous_handler = signal.getsignal(signal.SIGINT)
         with contextlib.suppress(NotImplementedError):  # Windows
-            loop.add_signal_handler(signal.SIGINT, self.ask)
+            loop.add_signal_handler(signal.SIGINT, self.request_stop)
         try:
             with sigterm_as_ctrl_c():
                 yield
@@ -70,14 +70,14 @@ class Interrupts:
                 loop.remove_signal_handler(signal.SIGINT)
             signal.signal(signal.SIGINT, previous_handler)
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """Request a stop: cancel sampling, or stop after the running update. A second request cancels the run."""
         if self._failure is not None:
             return
         now, was_requested = time.monotonic(), self.is_requested
-        if was_requested and now - self._since < SAME_REQUEST:
+        if was_requested and now - self._requested_at < SAME_REQUEST:
             return
-        self.is_requested, self._since = True, now
+        self.is_requested, self._requested_at = True, now
         if was_requested and self._run is not None:
             self._run.cancel()
         elif self._sampling is not None:
@@ -111,7 +111,7 @@ class Interrupts:
             self._sampling = None
 
     async def pause(self, seconds: float) -> None:
-        """Sleep, interruptibly."""
+        """Sleep for `seconds`, unless a stop is requested."""
         await self.interruptible(asyncio.sleep(seconds))
 
     async def until_requested(self, stream: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -11,9 +11,9 @@ from TrainingFactory.types import Group
 
 
 class Ledger:
-    """Assigns each place of the task order once, and tracks which places are trained. Places count over all epochs:
-    place p is index p % size of epoch p // size. A group keeps its number, and the place of its first task, until it is
-    trained. A resumed run restarts the groups that were running."""
+    """Assigns each position of the task order once, and tracks the trained positions. Positions count over all epochs:
+    position p is index p % size of epoch p // size. A group keeps its number, and the position of its first task, until
+    it is trained. A resumed run restarts unfinished groups."""
 
     def __init__(
         self,
@@ -23,34 +23,32 @@ class Ledger:
         groups_ahead: Sequence[int] = (),
     ) -> None:
         self._order = order
-        self._consumed = {position for first, end in consumed[1:] for position in range(first, end)}
-        self._end = consumed[0][1] if consumed else 0  # all places before it are trained
-        self.next = max(self._consumed, default=self._end - 1) + 1
-        self.under_way = {number: (attempt, position) for number, attempt, position in under_way}
-        self.groups_ahead = list(
-            groups_ahead
-        )  # number of groups of each step that has started and is not trained
-        positions = {position for _, position in self.under_way.values()}
-        self.next = max(self.next, max(positions, default=-1) + 1)
-        # Places of refills that were discarded with their group.
-        self._free = [
-            p for p in range(self._end, self.next) if p not in self._consumed and p not in positions
+        self._consumed = {position for start, end in consumed[1:] for position in range(start, end)}
+        self._end = consumed[0][1] if consumed else 0  # all positions before it are trained
+        self.next_position = max(self._consumed, default=self._end - 1) + 1
+        self.unfinished = {number: (attempt, position) for number, attempt, position in under_way}
+        self.groups_ahead = list(groups_ahead)  # number of groups of each started and untrained step
+        running = {position for _, position in self.unfinished.values()}
+        self.next_position = max(self.next_position, max(running, default=-1) + 1)
+        # Positions of refills that were discarded with their group.
+        self._free_positions = [
+            p for p in range(self._end, self.next_position) if p not in self._consumed and p not in running
         ]
 
     @property
     def num_left(self) -> int:
-        """Return how many places of the task order are left in the epoch of the next place."""
+        """Return the number of positions of the task order that are left in the current epoch."""
         size = self._order.size
         epoch = self._peek_number() // size
-        free = sum(position // size == epoch for position in self._free)
-        return free + max(0, (epoch + 1) * size - self.next)
+        num_free = sum(position // size == epoch for position in self._free_positions)
+        return num_free + max(0, (epoch + 1) * size - self.next_position)
 
     def take(self, count: int) -> list[int]:
-        """Return the next `count` places of the task order, or fewer at the end of an epoch."""
+        """Return the next `count` positions of the task order, or fewer at the end of an epoch."""
         return [self._pop_number() for _ in range(min(count, self.num_left))]
 
     def take_in_epoch(self, position: int) -> int | None:
-        """Return the next place of the task order if it is in the same epoch as place `position`; else None."""
+        """Return the next position of the task order if it is in the same epoch as `position`; else None."""
         return (
             self._pop_number()
             if self._peek_number() // self._order.size == position // self._order.size
@@ -58,22 +56,22 @@ class Ledger:
         )
 
     def start_step(self, step: int) -> list[int]:
-        """Take the places of a step's groups from the task order; return the numbers of the groups."""
-        places = self.take(self._order.batch_size)
-        first = step * self._order.batch_size
-        self.under_way |= {first + n: (0, position) for n, position in enumerate(places)}
-        self.groups_ahead.append(len(places))
-        return list(range(first, first + len(places)))
+        """Take the positions of a step's groups from the task order; return the numbers of the groups."""
+        positions = self.take(self._order.batch_size)
+        first_number = step * self._order.batch_size
+        self.unfinished |= {first_number + i: (0, position) for i, position in enumerate(positions)}
+        self.groups_ahead.append(len(positions))
+        return list(range(first_number, first_number + len(positions)))
 
     def mark_trained(self, groups: Iterable[Group]) -> None:
         """Mark the groups of a step as trained."""
         for group in groups:
             self._consumed.add(group.position)
-            self.under_way.pop(group.number, None)
+            self.unfinished.pop(group.number, None)
         while self._end in self._consumed:
             self._consumed.remove(self._end)
             self._end += 1
-        self.next = max(self.next, self._end)  # dataset examples are trained without `take`
+        self.next_position = max(self.next_position, self._end)  # dataset examples are trained without `take`
         self.groups_ahead = self.groups_ahead[1:]
 
     def state(self) -> dict[str, Any]:
@@ -85,53 +83,53 @@ class Ledger:
             else:
                 ranges.append([position, position + 1])
         state: dict[str, Any] = {"batch_size": self._order.batch_size, "consumed": ranges}
-        if self.under_way:
-            rows = sorted((number, *rest) for number, rest in self.under_way.items())
+        if self.unfinished:
+            rows = sorted((number, *slot) for number, slot in self.unfinished.items())
             state |= {"under_way": [list(row) for row in rows], "ahead": self.groups_ahead}
         return state
 
     @classmethod
     def from_state(cls, order: TaskOrder, state: dict[str, Any]) -> Ledger:
         """Restore a ledger from a checkpoint's state; raise ValueError if the run had another batch size."""
-        done = state["step"]
+        step = state["step"]
         if "batch_size" in state:
             size, consumed = state["batch_size"], state["consumed"]
         else:  # written by an early version: `consumed` counts groups, all trained in order
-            [[_, numbers]] = state.get("consumed", [[0, done * order.batch_size]])
-            size, consumed = numbers / done, [[0, state.get("taken", order.start(done))]]
+            [[_, num_groups]] = state.get("consumed", [[0, step * order.batch_size]])
+            size, consumed = num_groups / step, [[0, state.get("taken", order.start_position(step))]]
         if size != order.batch_size:
-            text = f"has trained {size * done:g} groups in {done} steps: training.batch_size cannot change"
+            text = f"has trained {size * step:g} groups in {step} steps: training.batch_size cannot change"
             raise ValueError(text)
         return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
 
     def _peek_number(self) -> int:
-        return self._free[0] if self._free else self.next
+        return self._free_positions[0] if self._free_positions else self.next_position
 
     def _pop_number(self) -> int:
-        if self._free:
-            return self._free.pop(0)
-        self.next += 1
-        return self.next - 1
+        if self._free_positions:
+            return self._free_positions.pop(0)
+        self.next_position += 1
+        return self.next_position - 1
 
 
 def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> list[str]:
     """Return the errors in the rows of consumed.jsonl: steps, groups and places that were trained twice and, if the run
     is `finished`, places that were never trained."""
     steps, places, problems = Counter[int](), Counter[int](), list[str]()
-    numbers: dict[int, int] = {}
+    group_steps: dict[int, int] = {}
     for row in rows:
         steps[row["step"]] += 1
         for number, attempt, position in row["groups"]:
             places[position] += 1
-            if numbers.setdefault(number, row["step"]) != row["step"]:
+            if group_steps.setdefault(number, row["step"]) != row["step"]:
                 problems.append(
-                    f"group {number} (attempt {attempt}) in the steps {numbers[number]} and {row['step']}"
+                    f"group {number} (attempt {attempt}) in the steps {group_steps[number]} and {row['step']}"
                 )
     for kind, counts in (("step", steps), ("place", places)):
-        problems += [f"{kind} {value} {times} times" for value, times in sorted(counts.items()) if times > 1]
+        problems += [f"{kind} {value} {count} times" for value, count in sorted(counts.items()) if count > 1]
     if list(steps) != list(range(1, len(steps) + 1)):
         problems.append(f"the steps are {list(steps)}")
     if finished:
-        missing = sorted(set(range(max(places, default=-1))) - set(places))
-        problems += [f"place {position} was never trained" for position in missing]
+        untrained = sorted(set(range(max(places, default=-1))) - set(places))
+        problems += [f"place {position} was never trained" for position in untrained]
     return problems

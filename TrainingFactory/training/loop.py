@@ -96,7 +96,7 @@ class TrainingLoop:
     system: SystemMonitor = field(default_factory=SystemMonitor)
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
-    saved: int = -1  # step of the last checkpoint
+    saved_step: int = -1  # of the last checkpoint
     phase: str = "load"
 
     async def train(self) -> TrainingReport:
@@ -112,11 +112,11 @@ class TrainingLoop:
                 raise
             return await self._finish_run("interrupted")  # without saving; the last checkpoint remains
         except Exception as error:
-            explained = self._explain_failure(error)
-            await self._finish_run("failed", str(explained))
-            if explained is error:
+            explained_error = self._explain_failure(error)
+            await self._finish_run("failed", str(explained_error))
+            if explained_error is error:
                 raise
-            raise explained from error
+            raise explained_error from error
         finally:
             self.system.close()
 
@@ -125,13 +125,13 @@ class TrainingLoop:
         itself."""
         if (problem := device_failure(error)) is not None:
             progress_text = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
-            other_log = (
+            resume_hint = (
                 "The run can also resume on another machine that has its folder and the files of its config"
             )
-            return ValueError(f"{progress_text}: {problem}. {other_log}. {self.run.fix_instruction}")
+            return ValueError(f"{progress_text}: {problem}. {resume_hint}. {self.run.fix_instruction}")
         if isinstance(error, OSError | SamplersLost):
-            kind = OSError if isinstance(error, OSError) else ValueError
-            return kind(f"{error}. Fix the problem, then run: {self.run.resume_command}")
+            error_type = OSError if isinstance(error, OSError) else ValueError
+            return error_type(f"{error}. Fix the problem, then run: {self.run.resume_command}")
         return error
 
     async def _run_steps(self) -> tuple[State, str | None]:
@@ -162,28 +162,28 @@ class TrainingLoop:
         if (reason := self.scores.stop_reason()) is not None:  # killed after it met its stop condition
             stream.end()
         self._begin_phase("generate")
-        first = self.progress.done  # not measured: its update may compile kernels
+        first_step = self.progress.done  # not measured: its update may compile kernels
         async for batch in self.interrupts.until_requested(stream):
-            last = batch.step + 1 == self.total
-            await self._act_on_guard(batch.step, self.guards.check(batch, last))
+            is_last = batch.step + 1 == self.total
+            await self._act_on_guard(batch.step, self.guards.check(batch, is_last))
             self._begin_phase("update")
             start_time = time.perf_counter()
-            writing = asyncio.ensure_future(in_thread(self._write_episodes, batch))
+            write_task = asyncio.ensure_future(in_thread(self._write_episodes, batch))
             try:
                 metrics = await self.policy.step(batch.rows, batch.step)
             finally:  # after a failure, resuming truncates the extra episodes as after a kill
-                written_at = await writing
+                episode_metrics = await write_task
             sampler_loss = await self._publish_weights()
-            updating = time.perf_counter() - start_time
-            await self._record_step(batch, metrics | written_at, updating)
-            if batch.step > first:
-                self.stop_forecast.updating = updating
+            update_seconds = time.perf_counter() - start_time
+            await self._record_step(batch, metrics | episode_metrics, update_seconds)
+            if batch.step > first_step:
+                self.stop_forecast.updating = update_seconds
                 self._warn(self.stop_forecast.warning())
             if sampler_loss is not None:
                 raise sampler_loss
-            await self._act_on_guard(batch.step, self.guards.updated(metrics, last))
+            await self._act_on_guard(batch.step, self.guards.check_update(metrics, is_last))
             reason = self.scores.stop_reason()
-            await self._save_if_due(last=reason is not None)
+            await self._save_if_due(is_last=reason is not None)
             self.interrupts.check()
             if reason is not None:
                 self.watcher.say(f"Ending after step {batch.step + 1}: {reason}")
@@ -211,28 +211,28 @@ class TrainingLoop:
             return error
         return None
 
-    async def _act_on_guard(self, step: int, finding: GuardAction) -> None:
+    async def _act_on_guard(self, step: int, action: GuardAction) -> None:
         """Carry out the action of a guard: save, warn, stop the run, or pause."""
-        if finding.save:
+        if action.save:
             await self._save_checkpoint()
-        if finding.warning is not None:
-            self.watcher.say(f"WARNING step {step + 1}: {finding.warning}")
-        if finding.stop is not None:
-            raise ValueError(f"{finding.stop}. {self.run.fix_instruction}")
-        if finding.pause:
-            await self.interrupts.pause(finding.pause)
+        if action.warning is not None:
+            self.watcher.say(f"WARNING step {step + 1}: {action.warning}")
+        if action.stop is not None:
+            raise ValueError(f"{action.stop}. {self.run.fix_instruction}")
+        if action.pause:
+            await self.interrupts.pause(action.pause)
 
-    async def _record_step(self, batch: StepGroups, updated: dict[str, float], updating: float) -> None:
-        seconds = batch.seconds + updating
-        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | updated | self.counts()
+    async def _record_step(self, batch: StepGroups, update: dict[str, float], update_seconds: float) -> None:
+        seconds = batch.seconds + update_seconds
+        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | update | self.counts()
         metrics |= {
             "seconds/step": seconds,
             "seconds/generate": batch.seconds,
-            "seconds/update": updating,
+            "seconds/update": update_seconds,
             "steps_per_second": 1 / seconds,
         }
-        if updated["row_tokens"]:
-            metrics["tokens_saved"] = 1 - updated["computed_tokens"] / updated["row_tokens"]
+        if update["row_tokens"]:
+            metrics["tokens_saved"] = 1 - update["computed_tokens"] / update["row_tokens"]
         epoch = batch.groups[0].position // self.order.size
         self.progress.done = batch.step + 1
         self.progress.ledger.mark_trained(batch.groups)
@@ -263,7 +263,7 @@ class TrainingLoop:
 
     def _write_calls(self, batch: StepGroups) -> None:
         """Record the tool calls of a step, and drop those of discarded groups."""
-        self.tools.drop(lambda key: (key.step, key.task) in batch.given_up)
+        self.tools.drop(lambda key: (key.step, key.task) in batch.discarded)
         self.tools.commit(batch.has_recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
@@ -322,31 +322,31 @@ class TrainingLoop:
         await in_thread(self.tools.commit, lambda key: key.step == name)
         episodes = [trajectory for group in groups for trajectory in group]
         metrics = self.tools.metrics(lambda key: key.step == name)
-        metrics |= heldout.clock.spent() if heldout.clock is not None else {}
+        metrics |= heldout.clock.take_costs() if heldout.clock is not None else {}
         if heldout.record is not None:
             seconds = {"seconds": time.perf_counter() - start_time}
             await in_thread(heldout.record, num_done, episodes, metrics | seconds)
         return evaluation_metrics(episodes) | metrics
 
     def _make_heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
-        groups = (dataset.fill(n, self.algorithm.samples(dataset.group(n))) for n in range(len(dataset)))
+        groups = (dataset.fill(i, self.algorithm.samples(dataset.group(i))) for i in range(len(dataset)))
         return [row for group in groups for row in group]
 
     # checkpoints and status
 
     def _is_save_due(self) -> bool:
         num_done, logging, best = self.progress.done, self.config.logging, self.scores.best
-        new_best = logging.keep_best and best is not None and best[0] == num_done
-        return num_done % logging.checkpoint_every == 0 or new_best or num_done == self.total
+        is_new_best = logging.keep_best and best is not None and best[0] == num_done
+        return num_done % logging.checkpoint_every == 0 or is_new_best or num_done == self.total
 
-    async def _save_if_due(self, last: bool) -> None:
-        is_due = self._is_save_due() and not self.guards.unusable
-        if is_due or last or self.progress.done == self.total:
+    async def _save_if_due(self, is_last: bool) -> None:
+        is_due = self._is_save_due() and not self.guards.unusable_steps
+        if is_due or is_last or self.progress.done == self.total:
             await self._save_checkpoint()
 
     async def _save_checkpoint(self) -> None:
         progress, logging = self.progress, self.config.logging
-        if self.saved == progress.done or not progress.done:
+        if self.saved_step == progress.done or not progress.done:
             return
         self._begin_phase("checkpoint")
         state = {
@@ -359,7 +359,7 @@ class TrainingLoop:
             state["unlogged"] = progress.unlogged
         start_time = time.perf_counter()
         await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
-        self.saved, self.stop_forecast.saving = progress.done, time.perf_counter() - start_time
+        self.saved_step, self.stop_forecast.saving = progress.done, time.perf_counter() - start_time
         self._warn(self.stop_forecast.warning())
         retention = logging.keep_checkpoints, logging.keep_every, logging.keep_best, logging.optimizer_state
         await in_thread(self.run.prune, *retention)
@@ -367,8 +367,8 @@ class TrainingLoop:
     async def _finish_run(self, state: State, reason: str | None = None) -> TrainingReport:
         with contextlib.suppress(OSError):  # the disk may be full
             await self._write_status(state, reason)
-        last = self.rows[-1] if self.rows else {}
-        return TrainingReport(self.run.path, self.progress.done, state, last, self.rows, self.tools.totals())
+        row = self.rows[-1] if self.rows else {}
+        return TrainingReport(self.run.path, self.progress.done, state, row, self.rows, self.tools.totals())
 
     async def _write_status(self, state: State, reason: str | None = None) -> None:
         progress = self.progress

@@ -25,7 +25,7 @@ def check_config(config: TrainingConfig, is_recorded: bool) -> None:
 
 
 def group_too_small(group_size: int, minimum: int, subject: str, remedy: str = "") -> ValueError:
-    """Return the error for groups in which `subject` cannot compare episodes."""
+    """Return the error for groups smaller than the `minimum` that `subject` needs to compare episodes."""
     return ValueError(
         f"training.group_size={group_size} is too small: {subject} compares the episodes of a group with each "
         "other. Use "
@@ -34,10 +34,10 @@ def group_too_small(group_size: int, minimum: int, subject: str, remedy: str = "
 
 
 def check_options(config: TrainingConfig, is_recorded: bool) -> None:
-    """Run the checks that need no torch, which the web server does not import."""
+    """Run the checks that need no torch, because the web server does not import it."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
-    if training.group_size < (minimum := kind.least_group(getattr(config, name))):
+    if training.group_size < (minimum := kind.min_group(getattr(config, name))):
         raise group_too_small(training.group_size, minimum, name)
     if training.activation_offload and not training.gradient_checkpointing:
         raise ValueError(
@@ -49,11 +49,11 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
             f"training.minibatches={training.minibatches} does not divide training.batch_size={training.batch_size}. "
             "Choose a divisor of the batch size"
         )
-    if training.batch_size // training.minibatches < kind.least_rows:
-        parts = f" with training.minibatches={training.minibatches}" if training.minibatches > 1 else ""
+    if training.batch_size // training.minibatches < kind.min_rows:
+        detail = f" with training.minibatches={training.minibatches}" if training.minibatches > 1 else ""
         raise ValueError(
-            f"training.batch_size={training.batch_size}{parts} is too small: {name} compares the examples of a "
-            f"mini-batch with each other. Use {kind.least_rows} or more in each (typically 16)"
+            f"training.batch_size={training.batch_size}{detail} is too small: {name} compares the examples of a "
+            f"mini-batch with each other. Use {kind.min_rows} or more in each (typically 16)"
         )
     if training.eval_every is None and (training.stop_when or config.logging.keep_best):
         key = "training.stop_when" if training.stop_when else "logging.keep_best"
@@ -124,7 +124,7 @@ def _check_branching(config: TrainingConfig, branching: BranchingSection) -> Non
 def _find_branching_problems(
     config: TrainingConfig, branching: BranchingSection
 ) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the key, below training.branching, and the text of each problem."""
+    """Yield each problem as its key, below training.branching, and its text."""
     training, grpo = config.training, config.grpo
     if training.algorithm != "grpo":
         text = f"training.algorithm={training.algorithm} does not train on forked episodes. Use grpo"
@@ -158,21 +158,21 @@ def _find_fork_budget_problems(
     if (limit := branching.max_episodes) is None and leaves > MAX_LEAVES:
         text = f"allows {leaves} episodes per task. Lower it, or set training.branching.max_episodes"
         yield ("max_forks",), text
-    if limit is not None and limit < (least := group_size + continuations - 1):
+    if limit is not None and limit < (minimum := group_size + continuations - 1):
         text = f"is {limit}, too small for any fork with training.group_size={group_size}"
-        yield ("max_episodes",), f"{text}. Use {least} or more"
-    least = (group_size * (continuations * config.sampling.max_tokens - 1)) + 1
-    if (limit := branching.max_tokens) is not None and limit < least:
+        yield ("max_episodes",), f"{text}. Use {minimum} or more"
+    minimum = (group_size * (continuations * config.sampling.max_tokens - 1)) + 1
+    if (limit := branching.max_tokens) is not None and limit < minimum:
         text = f"is {limit}, too small for any fork: each continuation needs sampling.max_tokens="
-        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {least} or more"
+        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {minimum} or more"
 
 
 def check_steps(config: TrainingConfig, total: int) -> None:
     """Raise ValueError if a run of `total` steps would never update the policy."""
     if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= total:
-        steps = f"training.max_steps={total}" if config.training.max_steps else f"{total} steps in all epochs"
+        span = f"training.max_steps={total}" if config.training.max_steps else f"{total} steps in all epochs"
         raise ValueError(
-            f"ppo.critic_warmup={config.ppo.critic_warmup} of {steps}: the policy would never be updated. Reduce "
+            f"ppo.critic_warmup={config.ppo.critic_warmup} of {span}: the policy would never be updated. Reduce "
             "critic_warmup, or make the run longer"
         )
 

@@ -36,13 +36,13 @@ class RecordedSource:
             )
         self._rows = run.ledger()
         self.steps = len(self._rows)
-        self._groups = self._read_steps()
-        skipped = sum(len(row["groups"]) for row in self._rows[:first])
-        next(islice(self._groups, skipped, skipped), None)
+        self._groups = self._read_groups()
+        num_skipped = sum(len(row["groups"]) for row in self._rows[:first])
+        next(islice(self._groups, num_skipped, num_skipped), None)
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
-        groups = await in_thread(self._recorded_groups, step)
+        groups = await in_thread(self._take_groups, step)
         seconds = time.perf_counter() - start_time
         metrics = sampled_metrics(groups, seconds, None)
         problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
@@ -50,15 +50,15 @@ class RecordedSource:
 
     async def close(self) -> None: ...
 
-    def _recorded_groups(self, step: int) -> list[Group]:
-        numbers = self._rows[step]["groups"]
-        groups = list(islice(self._groups, len(numbers)))
-        names = [group[0].task.id for group in groups]
-        if names != self._rows[step]["tasks"]:
+    def _take_groups(self, step: int) -> list[Group]:
+        slots = self._rows[step]["groups"]
+        groups = list(islice(self._groups, len(slots)))
+        task_ids = [group[0].task.id for group in groups]
+        if task_ids != self._rows[step]["tasks"]:
             location = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
-            raise ValueError(f"{location} in step {step + 1}: {names} and {self._rows[step]['tasks']}")
-        return self._filters.make_groups(groups, self._algorithm, numbers)
+            raise ValueError(f"{location} in step {step + 1}: {task_ids} and {self._rows[step]['tasks']}")
+        return self._filters.make_groups(groups, self._algorithm, slots)
 
-    def _read_steps(self) -> Iterator[list[Trajectory]]:
+    def _read_groups(self) -> Iterator[list[Trajectory]]:
         episodes = load_trajectories(self._run.path / TRAJECTORIES, growing=True)
         yield from (list(group) for _, group in groupby(episodes, key=lambda episode: episode.group))

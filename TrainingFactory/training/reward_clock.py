@@ -27,19 +27,19 @@ class RewardClock:
         notify: Callable[[str], None] = lambda _: None,
         stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        self.reward, self._group = reward, as_group_reward(reward)
-        self.grouped = self._group is not None
-        self.compares = self._group is not None and self._group.compares
+        self.reward, self._group_reward = reward, as_group_reward(reward)
+        self.grouped = self._group_reward is not None
+        self.compares = self._group_reward is not None and self._group_reward.compares
         self.seconds = 0.0
-        self._notify, self._stats, self._before = notify, stats, stats()
+        self._notify, self._stats, self._last_stats = notify, stats, stats()
         self._scored_any = False  # whether any call has returned or raised
-        self._open: dict[object, tuple[float, int]] = {}  # start time and number of episodes of running calls
+        self._running_calls: dict[object, tuple[float, int]] = {}  # start time and number of episodes
         self._timer: asyncio.TimerHandle | None = None
 
-    def spent(self) -> dict[str, float]:
+    def take_costs(self) -> dict[str, float]:
         """Return the requests and costs of the reward's judges and pools since the last call."""
-        previous, self._before = self._before, self._stats()
-        return {name: value - previous.get(name, 0.0) for name, value in self._before.items()}
+        previous, self._last_stats = self._last_stats, self._stats()
+        return {name: value - previous.get(name, 0.0) for name, value in self._last_stats.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
         with self._measure_time(1):
@@ -48,23 +48,23 @@ class RewardClock:
             return reward
 
     async def group(self, episodes: Sequence[Episode]) -> Sequence[Reward | Exception]:
-        assert self._group is not None
+        assert self._group_reward is not None
         with self._measure_time(len(episodes)):
-            rewards = await self._group.group(episodes)
+            rewards = await self._group_reward.group(episodes)
             self._report_first(rewards)
             return rewards
 
     def _report_first(self, rewards: Sequence[Reward | Exception]) -> None:
-        """Report the reason if the first episode cannot be scored, because all others may fail too, and a step takes
-        long."""
+        """Report the error of the first scored episode immediately, because all later ones may fail for the same
+        reason."""
         if not self._scored_any and isinstance(rewards[0], Exception):
             self._notify(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
         self._scored_any = True
 
     @contextmanager
-    def _measure_time(self, episodes: int) -> Iterator[None]:
+    def _measure_time(self, num_episodes: int) -> Iterator[None]:
         call, start_time = object(), time.monotonic()
-        self._open[call] = start_time, episodes
+        self._running_calls[call] = start_time, num_episodes
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FIRST_REPORT_SECONDS, self._report_slow)
         try:
@@ -74,17 +74,17 @@ class RewardClock:
             raise
         finally:
             self.seconds += time.monotonic() - start_time
-            del self._open[call]
-            if not self._open and self._timer is not None:
+            del self._running_calls[call]
+            if not self._running_calls and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
 
     def _report_slow(self) -> None:
-        waited_seconds = time.monotonic() - min(start_time for start_time, _ in self._open.values())
-        slow = waited_seconds >= FIRST_REPORT_SECONDS
-        if slow:
-            count = sum(episodes for _, episodes in self._open.values())
-            rewards = "reward" if count == 1 else "rewards"
-            self._notify(f"Waiting for {count} {rewards}, the longest for {waited_seconds:.0f} s so far")
-        delay = REPORT_EVERY_SECONDS if slow else FIRST_REPORT_SECONDS - waited_seconds
+        waited_seconds = time.monotonic() - min(start_time for start_time, _ in self._running_calls.values())
+        is_slow = waited_seconds >= FIRST_REPORT_SECONDS
+        if is_slow:
+            count = sum(episodes for _, episodes in self._running_calls.values())
+            noun = "reward" if count == 1 else "rewards"
+            self._notify(f"Waiting for {count} {noun}, the longest for {waited_seconds:.0f} s so far")
+        delay = REPORT_EVERY_SECONDS if is_slow else FIRST_REPORT_SECONDS - waited_seconds
         self._timer = asyncio.get_running_loop().call_later(delay, self._report_slow)

@@ -38,7 +38,7 @@ class StepGroups:
     # (step, name) keys of the recorded tool calls of these groups, and of groups discarded since the previous step.
     # None: all uncommitted calls belong to these groups.
     recorded: set[tuple[int | str, str]] | None = None
-    given_up: set[tuple[int | str, str]] = field(default_factory=set)
+    discarded: set[tuple[int | str, str]] = field(default_factory=set)
 
     def has_recorded(self, key: EpisodeKey) -> bool:
         """Return whether the tool calls of this episode belong to the step."""
@@ -65,21 +65,21 @@ class Source(Protocol):
 class StepStream:
     """Asynchronous iterator over the steps of a run."""
 
-    def __init__(self, source: Source, first: int, total: int) -> None:
-        self._source, self._next, self._total = source, first, total
+    def __init__(self, source: Source, first_step: int, total_steps: int) -> None:
+        self._source, self._next_step, self._total_steps = source, first_step, total_steps
 
     def __aiter__(self) -> StepStream:
         return self
 
     async def __anext__(self) -> StepGroups:
-        if self._next >= self._total:
+        if self._next_step >= self._total_steps:
             raise StopAsyncIteration
-        self._next += 1
-        return await self._source.take(self._next - 1)
+        self._next_step += 1
+        return await self._source.take(self._next_step - 1)
 
     def end(self) -> None:
         """Stop the iteration after the current step."""
-        self._total = self._next
+        self._total_steps = self._next_step
 
 
 class SampledSource:
@@ -109,9 +109,9 @@ class SampledSource:
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
-        self._clock.seconds = self._rollouts.tail = 0.0
-        first = step * self._order.batch_size
-        num_left, numbers = self._ledger.num_left, range(first, first + self._order.batch_size)
+        self._clock.seconds = self._rollouts.tail_seconds = 0.0
+        first_number = step * self._order.batch_size
+        num_left, numbers = self._ledger.num_left, range(first_number, first_number + self._order.batch_size)
         groups = latest = await self._play_groups(step, numbers, self._ledger.take(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
             open_numbers = [group.number for group in latest if not group.rows][: num_left - len(groups)]
@@ -124,7 +124,7 @@ class SampledSource:
         seconds = time.perf_counter() - start_time
         problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
         metrics = sampled_metrics(groups, seconds, self._clock)
-        metrics["tail_share"] = self._rollouts.tail / seconds
+        metrics["tail_share"] = self._rollouts.tail_seconds / seconds
         metrics |= self._count_dropped_forks()
         return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
 
@@ -132,23 +132,25 @@ class SampledSource:
 
     def _count_dropped_forks(self) -> dict[str, float]:
         """Return the number of forks dropped since the last call; empty if episodes do not fork."""
-        dropped, self._rollouts.dropped_forks = self._rollouts.dropped_forks, 0
-        return {} if self._rollouts.branching is None else {"branching/dropped": float(dropped)}
+        num_dropped, self._rollouts.dropped_forks = self._rollouts.dropped_forks, 0
+        return {} if self._rollouts.branching is None else {"branching/dropped": float(num_dropped)}
 
     async def _play_groups(
         self,
         step: int,
-        numbers: Sequence[int],
-        places: Sequence[int],
+        group_numbers: Sequence[int],
+        positions: Sequence[int],
         attempt: int,
         names: Sequence[str] | None = None,
     ) -> list[Group]:
-        """Play a group for each place of the task order, and number the groups. At the end of an epoch, there are fewer
-        places than numbers."""
-        tasks = [self._tasks[self._order.task_index(position)] for position in places]
+        """Play a group for each position in the task order, and number the groups. At the end of an epoch, there are
+        fewer positions than numbers."""
+        tasks = [self._tasks[self._order.task_index(position)] for position in positions]
         groups = await self._rollouts.rollout_batch(tasks, self._sampler, self._group_size, step, names=names)
         adjusted_groups = [self._algorithm.adjusted(group) for group in groups]
-        slots = [(number, attempt, position) for number, position in zip(numbers, places, strict=False)]
+        slots = [
+            (number, attempt, position) for number, position in zip(group_numbers, positions, strict=False)
+        ]
         return await in_thread(self._filters.make_groups, adjusted_groups, self._algorithm, slots)
 
 
@@ -159,25 +161,25 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
     rewards = [trajectory.reward for trajectory in episodes if trajectory.reward is not None]
     if rewards:
         weights = leaf_weights([trajectory for trajectory in episodes if trajectory.reward is not None])
-        num_right = sum(w for w, reward in zip(weights, rewards, strict=True) if reward.outcome > 0)
-        metrics["accuracy"] = num_right / sum(weights)
+        num_correct = sum(w for w, reward in zip(weights, rewards, strict=True) if reward.outcome > 0)
+        metrics["accuracy"] = num_correct / sum(weights)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
         for name, is_correct in (("reward_right", True), ("reward_wrong", False)):
             if selected := [reward for reward in rewards if (reward.outcome > 0) == is_correct]:
                 metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in selected)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
     turns = [turn for episode in episodes for turn in episode.own_turns]
-    tools = sum(result.seconds for turn in turns for result in turn.tool_results)
+    tool_seconds = sum(result.seconds for turn in turns for result in turn.tool_results)
     total_seconds = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
         "groups/dropped": sum(not group.rows for group in groups),
         "groups/refilled": len(groups) - len({group.number for group in groups}),
-        "seconds/tools": tools,
+        "seconds/tools": tool_seconds,
         "seconds/reward": 0.0 if clock is None else clock.seconds,
-        "tools_share": tools / total_seconds if total_seconds else 0.0,
+        "tools_share": tool_seconds / total_seconds if total_seconds else 0.0,
         "tokens_per_second": metrics["sampled_tokens"] / seconds,
         **filter_metrics(groups),
-        **({} if clock is None else clock.spent()),
+        **({} if clock is None else clock.take_costs()),
     }
 
 
@@ -216,7 +218,7 @@ class ExpertSource:
         tasks = [self._tasks[number] for number in self._order.batch(step)]
         episodes = await asyncio.gather(*(self._play_expert(task, step) for task in tasks))
         groups = number_groups(step, self._order, [[episode] for episode in episodes], self._algorithm)
-        return demonstration_step(step, groups, time.perf_counter() - start_time)
+        return make_demonstration_step(step, groups, time.perf_counter() - start_time)
 
     async def close(self) -> None: ...
 
@@ -239,43 +241,43 @@ class DatasetSource:
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
         groups = await in_thread(self._make_groups, step)
-        batch = demonstration_step(step, groups, time.perf_counter() - start_time)
+        batch = make_demonstration_step(step, groups, time.perf_counter() - start_time)
         batch.metrics |= self._dataset.left_out
         return batch
 
     async def close(self) -> None: ...
 
     def _make_groups(self, step: int) -> list[Group]:
-        examples = self._order.batch(step)
-        trajectories = [self._dataset.group(number) for number in examples]
+        indices = self._order.batch(step)
+        trajectories = [self._dataset.group(index) for index in indices]
         groups = number_groups(step, self._order, trajectories, self._algorithm)
-        for number, group in zip(examples, groups, strict=True):
-            self._dataset.fill(number, group.rows)
+        for index, group in zip(indices, groups, strict=True):
+            self._dataset.fill(index, group.rows)
         return groups
 
 
 def number_groups(
     step: int, order: TaskOrder, groups: Sequence[list[Trajectory]], algorithm: Algorithm
 ) -> list[Group]:
-    """Make groups from lists of existing trajectories, with numbers, training rows and places."""
-    first, position = step * order.batch_size, order.start(step)
+    """Return a group for each list of trajectories, with its number, training rows and position in the task order."""
+    number, position = step * order.batch_size, order.start_position(step)
     return [
-        Group(first + n, group, algorithm.samples(group), 0, position + n) for n, group in enumerate(groups)
+        Group(number + i, group, algorithm.samples(group), 0, position + i) for i, group in enumerate(groups)
     ]
 
 
-def demonstration_step(step: int, groups: list[Group], seconds: float) -> StepGroups:
+def make_demonstration_step(step: int, groups: list[Group], seconds: float) -> StepGroups:
     """Return a step of groups that the policy did not sample. It has no reward metrics, because these rewards say
     nothing about the model."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
-    metrics = {"demonstrations": float(len(groups)), "turns": turns}
+    mean_turns = sum(len(trajectory.turns) for trajectory in episodes) / len(episodes)
+    metrics = {"demonstrations": float(len(groups)), "turns": mean_turns}
     return StepGroups(step, groups, seconds, metrics)
 
 
 def most_frequent_error(unscored: Sequence[Trajectory]) -> str:
     """Return an example of the most frequent error, treating errors that differ only in numbers or quotes as one."""
     reasons = [trajectory.error or "no reason given" for trajectory in unscored]
-    kinds = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
-    [(most_common, _)] = Counter(kinds).most_common(1)
-    return reasons[kinds.index(most_common)]
+    patterns = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
+    [(most_common, _)] = Counter(patterns).most_common(1)
+    return reasons[patterns.index(most_common)]

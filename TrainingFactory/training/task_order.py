@@ -14,13 +14,13 @@ class TaskOrder:
         self.steps_per_epoch = -(-size // batch_size)
         self._epoch, self._shuffled = -1, list[int]()
 
-    def start(self, step: int) -> int:
+    def start_position(self, step: int) -> int:
         """Return how many indices are taken before a step, if every step takes one batch."""
         epoch, position = divmod(step, self.steps_per_epoch)
         return epoch * self.size + position * self.batch_size
 
     def batch(self, step: int) -> list[int]:
-        return self.take(self.start(step), self.batch_size)
+        return self.take(self.start_position(step), self.batch_size)
 
     def take(self, start: int, count: int) -> list[int]:
         """Return `count` indices after the first `start` of the order, or fewer at the end of an epoch."""

@@ -27,12 +27,12 @@ class ProgressReporter:
     """Reports the progress of long work every `REPORT_SECONDS`."""
 
     def __init__(self, notify: Callable[[str], None], total: int) -> None:
-        self._notify, self._total, self._reported = notify, total, time.monotonic()
+        self._notify, self._total, self._last_report = notify, total, time.monotonic()
 
-    def report(self, number: int, subject: str) -> None:
-        if time.monotonic() - self._reported > REPORT_SECONDS:
-            self._reported = time.monotonic()
-            self._notify(f"{number} of {self._total} {subject}")
+    def report(self, count: int, subject: str) -> None:
+        if time.monotonic() - self._last_report > REPORT_SECONDS:
+            self._last_report = time.monotonic()
+            self._notify(f"{count} of {self._total} {subject}")
 
 
 @dataclass(slots=True)
@@ -41,14 +41,14 @@ class TokenizedConversation:
 
     conversation: Conversation
     token_ids: np.ndarray  # [N]
-    borders: list[tuple[int, int]]
+    turn_spans: list[tuple[int, int]]
     messages: list[Message]  # of the turns
 
     def trajectory(self, group: str, member: int) -> Trajectory:
         ids, source = self.token_ids.tolist(), self.conversation
         turns = [
             Turn(ids[:start], Completion(ids[start:end], [0.0] * (end - start), "stop"), message)
-            for (start, end), message in zip(self.borders, self.messages, strict=True)
+            for (start, end), message in zip(self.turn_spans, self.messages, strict=True)
         ]
         prompt = source.messages[: source.start]
         task = Task(source.id, "")
@@ -101,16 +101,16 @@ class TokenizedDataset:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def group(self, number: int) -> list[Trajectory]:
-        name = self.ids[number]
+    def group(self, index: int) -> list[Trajectory]:
+        name = self.ids[index]
         return [
-            item.trajectory(name, member) if isinstance(item, TokenizedConversation) else item.trajectory()
-            for member, item in enumerate(self._groups[number])
+            entry.trajectory(name, member) if isinstance(entry, TokenizedConversation) else entry.trajectory()
+            for member, entry in enumerate(self._groups[index])
         ]
 
-    def fill(self, number: int, rows: list[Sample]) -> list[Sample]:
+    def fill(self, index: int, rows: list[Sample]) -> list[Sample]:
         """Set the precomputed reference log-probs of an example's rows, if there are any; return the rows."""
-        for row, logprobs in zip(rows, self.references[number], strict=True) if self.references else ():
+        for row, logprobs in zip(rows, self.references[index], strict=True) if self.references else ():
             row.reference = logprobs
         return rows
 
@@ -122,10 +122,10 @@ class TokenizedDataset:
 
     def _describe_skipped_rows(self) -> Iterator[str]:
         if self.bad:
-            yield f"Skipping {len(self.bad)} bad rows: {_join_first_texts(self.bad)}"
+            yield f"Skipping {len(self.bad)} bad rows: {_join_first_rows(self.bad)}"
         if self.long:
             rows = pluralize(len(self.long), "row")
-            yield f"Skipping {rows} longer than model.max_length: {_join_first_texts(self.long)}"
+            yield f"Skipping {rows} longer than model.max_length: {_join_first_rows(self.long)}"
         if self.unused:
             yield f"Skipping {self.unused} recorded episodes that give no training signal"
 
@@ -163,7 +163,7 @@ class TokenizedDataset:
     def _select_usable_episode(
         self, example: Example, episode: list[Conversation]
     ) -> list[TokenizedConversation | CompactTrajectory]:
-        """Return one recorded episode. If it is unusable, count it and return an empty list."""
+        """Return one recorded episode, or an empty list if it is unusable; then count it."""
         try:
             return self._require_max_length(example, list(map(self._tokenize_conversation, episode)))
         except (UnparsableCallError, FoldedEpisodeError):
@@ -173,7 +173,7 @@ class TokenizedDataset:
     def _require_max_length(
         self, example: Example, group: list[TokenizedConversation | CompactTrajectory]
     ) -> list[TokenizedConversation | CompactTrajectory]:
-        """Return the group. If it is longer than `max_length`, add it to `long` and return an empty list."""
+        """Return the group, or an empty list if it exceeds `max_length`; then add it to `long`."""
         max_length = max(item.length for item in group)
         if max_length <= self.max_length:
             return group
@@ -187,8 +187,8 @@ class TokenizedDataset:
             return trajectory if rewritten is episode else CompactTrajectory.from_trajectory(rewritten)
         chat, start = self.chat, conversation.start
         messages = [
-            self._as_sampled(message, number in conversation.bad)
-            for number, message in enumerate(conversation.messages)
+            self._as_sampled(message, message_index in conversation.bad)
+            for message_index, message in enumerate(conversation.messages)
         ]
         ids = chat.render(messages[:start], conversation.tools)
         turn_spans: list[tuple[int, int]] = []
@@ -201,8 +201,8 @@ class TokenizedDataset:
             ids = ids + completion_ids
             turn_spans.append((begin, len(ids)))
             trained_messages.append(message)
-            later = range(index + 1, len(messages))
-            next_assistant = next((n for n in later if messages[n].role == "assistant"), None)
+            later_indices = range(index + 1, len(messages))
+            next_assistant = next((n for n in later_indices if messages[n].role == "assistant"), None)
             if next_assistant is None:
                 break
             ids = ids + chat.extend(turn, messages[index + 1 : next_assistant])
@@ -215,25 +215,25 @@ class TokenizedDataset:
     def _split_into_steps(self, tokenized: TokenizedConversation) -> TokenizedConversation:
         """Split the last message into its labelled steps, as if each had been sampled as a turn."""
         steps = tokenized.conversation.steps
-        begin, end = tokenized.borders.pop()
+        begin, end = tokenized.turn_spans.pop()
         turn_ids, cut_positions = tokenized.token_ids[begin:end], [begin]
-        for number in range(1, len(steps)):
-            text = "\n".join(steps[:number]) + "\n"
+        for num_steps in range(1, len(steps)):
+            text = "\n".join(steps[:num_steps]) + "\n"
             prefix = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
             size = min(len(prefix), len(turn_ids))
-            different = np.flatnonzero(prefix[:size] != turn_ids[:size])
-            cut_positions.append(begin + (int(different[0]) if len(different) else size))
+            mismatches = np.flatnonzero(prefix[:size] != turn_ids[:size])
+            cut_positions.append(begin + (int(mismatches[0]) if len(mismatches) else size))
         cut_positions.append(end)
         step_spans = list(pairwise(cut_positions))
         if any(start >= end_index for start, end_index in step_spans):
             raise ValueError('two of its "completions" share their only token')
-        tokenized.borders += step_spans
+        tokenized.turn_spans += step_spans
         tokenized.messages[-1:] = [Message("assistant", step) for step in steps]
         return tokenized
 
     def _as_sampled(self, message: Message, is_negative: bool) -> Message:
-        """Parse an assistant text as the model's output, so that tags become tokens. `is_negative`: keep a text with a
-        broken tool call as it is, instead of raising ValueError."""
+        """Parse an assistant text as model output, so that tags become tokens. `is_negative`: keep a text with a broken
+        tool call unchanged instead of raising ValueError."""
         if message.role != "assistant" or message.tool_calls or message.reasoning is not None:
             return message
         parsed = self.chat.parse_text(message.content)
@@ -242,9 +242,9 @@ class TokenizedDataset:
                 return message
             raise ValueError(f"its text has a broken tool call: {call_error}")
         # The parser of an always-thinking model reads a plain answer as unfinished reasoning.
-        unfinished = parsed.reasoning is not None and not parsed.content and not parsed.tool_calls
-        return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not unfinished else message
+        is_open = parsed.reasoning is not None and not parsed.content and not parsed.tool_calls
+        return parsed if (parsed.tool_calls or parsed.reasoning is not None) and not is_open else message
 
 
-def _join_first_texts(texts: Sequence[str]) -> str:
-    return "; ".join(texts[:NAMED_ROWS]) + (" ..." if len(texts) > NAMED_ROWS else "")
+def _join_first_rows(rows: Sequence[str]) -> str:
+    return "; ".join(rows[:NAMED_ROWS]) + (" ..." if len(rows) > NAMED_ROWS else "")

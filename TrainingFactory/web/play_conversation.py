@@ -214,7 +214,7 @@ class PlayedAnswer(EpisodeRun):
             await asyncio.wait({play_task}, timeout=STOP_POLL_SECONDS)
             if self.is_interruptible and self.stop_file.exists():
                 play_task.cancel()
-        self.leave()
+        self.close_session()
         return play_task.cancelled() or play_task.result() is not None or self.stop_file.exists()
 
     async def score(self, prompt: list[Message], turns: list[Turn]) -> Trajectory:

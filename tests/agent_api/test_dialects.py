@@ -145,7 +145,7 @@ def native() -> Iterator[tuple[EpisodeSettings, NativeEngine, Trajectory]]:
         try:
             return await run.run()
         finally:
-            run.leave()
+            run.close_session()
 
     async def first_with_a_call() -> Trajectory:
         for task in Homes.tasks("train", 7, 12):
@@ -180,7 +180,7 @@ def test_rows_equal_those_of_the_native_environment(native: Any, dialect: str, s
         try:
             return await run.run()
         finally:
-            run.leave()
+            run.close_session()
             await endpoint.close()
 
     same = asyncio.run(play())

@@ -17,8 +17,8 @@ from TrainingFactory.data.packing import Pack, TreeNode, pack
 from TrainingFactory.learning.forward import tree_mode, tree_states
 from TrainingFactory.learning.tree import attention as tree
 from TrainingFactory.learning.tree import flex as tree_flex
-from TrainingFactory.learning.tree.layers import compiled, fused
-from TrainingFactory.learning.tree.parts import _by_length, plan_parts
+from TrainingFactory.learning.tree.layers import compile_once, fused_layers
+from TrainingFactory.learning.tree.parts import _group_nodes, plan_parts
 
 
 def seen(packed: Pack) -> np.ndarray:
@@ -97,7 +97,7 @@ class OtherLinear(torch.nn.Linear):
 @pytest.mark.parametrize("linear", [torch.nn.Linear, OtherLinear])
 @pytest.mark.parametrize(
     ("family", "make"),
-    [*((family, None) for family in FAMILIES), pytest.param("qwen3", compiled, marks=pytest.mark.slow)],
+    [*((family, None) for family in FAMILIES), pytest.param("qwen3", compile_once, marks=pytest.mark.slow)],
 )
 def test_fused_layers_give_what_the_layers_give(family: str, make: Any, linear: Any) -> None:
     config = AutoConfig.for_model(
@@ -121,7 +121,7 @@ def test_fused_layers_give_what_the_layers_give(family: str, make: Any, linear: 
     results = []
     for quick in (False, True):
         model.zero_grad()
-        with tree_mode(model), fused(model, tree.tree_attention, plain) if quick else nullcontext():
+        with tree_mode(model), fused_layers(model, tree.tree_attention, plain) if quick else nullcontext():
             states = tree_states(model, packed)
             (states * torch.linspace(-1, 1, 32)).sum().backward()
         results.append([states, *(each.grad for each in model.parameters() if each.grad is not None)])
@@ -136,9 +136,9 @@ def test_layers_that_somebody_changed_are_not_fused() -> None:
     model = tiny()
     first, second = model.model.layers[:2]
     first.mlp.register_forward_hook(lambda *_: None)
-    with fused(model, tree.tree_attention):
+    with fused_layers(model, tree.tree_attention):
         assert "forward" not in first.__dict__ and "forward" in second.__dict__
-        with fused(model, tree.tree_attention):  # a second time: nothing is left to do, or to take back
+        with fused_layers(model, tree.tree_attention):  # a second time: nothing is left to do, or to take back
             pass
         assert "forward" in second.__dict__
 
@@ -162,7 +162,7 @@ def test_long_nodes_are_padded_by_little() -> None:
     lengths = [2000, 1500, 1499, 1000, 999, 700, 300, 299, 200, 100, 100]
     starts = np.cumsum([0, *lengths])
     nodes = [TreeNode(int(start), length, 0, -1, 0) for start, length in zip(starts, lengths, strict=False)]
-    rows = [[nodes[number].length for number in part] for part in _by_length(nodes)]
+    rows = [[nodes[number].length for number in part] for part in _group_nodes(nodes)]
     assert sorted(length for row in rows for length in row) == sorted(lengths)
     assert rows[0] == [2000, 1500] and all(min(row) >= 3 / 4 * max(row) for row in rows if max(row) > 256)
     assert rows[-1] == [200, 100, 100]  # short ones may be

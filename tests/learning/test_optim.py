@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from tests.kits.engine import tiny
-from TrainingFactory.learning.optim import Muon, OptimizerOptions, make_optimizers, orthogonal
+from TrainingFactory.learning.optim import Muon, OptimizerOptions, make_optimizers, orthogonalize
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (8, 40), (40, 8)])
 def test_orthogonal_keeps_directions_and_levels_lengths(shape: tuple[int, int]) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    made = orthogonal(matrix)
+    made = orthogonalize(matrix)
     sizes = torch.linalg.svdvals(made)
     assert float(sizes.min()) > 0.6 and float(sizes.max()) < 1.3
     # the same singular vectors as the matrix has
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     inside = left.T @ made @ right.T
     assert float((inside - torch.diag(torch.diagonal(inside))).abs().max()) < 1e-4
-    assert torch.equal(orthogonal(matrix * 1000), made) or torch.allclose(
-        orthogonal(matrix * 1000), made, atol=1e-3
+    assert torch.equal(orthogonalize(matrix * 1000), made) or torch.allclose(
+        orthogonalize(matrix * 1000), made, atol=1e-3
     )
 
 
@@ -37,7 +37,7 @@ def test_a_step_of_muon_by_hand() -> None:
         optimizer.step()
     # momentum 0.1 g, then 0.19 g; Nesterov 0.1 g + 0.9 m: all along g, so both steps are its orthogonal form
     torch.testing.assert_close(
-        weight.detach(), -2 * 0.1 * math.sqrt(2) * orthogonal(gradient), atol=1e-4, rtol=1e-3
+        weight.detach(), -2 * 0.1 * math.sqrt(2) * orthogonalize(gradient), atol=1e-4, rtol=1e-3
     )
 
 

@@ -112,7 +112,7 @@ def test_a_window_that_no_row_exceeds_costs_nothing() -> None:
 
 @pytest.mark.parametrize("limit", [Reach(40), Reach(60, chunked=True)], ids=str)
 def test_flex_attention_equals_dense_attention(limit: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_flex, "_compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(tree_flex, "_compile_flex", lambda: torch_flex.flex_attention)
     rng = random.Random(0)
     (packed,) = pack(ragged_rows(1)[:6], 100_000)
     packed = pad_to_blocks(packed)

@@ -223,8 +223,8 @@ def test_the_tail_is_the_time_in_which_few_episodes_are_left():
 
     engine = RolloutEngine(Slow, FakeChat(), PARAMS, reward=lambda episode: 1.0, on_episode=end)
     engine.rollout(tasks(*"abcdefgh"), FakeSampler(say_echo_then_ok))
-    assert 0.04 < engine.tail < ended[-1] - ended[5]
-    engine.tail = 0.0
+    assert 0.04 < engine.tail_seconds < ended[-1] - ended[5]
+    engine.tail_seconds = 0.0
     engine.rollout([], FakeSampler(say_echo_then_ok))
     engine.rollout(tasks("a"), FakeSampler(say_echo_then_ok))
-    assert engine.tail == 0.0
+    assert engine.tail_seconds == 0.0

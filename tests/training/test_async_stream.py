@@ -70,7 +70,7 @@ async def test_a_group_that_is_too_old_is_given_up_and_sampled_again() -> None:
     trained = next(batch for batch in batches if again in batch.groups)
     assert again.attempt == 1 and again.trajectories[0].group == f"{trained.step}/t0@1#0"
     # Calls stand in the recording under the step and the name that the group was sampled by.
-    assert batches[0].given_up == {(0, "t0")} and trained.recorded is not None
+    assert batches[0].discarded == {(0, "t0")} and trained.recorded is not None
     assert (0, "t0@1") in trained.recorded
     assert wrong_in_ledger(learner.rows) == []
 
@@ -118,7 +118,7 @@ def test_whatever_happens_every_task_is_trained_once(seed: int) -> None:
         learner = asyncio.run(part(learner, chance.randint(1, 9)))
         assert wrong_in_ledger(learner.rows, finished=False) == []
     # What a refill had taken is free again after a break, and there may be no step left to take it.
-    assert wrong_in_ledger(learner.rows, finished=not refill) == [] and not learner.ledger.under_way
+    assert wrong_in_ledger(learner.rows, finished=not refill) == [] and not learner.ledger.unfinished
     trained = [number for row in learner.rows for number, *_ in row["groups"]]
     if not refill:
         assert sorted(trained) == [
@@ -143,8 +143,8 @@ async def test_what_fails_in_any_group_ends_the_step_and_nothing_goes_on() -> No
 
 def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
     order = TaskOrder(7, 3, 0)
-    assert Ledger.from_state(order, {"step": 2, "taken": 8, "consumed": [[0, 6]]}).next == 8
-    assert Ledger.from_state(order, {"step": 4}).next == order.start(4) == 10
+    assert Ledger.from_state(order, {"step": 2, "taken": 8, "consumed": [[0, 6]]}).next_position == 8
+    assert Ledger.from_state(order, {"step": 4}).next_position == order.start_position(4) == 10
     for state in ({"taken": 8, "consumed": [[0, 8]]}, {"batch_size": 4, "consumed": [[0, 8]]}):
         with pytest.raises(ValueError, match="8 groups in 2 steps"):
             Ledger.from_state(order, {"step": 2} | state)

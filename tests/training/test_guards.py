@@ -38,7 +38,7 @@ def stopped(algorithm: GRPO | None, steps: int | None, *groups: Sequence[Traject
     guards, said = Guards(steps), None
     for number in range(steps or 3):
         assert said is None, number
-        said = guards.check(batch(groups, algorithm), last=False).stop
+        said = guards.check(batch(groups, algorithm), is_last=False).stop
     return said
 
 
@@ -70,17 +70,17 @@ def test_what_teaches_nothing_does():
 def test_a_step_that_teaches_starts_the_count_again():
     guards, ones = Guards(2), [[played(Reward(1.0)), played(Reward(1.0))]]
     differ = [[played(Reward(1.0)), played(Reward(0.0))]]
-    said = [guards.check(batch(groups, GRPO()), last=False).stop for groups in (ones, differ, ones, ones)]
+    said = [guards.check(batch(groups, GRPO()), is_last=False).stop for groups in (ones, differ, ones, ones)]
     assert said[:3] == [None] * 3 and said[3] is not None
 
 
 def test_a_run_that_has_learned_something_ends_as_usual():
     lost, scored = batch([[played(None)]]), batch([[played(Reward(1.0)), played(Reward(0.0))]])
     lost.problem = "none of 1 episodes could be scored"
-    assert "no episode of the run could be scored" in str(Guards(None).check(lost, last=True).stop)
+    assert "no episode of the run could be scored" in str(Guards(None).check(lost, is_last=True).stop)
     guards = Guards(None)
-    guards.check(scored, last=False)
-    assert guards.check(lost, last=True).stop is None and guards.unusable == 1
+    guards.check(scored, is_last=False)
+    assert guards.check(lost, is_last=True).stop is None and guards.unusable_steps == 1
 
 
 def test_what_overlong_episodes_lose_is_seen():
@@ -117,19 +117,19 @@ def test_a_run_shows_it(tmp_path: Path):
 
 def test_a_sampler_that_is_not_the_model_warns_then_stops():
     guards = Guards(None, max_mismatch=0.1)
-    assert guards.updated({"mismatch": 0.1}, last=False) == guards.updated({}, last=False)
+    assert guards.check_update({"mismatch": 0.1}, is_last=False) == guards.check_update({}, is_last=False)
     for figures in (
         {"mismatch": 0.2},
         {},
         {"mismatch": float("nan")},
     ):  # one that measured nothing does not count
-        found = guards.updated(figures, last=False)
+        found = guards.check_update(figures, is_last=False)
         assert not found.save and found.stop is None and (found.warning is not None) == bool(figures)
-    assert guards.updated({"mismatch": 0.3}, last=True).stop is None  # it is over anyway
-    found = guards.updated({"mismatch": 0.25}, last=False)
+    assert guards.check_update({"mismatch": 0.3}, is_last=True).stop is None  # it is over anyway
+    found = guards.check_update({"mismatch": 0.25}, is_last=False)
     assert found.save and "after 4 steps" in str(found.stop) and "0.25 per token" in str(found.stop)
-    guards.updated({"mismatch": 0.01}, last=False)
-    assert guards.updated({"mismatch": 0.3}, last=False).stop is None
+    guards.check_update({"mismatch": 0.01}, is_last=False)
+    assert guards.check_update({"mismatch": 0.3}, is_last=False).stop is None
 
 
 def test_a_run_stops_with_a_checkpoint_and_goes_on(tmp_path: Path):

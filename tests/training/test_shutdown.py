@@ -88,11 +88,11 @@ def test_two_signals_of_one_request_are_one_and_a_later_one_ends_the_run() -> No
 
     interrupts = Interrupts(said.append)
     interrupts._run = Task()  # type: ignore[assignment]
-    interrupts.ask()
-    interrupts.ask()
+    interrupts.request_stop()
+    interrupts.request_stop()
     assert len(said) == 1 and "SIGTERM" in said[0] and not cancelled
-    interrupts._since -= 10
-    interrupts.ask()
+    interrupts._requested_at -= 10
+    interrupts.request_stop()
     assert cancelled == ["run"]
 
 
@@ -146,7 +146,7 @@ def test_a_run_warns_of_a_full_disk_and_a_short_grace_period(
 def test_space_of_checkpoints(options: dict[str, Any], steps: int, needed: int) -> None:
     logging = LoggingSection(**options)
     space = CheckpointSpace(logging, steps, 2 * 10**9, 12 * 10**9)
-    assert space.needed(logging) == needed * 10**9
+    assert space.required_bytes(logging) == needed * 10**9
     assert space.warning(needed * 10**9, "runs/a") is None
     assert "runs/a has 1.0 GB" in (space.warning(10**9, "runs/a") or "")
 

@@ -111,7 +111,7 @@ class Proxy:
         except Exception as error:  # a sampler error: other episodes may still succeed
             run.trajectory.status, run.trajectory.error = "error", f"sampling failed: {describe(error)}"
         finally:
-            run.leave()
+            run.close_session()
         self.num_ended += 1
         self.num_scored += run.trajectory.reward is not None
         save_trajectories(self._output_file, [run.trajectory], append=True)

@@ -90,11 +90,11 @@ def _retune_plan(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tens
     """Replace the position-dependent scale of the queries. Llama 4 has scaled them by the index of the token, which in
     a prefix tree differs from its position."""
 
-    def scales(positions: torch.Tensor) -> torch.Tensor:
+    def compute_scale(positions: torch.Tensor) -> torch.Tensor:
         return torch.log1p(torch.floor((positions.float() + 1) / module.floor_scale)) * module.attn_scale + 1
 
     positions = torch.from_numpy(plan.pack.positions).to(query.device)
-    ratio = scales(positions) / scales(torch.arange(len(positions), device=query.device))
+    ratio = compute_scale(positions) / compute_scale(torch.arange(len(positions), device=query.device))
     return (query * ratio[:, None]).to(query.dtype)
 
 

@@ -24,8 +24,8 @@ def capped_attention(
     """Return the outputs [n, K, T, d] and the log-sum-exp [n, K, T] of the capped scores."""
     outputs = []
     all_sums = []
-    for block in _blocks(q, k):
-        scores, _ = _scores(q, k, mask, scale, cap, block)
+    for block in _split_blocks(q, k):
+        scores, _ = _compute_scores(q, k, mask, scale, cap, block)
         sums = scores.logsumexp(-1)
         outputs.append(torch.exp(scores - sums[..., None]) @ v.float())
         all_sums.append(sums)
@@ -38,7 +38,7 @@ def capped_gradients(
     k: torch.Tensor,
     v: torch.Tensor,
     output: torch.Tensor,  # [n, K, T, d] of the whole softmax, of which this is one part
-    sums: torch.Tensor,  # [n, K, T] its log-sum-exp
+    logsumexp: torch.Tensor,  # [n, K, T] its log-sum-exp
     mask: torch.Tensor | None,
     scale: float,
     cap: float,
@@ -47,9 +47,9 @@ def capped_gradients(
     query_grads = []
     key_grad = torch.zeros(k.shape, dtype=torch.float32, device=k.device)
     value_grad = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-    for block in _blocks(q, k):
-        scores, slope = _scores(q, k, mask, scale, cap, block)
-        weights = torch.exp(scores - sums[:, :, block, None])
+    for block in _split_blocks(q, k):
+        scores, slope = _compute_scores(q, k, mask, scale, cap, block)
+        weights = torch.exp(scores - logsumexp[:, :, block, None])
         block_grad = grad[:, :, block].float()
         value_grad += weights.mT @ block_grad
         mean_grad = (block_grad * output[:, :, block].float()).sum(-1, keepdim=True)
@@ -59,13 +59,13 @@ def capped_gradients(
     return torch.cat(query_grads, 2).to(q.dtype), key_grad.to(k.dtype), value_grad.to(v.dtype)
 
 
-def _blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
+def _split_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
     length = max(1, BLOCK_SCORES // (k.shape[0] * k.shape[1] * k.shape[2]))
     for start in range(0, q.shape[2], length):
         yield slice(start, start + length)
 
 
-def _scores(
+def _compute_scores(
     q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float, cap: float, block: slice
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the capped and masked scores of a block of queries, and their derivative by the products q @ k."""

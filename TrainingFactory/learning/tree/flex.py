@@ -21,24 +21,24 @@ MAX_PIPELINED_SIZE = 256  # larger heads leave no shared memory for loading the 
 
 def count_visible_pairs(pack: Pack) -> np.ndarray:
     """Count the unmasked (query, key) pairs in each block, node by node: an N x N mask of a long pack is too large."""
-    blocks = -(-len(pack.token_ids) // BLOCK)
-    pairs = np.zeros((blocks, blocks), np.int64)
-    shares = [_share(node) for node in pack.nodes]
-    for node, (first, own_share) in zip(pack.nodes, shares, strict=True):
-        end = first + len(own_share)
+    num_blocks = -(-len(pack.token_ids) // BLOCK)
+    pair_counts = np.zeros((num_blocks, num_blocks), np.int64)
+    block_counts = [_count_block_tokens(node) for node in pack.nodes]
+    for node, (first, counts) in zip(pack.nodes, block_counts, strict=True):
+        end = first + len(counts)
         # Within the node: all pairs with earlier blocks, and the causal half within a block.
-        pairs[first:end, first:end] += np.tril(np.outer(own_share, own_share), -1) + np.diag(
-            own_share * (own_share + 1) // 2
+        pair_counts[first:end, first:end] += np.tril(np.outer(counts, counts), -1) + np.diag(
+            counts * (counts + 1) // 2
         )
         ancestor = node.parent
         while ancestor >= 0:
-            start, counts = shares[ancestor]
-            pairs[first:end, start : start + len(counts)] += np.outer(own_share, counts)
+            start, key_counts = block_counts[ancestor]
+            pair_counts[first:end, start : start + len(key_counts)] += np.outer(counts, key_counts)
             ancestor = pack.nodes[ancestor].parent
-    return pairs
+    return pair_counts
 
 
-def _share(node: TreeNode) -> tuple[int, np.ndarray]:
+def _count_block_tokens(node: TreeNode) -> tuple[int, np.ndarray]:
     """Return the index of the first block with tokens of the node, and the node's number of tokens in this and each
     following block."""
     boundaries = np.arange(node.start // BLOCK, (node.start + node.length - 1) // BLOCK + 2) * BLOCK
@@ -68,9 +68,9 @@ def block_mask(pack: Pack, device: torch.device, reach: Reach | None = None) -> 
     def sees(_batch: Any, _h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (q < end[k])
 
-    pairs, size = torch.from_numpy(count_visible_pairs(pack)), len(pack.token_ids)
-    is_full_block = pairs == BLOCK * BLOCK  # blocks in which no pair is masked
-    is_visible = pairs > 0
+    pair_counts, size = torch.from_numpy(count_visible_pairs(pack)), len(pack.token_ids)
+    is_full_block = pair_counts == BLOCK * BLOCK  # blocks in which no pair is masked
+    is_visible = pair_counts > 0
     mask_mod = sees
     if reach is not None:
         first_visible = reach.first_visible(pack.positions)
@@ -78,13 +78,13 @@ def block_mask(pack: Pack, device: torch.device, reach: Reach | None = None) -> 
         is_visible &= some_near
         is_full_block &= all_near
         mask_mod = _within_reach(sees, pack.positions, first_visible, device)
-    parts: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for blocks in (
         is_visible & ~is_full_block,
         is_full_block,
     ):  # number of key blocks per query block, and their indices first
-        parts += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
-    counts, indices, full_counts, full_indices = (part[None, None].to(device) for part in parts)
+        tensors += [blocks.sum(-1, dtype=torch.int32), (~blocks).int().argsort(dim=-1, stable=True).int()]
+    counts, indices, full_counts, full_indices = (tensor[None, None].to(device) for tensor in tensors)
     return BlockMask.from_kv_blocks(
         counts,
         indices,
@@ -121,7 +121,7 @@ def _near_blocks(positions: np.ndarray, first_visible: np.ndarray) -> tuple[np.n
 
 
 @functools.cache
-def _compiled() -> Any:
+def _compile_flex() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     # Masks, sinks, caps, head sizes and gradients each need a kernel; beyond the limit, torch runs without kernels.
@@ -131,7 +131,7 @@ def _compiled() -> Any:
 
 
 @functools.cache
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+def _score_mod(softcap: float) -> Callable[..., torch.Tensor]:
     def cap_score(score: torch.Tensor, _batch: Any, _h: Any, _q: Any, _k: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -150,8 +150,8 @@ def flex(
     options: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
     if query.shape[-1] > MAX_PIPELINED_SIZE:
         options["num_stages"] = 1
-    result = _compiled()(
-        query, key, value, score_mod=None if softcap is None else _capped(softcap), block_mask=mask, scale=scale,
+    result = _compile_flex()(
+        query, key, value, score_mod=None if softcap is None else _score_mod(softcap), block_mask=mask, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1], kernel_options=options,
         return_aux=None if sinks is None else AuxRequest(lse=True),
     )  # fmt: skip

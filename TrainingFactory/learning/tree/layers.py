@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import linear, silu
 from transformers import PreTrainedModel
 
-Make = Callable[[Callable[..., Any]], Callable[..., Any]]
+Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
 Attend = Callable[..., tuple[torch.Tensor, None]]
 Matrix = tuple[torch.Tensor, torch.Tensor | None]  # and its bias
 SUPPORTED_MODELS = {"llama", "mistral", "qwen2", "qwen3"}
@@ -44,8 +44,8 @@ def rotate(
     return (states * cos[:, :, None] + rotated * sin[:, :, None]).transpose(1, 2)
 
 
-def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    return silu(first) * second
+def gate(gate_states: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
+    return silu(gate_states) * up_states
 
 
 def attention_inputs(
@@ -61,41 +61,41 @@ def attention_inputs(
 
 def layer_output(
     states: torch.Tensor, attention_output: torch.Tensor, weight: torch.Tensor, epsilon: float,
-    out: Matrix, first: Matrix, second: Matrix, down: Matrix,
+    out_proj: Matrix, gate_proj: Matrix, up_proj: Matrix, down_proj: Matrix,
 ) -> torch.Tensor:  # fmt: skip
     """Return the layer's output from its input `states` and the attention output `attention_output`."""
-    states, normed = add_norm(states, linear(attention_output, *out), weight, epsilon)
-    return states + linear(gate(linear(normed, *first), linear(normed, *second)), *down)
+    states, normed = add_norm(states, linear(attention_output, *out_proj), weight, epsilon)
+    return states + linear(gate(linear(normed, *gate_proj), linear(normed, *up_proj)), *down_proj)
 
 
 @functools.cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function with torch.compile. Shapes are static except the number of tokens, which is dimension 1 of 3-D
     tensors."""
-    fused = torch.compile(function)
+    compiled = torch.compile(function)
 
     def call(*args: Any) -> Any:
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.dim() == 3:
                 torch._dynamo.maybe_mark_dynamic(arg, 1)
-        return fused(*args)
+        return compiled(*args)
 
     return call
 
 
 @contextlib.contextmanager
-def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iterator[None]:
+def fused_layers(model: PreTrainedModel, attend: Attend, jit: Jit = compile_once) -> Iterator[None]:
     """Replace the forward of each supported decoder layer by the fused one inside the block. Layers that other code has
     patched are skipped."""
     config = model.config.get_text_config()
-    supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
+    is_supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
     base: Any = model.base_model
-    text = getattr(
+    text_model = getattr(
         base, "language_model", getattr(base, "text_model", base)
     )  # inside a vision-language model
-    layers: list[Any] = list(filter(_is_unpatched, text.layers)) if supported else []
+    layers: list[Any] = list(filter(_is_unpatched, text_model.layers)) if is_supported else []
     for layer in layers:
-        layer.forward = functools.partial(_forward, layer, attend, make)
+        layer.forward = functools.partial(_forward, layer, attend, jit)
     try:
         yield
     finally:
@@ -104,14 +104,14 @@ def fused(model: PreTrainedModel, attend: Attend, make: Make = compiled) -> Iter
 
 
 def _is_unpatched(layer: torch.nn.Module) -> bool:
-    hooked = any(part._forward_hooks or part._forward_pre_hooks for part in layer.children())
-    return not hooked and not any("forward" in part.__dict__ for part in (layer, *layer.children()))
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in layer.children())
+    return not has_hooks and not any("forward" in module.__dict__ for module in (layer, *layer.children()))
 
 
 def _forward(
     layer: Any,
     attend: Attend,
-    make: Make,
+    jit: Jit,
     hidden_states: torch.Tensor,
     *,
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
@@ -120,25 +120,25 @@ def _forward(
 ) -> torch.Tensor:
     """Compute a decoder layer with fused operations."""
     attention, mlp, post_norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
-    matrices = _matrices(layer)
-    inputs = _before(layer, make, matrices, hidden_states, *position_embeddings)
+    matrices = _get_matrices(layer)
+    inputs = _prepare_attention(layer, jit, matrices, hidden_states, *position_embeddings)
     attention_output, _ = attend(
         attention,
         *inputs,
         None,
         attention.scaling,
         tfactory_tree=tfactory_tree,
-        sliding_window=_window(attention),
+        sliding_window=_get_window(attention),
     )
     attention_output = attention_output.flatten(2)
     norm_args = post_norm.weight, post_norm.variance_epsilon
     if matrices is not None:
-        return make(layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
-    states, normed = make(add_norm)(hidden_states, attention.o_proj(attention_output), *norm_args)
-    return states + mlp.down_proj(make(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
+        return jit(layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
+    states, normed = jit(add_norm)(hidden_states, attention.o_proj(attention_output), *norm_args)
+    return states + mlp.down_proj(jit(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
 
 
-def _window(attention: Any) -> int | None:
+def _get_window(attention: Any) -> int | None:
     """Return the layer's sliding window. Mistral stores one window for all layers in its config, Qwen one in each
     layer."""
     return (
@@ -148,22 +148,22 @@ def _window(attention: Any) -> int | None:
     )
 
 
-def _before(
-    layer: Any, make: Make, matrices: list[Matrix] | None, states: torch.Tensor, *cos_sin: torch.Tensor
+def _prepare_attention(
+    layer: Any, jit: Jit, matrices: list[Matrix] | None, states: torch.Tensor, *cos_sin: torch.Tensor
 ) -> Sequence[torch.Tensor]:
     attention, pre_norm = layer.self_attn, layer.input_layernorm
     epsilon = pre_norm.variance_epsilon
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     weights = [None if qk_norm is None else qk_norm.weight for qk_norm in norms]
     if matrices is not None:
-        return make(attention_inputs)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
-    normed = make(rms_norm)(states, pre_norm.weight, epsilon)
+        return jit(attention_inputs)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
+    normed = jit(rms_norm)(states, pre_norm.weight, epsilon)
     pairs = zip((attention.q_proj, attention.k_proj), weights, strict=True)
-    rotated = [make(rotate)(project(normed), *cos_sin, weight, epsilon) for project, weight in pairs]
+    rotated = [jit(rotate)(project(normed), *cos_sin, weight, epsilon) for project, weight in pairs]
     return *rotated, attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
 
 
-def _matrices(layer: Any) -> list[Matrix] | None:
+def _get_matrices(layer: Any) -> list[Matrix] | None:
     """Return the weights of the layer's projections. Return None if the projections must be called as modules, as LoRA
     layers and sharded layers must."""
     attention, mlp = layer.self_attn, layer.mlp

@@ -31,7 +31,7 @@ class PaddedRows:
 
     rows: int  # n
     padded: torch.Tensor | slice  # [n * length] token indices, padded with 0
-    places: torch.Tensor | None  # positions in `padded` that are not padding; None: all
+    valid: torch.Tensor | None  # positions in `padded` that are not padding; None: all
     tokens: torch.Tensor | slice  # token indices without padding
 
     def spread(self, states: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class PaddedRows:
     def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Return the states of padded rows without the padding: [n, length, ...] -> [real tokens, ...]"""
         states = states.flatten(0, 1)
-        return states if self.places is None else states.index_select(0, self.places)
+        return states if self.valid is None else states.index_select(0, self.valid)
 
 
 @dataclass(slots=True)
@@ -51,51 +51,49 @@ class TreePart:
     queries: PaddedRows
     keys: PaddedRows
     is_causal: bool  # nodes against themselves: causal
-    hidden: (
-        torch.Tensor | None
-    )  # additive mask [n, 1, 1, A], [1, 1, T, A] or [n, 1, T, A]; None: nothing is masked
+    bias: torch.Tensor | None  # additive mask [n, 1, 1 or T, A] or [1, 1, T, A]; None: nothing is masked
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
     def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the mask for queries [n, K, G * T, d], cached for the following layers."""
-        if self.hidden is None:
+        if self.bias is None:
             return None
         if (groups, dtype) not in self._masks:
-            per_query = self.hidden.shape[2] > 1
-            self._masks[groups, dtype] = self.hidden.to(dtype).repeat(1, 1, groups if per_query else 1, 1)
+            per_query = self.bias.shape[2] > 1
+            self._masks[groups, dtype] = self.bias.to(dtype).repeat(1, 1, groups if per_query else 1, 1)
         return self._masks[groups, dtype]
 
 
 def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
-    """Return the parts of the attention: first those in which the tokens of a node attend to each other, then level by
-    level those in which descendants attend to their ancestor node."""
+    """Return the parts of the attention: first of each node's tokens to each other, then level by level of descendants
+    to their ancestor node."""
     descendants = descendant_tokens(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
-    for number, node in enumerate(nodes):
-        levels[node.level].append(number)
-    parts = own_parts(nodes, device)
-    for numbers in levels:
-        parents = [number for number in numbers if len(descendants[number])]
+    for index, node in enumerate(nodes):
+        levels[node.level].append(index)
+    parts = plan_own_parts(nodes, device)
+    for indices in levels:
+        parents = [index for index in indices if len(descendants[index])]
         if parents:
-            queries, _ = padded_rows([descendants[number] for number in parents], device)
-            keys, is_token = padded_rows([_own_tokens(nodes[number]) for number in parents], device)
+            queries, _ = pad_rows([descendants[index] for index in parents], device)
+            keys, is_token = pad_rows([_token_range(nodes[index]) for index in parents], device)
             padding_mask = torch.where(torch.from_numpy(is_token), 0.0, -torch.inf)[:, None, None].to(device)
-            parts.append(TreePart(queries, keys, False, None if keys.places is None else padding_mask))
+            parts.append(TreePart(queries, keys, False, None if keys.valid is None else padding_mask))
     return parts
 
 
-def own_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
+def plan_own_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
     """Return the parts in which the tokens of a node attend to each other. Nodes of similar length share a part."""
     parts = []
-    for numbers in _by_length(nodes):
-        padded, _ = padded_rows([_own_tokens(nodes[number]) for number in numbers], device)
-        length = max(nodes[number].length for number in numbers)
-        later = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(TreePart(padded, padded, True, later if length > 1 else None))
+    for indices in _group_nodes(nodes):
+        padded, _ = pad_rows([_token_range(nodes[index]) for index in indices], device)
+        length = max(nodes[index].length for index in indices)
+        causal_mask = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
+        parts.append(TreePart(padded, padded, True, causal_mask if length > 1 else None))
     return parts
 
 
-def _by_length(nodes: list[TreeNode]) -> list[list[int]]:
+def _group_nodes(nodes: list[TreeNode]) -> list[list[int]]:
     return group_by_length([node.length for node in nodes])
 
 
@@ -103,19 +101,19 @@ def group_by_length(lengths: list[int]) -> list[list[int]]:
     """Group rows of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
     groups: list[list[int]] = []
     longest = num_tokens = padding = 0
-    for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        length = lengths[number]
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        length = lengths[index]
         too_short = longest > FREE_PADDING and length < 3 / 4 * longest
         if not groups or too_short or padding + longest - length > max(FREE_PADDING, num_tokens // 2):
             groups.append([])
             longest, num_tokens, padding = length, 0, 0
-        groups[-1].append(number)
+        groups[-1].append(index)
         num_tokens += length
         padding += longest - length
     return groups
 
 
-def _own_tokens(node: TreeNode) -> range:
+def _token_range(node: TreeNode) -> range:
     return range(node.start, node.start + node.length)
 
 
@@ -123,14 +121,14 @@ def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
     """Return the token range of each node's descendants. The range follows the node's own tokens, because nodes are in
     depth-first order."""
     node_ends = [node.start + node.length for node in nodes]
-    for number in reversed(range(len(nodes))):
-        parent = nodes[number].parent
+    for index in reversed(range(len(nodes))):
+        parent = nodes[index].parent
         if parent >= 0:
-            node_ends[parent] = max(node_ends[parent], node_ends[number])
+            node_ends[parent] = max(node_ends[parent], node_ends[index])
     return [range(node.start + node.length, end) for node, end in zip(nodes, node_ends, strict=True)]
 
 
-def padded_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
+def pad_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
     """Return these token ranges as padded rows, and a mask [n, length] that is False at padding."""
     starts, lengths = np.array([row.start for row in rows]), np.array([len(row) for row in rows])
     columns = np.arange(lengths.max())
@@ -141,8 +139,8 @@ def padded_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np
     return _with_padding(np.where(is_token, starts[:, None] + columns, 0), is_token, device), is_token
 
 
-def padded_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
-    """Return rows of token indices, which need not be consecutive, as padded rows, and a mask [n, length] that is False
+def pad_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
+    """Return rows of token indices, not necessarily consecutive, as padded rows, with a mask [n, length] that is False
     at padding."""
     lengths = np.array([len(row) for row in rows])
     is_token = np.arange(lengths.max()) < lengths[:, None]
@@ -155,8 +153,8 @@ def _with_padding(indices: np.ndarray, is_token: np.ndarray, device: torch.devic
     padded = torch.from_numpy(indices.ravel()).to(device)
     if is_token.all():
         return PaddedRows(len(indices), padded, None, padded)
-    places = torch.from_numpy(np.flatnonzero(is_token)).to(device)
-    return PaddedRows(len(indices), padded, places, padded[places])
+    valid_indices = torch.from_numpy(np.flatnonzero(is_token)).to(device)
+    return PaddedRows(len(indices), padded, valid_indices, padded[valid_indices])
 
 
 def attend(
@@ -171,12 +169,12 @@ def attend(
     """Compute tree attention part by part: [N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by
     tanh; `sinks` [H] are logits that take part in the softmax without a value."""
     size = value.shape[-1]
-    missing = key.shape[-1] - size  # the kernel needs equal head sizes; zero padding changes nothing
-    if missing > 0:
-        value = pad(value, (0, missing))
-    elif missing < 0:
-        query = pad(query, (0, -missing))
-        key = pad(key, (0, -missing))
+    padding = key.shape[-1] - size  # the kernel needs equal head sizes; zero padding changes nothing
+    if padding > 0:
+        value = pad(value, (0, padding))
+    elif padding < 0:
+        query = pad(query, (0, -padding))
+        key = pad(key, (0, -padding))
     q = query.unflatten(1, (key.shape[1], -1))  # [N, K, G, d]
     sinks = None if sinks is None else sinks.unflatten(0, (key.shape[1], -1))
     output: Any = _Attention.apply(q, key, value, sinks, parts, scale, softcap)
@@ -243,31 +241,31 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         output, total, sinks, *inputs = ctx.saved_tensors
         groups = output.shape[2]
-        grad_of = [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)]
+        input_grads = [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)]
         output_grad = grads[0].contiguous()
-        for number, part in enumerate(ctx.parts):
+        for index, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
             grad = queries.spread(output_grad)
             if (
-                queries.places is not None
+                queries.valid is not None
             ):  # padded queries must not contribute to the gradients of keys and values
-                is_token = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.places, 1.0)
+                is_token = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.valid, 1.0)
                 grad = grad * is_token.view(*grad.shape[:2], 1, 1, 1)
             sums = _fold(queries.spread(total))[..., 0].contiguous()
-            part_q, part_k, part_v = inputs[3 * number : 3 * number + 3]
+            part_q, part_k, part_v = inputs[3 * index : 3 * index + 3]
             mask = part.mask(groups, output.dtype)
             part_output = _fold(queries.spread(output))
-            tensors = _fold(grad), part_q, part_k, part_v, part_output, sums
+            gradient_inputs = _fold(grad), part_q, part_k, part_v, part_output, sums
             if ctx.softcap is None:
                 part_grads = FLASH._scaled_dot_product_flash_attention_for_cpu_backward(
-                    *tensors, 0.0, False, attn_mask=mask, scale=ctx.scale
+                    *gradient_inputs, 0.0, False, attn_mask=mask, scale=ctx.scale
                 )
             else:
-                part_grads = capped_gradients(*tensors, mask, ctx.scale, ctx.softcap)
-            grad_of[0][queries.tokens] += queries.gather(_unfold(part_grads[0], groups))
-            for total_grad, part_grad in zip(grad_of[1:], part_grads[1:], strict=True):
+                part_grads = capped_gradients(*gradient_inputs, mask, ctx.scale, ctx.softcap)
+            input_grads[0][queries.tokens] += queries.gather(_unfold(part_grads[0], groups))
+            for total_grad, part_grad in zip(input_grads[1:], part_grads[1:], strict=True):
                 total_grad[keys.tokens] += keys.gather(part_grad.transpose(1, 2))
-        return (*grad_of, _sink_gradient(output_grad, output, total, sinks), None, None, None)
+        return (*input_grads, _sink_gradient(output_grad, output, total, sinks), None, None, None)
 
 
 def _sink_gradient(

@@ -15,9 +15,9 @@ from TrainingFactory.data.packing import TreeNode
 from TrainingFactory.learning.tree.parts import (
     TreePart,
     group_by_length,
-    own_parts,
-    padded_indices,
-    padded_rows,
+    pad_indices,
+    pad_rows,
+    plan_own_parts,
 )
 
 PIECE = 512  # tokens of a piece, unless the window is shorter or more than four pieces long
@@ -57,42 +57,42 @@ class Reach:
 def plan_reach(
     nodes: list[TreeNode], positions: np.ndarray, reach: Reach, device: torch.device
 ) -> list[TreePart]:
-    """Return the parts of the attention: first those in which the tokens of a piece attend to each other, then those in
-    which pieces attend to their parents, grandparents and so on."""
+    """Return the parts of the attention: first of each piece's tokens to each other, then of pieces to their parents,
+    grandparents and so on."""
     pieces = reach.split(nodes)
     first_visible = reach.first_visible(positions)
-    parts = own_parts(pieces, device)
+    parts = plan_own_parts(pieces, device)
     ancestors = [piece.parent for piece in pieces]
     while any(ancestor >= 0 for ancestor in ancestors):
         queries: dict[int, list[np.ndarray]] = {}  # of each ancestor
-        for number, ancestor in enumerate(ancestors):
+        for index, ancestor in enumerate(ancestors):
             if ancestor < 0:
                 continue
-            piece = pieces[number]
+            piece = pieces[index]
             tokens = np.arange(piece.start, piece.start + piece.length)
             last_key = pieces[ancestor].depth + pieces[ancestor].length - 1
             tokens = tokens[first_visible[tokens] <= last_key]
             if len(tokens):
                 queries.setdefault(ancestor, []).append(tokens)
-            ancestors[number] = pieces[ancestor].parent if len(tokens) else -1
+            ancestors[index] = pieces[ancestor].parent if len(tokens) else -1
         rows = [(np.concatenate(tokens), pieces[ancestor]) for ancestor, tokens in queries.items()]
-        for numbers in group_by_length([len(tokens) for tokens, _ in rows]):
-            parts.append(_part([rows[number] for number in numbers], first_visible, device))
+        for indices in group_by_length([len(tokens) for tokens, _ in rows]):
+            parts.append(_make_part([rows[index] for index in indices], first_visible, device))
     return parts
 
 
-def _part(
+def _make_part(
     rows: list[tuple[np.ndarray, TreeNode]], first_visible: np.ndarray, device: torch.device
 ) -> TreePart:
     """Return the part in which the queries of each row attend to one piece. Every query sees at least the last key."""
-    queries, is_query = padded_indices([tokens for tokens, _ in rows], device)
-    keys, is_key = padded_rows([range(piece.start, piece.start + piece.length) for _, piece in rows], device)
+    queries, is_query = pad_indices([tokens for tokens, _ in rows], device)
+    keys, is_key = pad_rows([range(piece.start, piece.start + piece.length) for _, piece in rows], device)
     visible = is_key[:, None] & is_query[:, :, None]  # [n, T, A]
-    for number, (tokens, piece) in enumerate(rows):
+    for index, (tokens, piece) in enumerate(rows):
         key_positions = np.arange(piece.depth, piece.depth + piece.length)
         is_near = key_positions >= first_visible[tokens][:, None]
-        visible[number, : len(tokens), : piece.length] &= is_near
+        visible[index, : len(tokens), : piece.length] &= is_near
     if visible.all():
         return TreePart(queries, keys, False, None)
-    hidden = torch.where(torch.from_numpy(visible), 0.0, -torch.inf)[:, None].to(device)
-    return TreePart(queries, keys, False, hidden)
+    mask = torch.where(torch.from_numpy(visible), 0.0, -torch.inf)[:, None].to(device)
+    return TreePart(queries, keys, False, mask)

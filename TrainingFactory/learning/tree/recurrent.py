@@ -27,7 +27,7 @@ class Segment:
     """The tokens that a recurrent layer processes for one node of the tree."""
 
     tokens: np.ndarray  # flat indices; begins with tokens of ancestors that are too short for a call
-    repeated: int  # the number of those
+    num_repeated: int  # number of those tokens
     parent: int  # segment whose last state it begins with; -1: none
     level: int  # number of segments before it
     has_children: bool
@@ -37,78 +37,78 @@ class SegmentBatch(NamedTuple):
     """Segments that a recurrent layer processes in one call."""
 
     tokens: torch.Tensor  # [P, T] flat indices; padded with the last token of the row
-    kept: torch.Tensor  # outputs [P * T] that are not padding
-    places: torch.Tensor  # flat indices of these outputs
+    outputs: torch.Tensor  # indices in [P * T] of the outputs that are not padding
+    output_tokens: torch.Tensor  # flat indices of the tokens of these outputs
     parents: list[int]  # [P] segments whose last states begin the rows; empty: the rows begin here
-    numbers: list[int]  # [P] segments whose last states others need; empty: none
+    saved: list[int]  # [P] segments whose last states others need; empty: none
 
 
 def plan_segments(nodes: Sequence[TreeNode], device: torch.device) -> list[SegmentBatch]:
-    segments = _segments(nodes)
+    segments = _make_segments(nodes)
     groups: dict[tuple[int, bool, int], list[int]] = {}  # by level, whether rows begin here, and length
-    order = sorted(range(len(segments)), key=lambda number: -len(segments[number].tokens))
+    by_length = sorted(range(len(segments)), key=lambda index: -len(segments[index].tokens))
     longest: dict[tuple[int, bool], int] = {}  # of the current group of leaves
-    for number in order:
-        segment = segments[number]
-        length, kind = len(segment.tokens), (segment.level, segment.parent < 0)
+    for index in by_length:
+        segment = segments[index]
+        length, leaf_key = len(segment.tokens), (segment.level, segment.parent < 0)
         if not segment.has_children:
-            if longest.get(kind, 1 << 62) - length > max(PADDING, length // 2):
-                longest[kind] = length
-            length = -longest[kind]
-        groups.setdefault((*kind, length), []).append(number)
+            if longest.get(leaf_key, 1 << 62) - length > max(PADDING, length // 2):
+                longest[leaf_key] = length
+            length = -longest[leaf_key]
+        groups.setdefault((*leaf_key, length), []).append(index)
     return [
-        _batch(segments, groups[key], device, is_first=key[1], keep_states=key[2] > 0)
+        _make_batch(segments, groups[key], device, is_first=key[1], keep_states=key[2] > 0)
         for key in sorted(groups, key=lambda key: key[0])
     ]
 
 
-def _segments(nodes: Sequence[TreeNode]) -> list[Segment]:
-    """Return a segment for each node. A call of one token would update its state in place, which has no gradient, so
-    the children of a node that has a single token begin with that token themselves."""
+def _make_segments(nodes: Sequence[TreeNode]) -> list[Segment]:
+    """Return a segment for each node. The children of a node with a single token begin with that token themselves,
+    because a call of one token would update its state in place, which has no gradient."""
     parents = {node.parent for node in nodes}
     segments: list[Segment] = []
-    for number, node in enumerate(nodes):
+    for index, node in enumerate(nodes):
         tokens = np.arange(node.start, node.start + node.length)
         parent, level, repeated = node.parent, 0, np.zeros(0, np.int64)
         if parent >= 0:
-            before = segments[parent]
-            level = before.level + 1
-            if len(before.tokens) == 1:
-                repeated, parent, level = before.tokens, before.parent, before.level
+            parent_segment = segments[parent]
+            level = parent_segment.level + 1
+            if len(parent_segment.tokens) == 1:
+                repeated, parent, level = parent_segment.tokens, parent_segment.parent, parent_segment.level
         joined = np.concatenate((repeated, tokens))
-        has_children = number in parents and len(joined) > 1
+        has_children = index in parents and len(joined) > 1
         segments.append(Segment(joined, len(repeated), parent, level, has_children))
     return segments
 
 
-def _batch(
-    segments: list[Segment], numbers: list[int], device: torch.device, *, is_first: bool, keep_states: bool
+def _make_batch(
+    segments: list[Segment], indices: list[int], device: torch.device, *, is_first: bool, keep_states: bool
 ) -> SegmentBatch:
-    rows = [segments[number] for number in numbers]
+    rows = [segments[index] for index in indices]
     lengths = np.array([len(row.tokens) for row in rows])
     columns = np.arange(max(int(lengths.max()), 2))
     tokens = np.stack([row.tokens[np.minimum(columns, len(row.tokens) - 1)] for row in rows])
-    repeated = np.array([row.repeated for row in rows])
+    repeated = np.array([row.num_repeated for row in rows])
     is_kept = (columns < lengths[:, None]) & (columns >= repeated[:, None])
-    kept = np.flatnonzero(is_kept)
-    on_device = [torch.from_numpy(array).to(device) for array in (tokens, kept, tokens[is_kept])]
+    outputs = np.flatnonzero(is_kept)
+    on_device = [torch.from_numpy(array).to(device) for array in (tokens, outputs, tokens[is_kept])]
     parents = [] if is_first else [row.parent for row in rows]
-    return SegmentBatch(on_device[0], on_device[1], on_device[2], parents, numbers if keep_states else [])
+    return SegmentBatch(on_device[0], on_device[1], on_device[2], parents, indices if keep_states else [])
 
 
 @contextlib.contextmanager
-def segmented(model: PreTrainedModel) -> Iterator[None]:
+def segmented_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run the recurrent layers over the segments set by `set_segments` inside the block. A nested block changes
     nothing."""
     layers = [layer for layer in recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
-    previous = [layer.__dict__.get("forward") for layer in layers]
+    previous_forwards = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.__dict__["tfactory_segments"] = []
         layer.forward = partial(_forward, layer, layer.forward, cache_argument(type(layer)))
     try:
         yield
     finally:
-        for layer, forward in zip(layers, previous, strict=True):
+        for layer, forward in zip(layers, previous_forwards, strict=True):
             del layer.forward, layer.__dict__["tfactory_segments"]
             if forward is not None:
                 layer.forward = forward
@@ -137,12 +137,12 @@ def _forward(
         inputs = hidden_states[0][batch.tokens]
         result = forward(inputs, *args, **{**kwargs, "attention_mask": None, cache_name: states})
         output = result[0] if isinstance(result, tuple) else result
-        outputs.append(output.flatten(0, 1).index_select(0, batch.kept))
-        for row, number in enumerate(batch.numbers):
-            finals[number] = [None if state is None else state[row : row + 1] for state in states.tensors]
-    places = torch.cat([batch.places for batch in batches])
+        outputs.append(output.flatten(0, 1).index_select(0, batch.outputs))
+        for row, index in enumerate(batch.saved):
+            finals[index] = [None if state is None else state[row : row + 1] for state in states.tensors]
+    indices = torch.cat([batch.output_tokens for batch in batches])
     joined = torch.cat(outputs)
-    flat = joined.new_zeros(hidden_states.shape[1], joined.shape[1]).index_copy(0, places, joined)[None]
+    flat = joined.new_zeros(hidden_states.shape[1], joined.shape[1]).index_copy(0, indices, joined)[None]
     return (flat, *result[1:]) if isinstance(result, tuple) else flat
 
 
