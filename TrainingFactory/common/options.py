@@ -47,8 +47,8 @@ class InvalidOption:
     value: Any = ...
 
     def __str__(self) -> str:
-        given_value = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
-        return f"{self.option} {self.text}{given_value}".strip()
+        shown_value = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
+        return f"{self.option} {self.text}{shown_value}".strip()
 
 
 class OptionError(ValueError):
@@ -62,7 +62,7 @@ class OptionError(ValueError):
         """Return a copy of the error for options that are themselves the value of `option`. The name of `option` is put
         before the name of each invalid option."""
         return OptionError(
-            *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.invalid_options)
+            *(replace(error, option=f"{option}.{error.option}".strip(".")) for error in self.invalid_options)
         )
 
 
@@ -86,7 +86,7 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: s
         callables = (target, getattr(target, "__init__", None))
         markers = ("__pydantic_validator__", "raw_function")
         if not any(hasattr(function, marker) for function in callables for marker in markers):
-            _bind(target, options, subject)  # pydantic does not validate its options
+            _check_signature(target, options, subject)  # pydantic does not validate its options
         return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's message may repeat the values, which may be secrets.
@@ -144,9 +144,9 @@ def explain_value(details: ErrorDetails) -> str:
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice most similar to the word, ignoring case. None: no choice is similar enough."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[matches[0]] if matches else None
+    by_lowercase = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(word.lower(), by_lowercase, n=1, cutoff=cutoff)
+    return by_lowercase[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
@@ -165,7 +165,7 @@ def show_value(key: str, value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _bind(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
+def _check_signature(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
     """Raise OptionError if the options do not match the signature of a function or class without validation."""
     signature = inspect.signature(target)
     try:
@@ -179,19 +179,19 @@ def _explain(
     error: ValidationError, options: Mapping[str, Any], known_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
-    unknown = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
-    misspelled = {nearest(name, known_names) for name in unknown}
+    unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
+    misspelled = {nearest(name, known_names) for name in unknown_names}
     by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
-        key = _in_options(details, options)
+        key = _find_key(details, options)
         by_key.setdefault(key, []).extend(_explain_one(details, key, known_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
     leaf_keys = [
         key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
     ]
-    return [invalid for key in leaf_keys for invalid in _merged(by_key[key])]
+    return [invalid for key in leaf_keys for invalid in _merge_branches(by_key[key])]
 
 
 def _explain_one(
@@ -209,30 +209,30 @@ def _explain_one(
         ]
     if kind in _UNKNOWN:
         return [InvalidOption(option, "is an unknown key")]
-    inner = details.get("ctx", {}).get("error")
-    if isinstance(inner, OptionError):
-        return list((inner.with_prefix(option) if option else inner).invalid_options)
+    inner_error = details.get("ctx", {}).get("error")
+    if isinstance(inner_error, OptionError):
+        return list((inner_error.with_prefix(option) if option else inner_error).invalid_options)
     return [InvalidOption(option, explain_value(details), details["input"] if key else ...)]
 
 
-def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
+def _find_key(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     """Return the key of the invalid option: pydantic's error location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
-    for depth, part in enumerate(details["loc"], 1):
-        if (isinstance(value, Mapping) and part in value) or (
-            isinstance(value, list) and isinstance(part, int)
+    for depth, key_part in enumerate(details["loc"], 1):
+        if (isinstance(value, Mapping) and key_part in value) or (
+            isinstance(value, list) and isinstance(key_part, int)
         ):
-            key.append(part)
-            value = value[part]  # type: ignore[index]
+            key.append(key_part)
+            value = value[key_part]  # type: ignore[index]
         elif depth == len(details["loc"]) and details["type"] in _MISSING:
-            key.append(part)
+            key.append(key_part)
     return tuple(key)
 
 
-def _merged(errors: list[InvalidOption]) -> list[InvalidOption]:
+def _merge_branches(errors: list[InvalidOption]) -> list[InvalidOption]:
     """Merge the errors of several union branches about the same option."""
     if len({error.option for error in errors}) > 1 or len(errors) == 1:
         return errors
-    first, *rest = dict.fromkeys(error.text for error in errors)
-    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]
+    first, *more = dict.fromkeys(error.text for error in errors)
+    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in more)]))]

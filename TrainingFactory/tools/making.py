@@ -47,5 +47,5 @@ def _is_factory(target: Any) -> bool:
     if inspect.isclass(target):
         return not hasattr(target, "call")
     hint = getattr(target, "__annotations__", {}).get("return", "") if inspect.isfunction(target) else ""
-    text = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
-    return "Tool" in text and "ToolResult" not in text
+    type_name = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
+    return "Tool" in type_name and "ToolResult" not in type_name

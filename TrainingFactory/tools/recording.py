@@ -59,16 +59,16 @@ class Recorder:
         self._output_file: Path | None = None
         self._images: ImageStore | None = None  # of the recorded calls
         self._uncommitted: dict[CallPosition, str] = {}
-        self._replay, self._file = replay, None
+        self._replay_folder, self._file = replay, None
         self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
         self._mismatch: ReplayMismatch | None = None  # the first one
         if replay is not None:
             self._file = _open_calls(replay)
             offset = 0
-            for number, line in enumerate(self._file, 1):
+            for line_number, line in enumerate(self._file, 1):
                 if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
                     # A step that was interrupted and repeated appears twice; the last one counts.
-                    self._offsets[_position(line, f"{replay / CALLS_FILE}:{number}")] = offset
+                    self._offsets[_position_of(line, f"{replay / CALLS_FILE}:{line_number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class Recorder:
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._output_file is not None:
-            self._uncommitted[position] = _line(position, call, result, self._images)
+            self._uncommitted[position] = _encode_call(position, call, result, self._images)
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
@@ -97,7 +97,7 @@ class Recorder:
             raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
-        return _result_of(row["result"], self._replay)
+        return _result_of(row["result"], self._replay_folder)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
         """Record that the episode with this key was not played because its environment could not be forked."""
@@ -116,14 +116,14 @@ class Recorder:
         self, position: CallPosition, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
     ) -> None:
         """Raise ReplayMismatch if a method of the environment, which a replay runs again, returned another result."""
-        fields = [
+        outcomes = [
             (result.ok, result.error, as_text(result.content, result.images, repr), result.attachments)
             if isinstance(result, ToolResult)
             else (False, "failure", str(result), [])
             for result in (recorded, rerun)
         ]
-        if fields[0] != fields[1]:
-            recorded_text, rerun_text = (_shorten(repr(content)) for _, _, content, _ in fields)
+        if outcomes[0] != outcomes[1]:
+            recorded_text, rerun_text = (_shorten(repr(content)) for _, _, content, _ in outcomes)
             problem = (
                 f"a method of the environment that now returns {rerun_text}; "
                 f"the recorded result is {recorded_text}"
@@ -141,7 +141,7 @@ class Recorder:
         """Append the uncommitted calls of the episodes whose key `selects` accepts, sorted by position so that equal
         runs have equal files. The calls of other episodes stay uncommitted."""
         # Copied first, because other episodes may record meanwhile.
-        positions = [position for position in list(self._uncommitted) if selects(_key(position))]
+        positions = [position for position in list(self._uncommitted) if selects(_key_of(position))]
         lines = [self._uncommitted.pop(position) for position in sorted(positions, key=_sort_key)]
         if self._output_file is not None and lines:
             with self._output_file.open("a", encoding="utf-8", newline="\n") as file:
@@ -150,7 +150,7 @@ class Recorder:
     def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
         """Discard the uncommitted calls of the episodes whose key `selects` accepts: they are not trained on."""
         for position in list(self._uncommitted):
-            if selects(_key(position)):
+            if selects(_key_of(position)):
                 del self._uncommitted[position]
 
     def close(self) -> None:
@@ -158,14 +158,13 @@ class Recorder:
             self._file.close()
 
     def _new_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
-        step, task, member = _key(position)
+        step, task, member = _key_of(position)
         caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
         location = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
-        text = (
-            f"replay of {self._replay}: {location}: the run calls {_call_text(call)}, {difference}. {REMEDY}"
-        )
-        self._mismatch = self._mismatch or ReplayMismatch(text)
-        return ReplayMismatch(text)
+        problem = f"{location}: the run calls {_call_text(call)}"
+        message = f"replay of {self._replay_folder}: {problem}, {difference}. {REMEDY}"
+        self._mismatch = self._mismatch or ReplayMismatch(message)
+        return ReplayMismatch(message)
 
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
@@ -184,7 +183,7 @@ class RecordedTool:
         raise ReplayMismatch(f"cannot call {self.spec.name}: it exists only in the recording")
 
 
-def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
+def load_recorded_tools(folder: Path) -> Sequence[RecordedTool]:
     path = folder / SPECS_FILE
     try:
         return [RecordedTool(ToolSpec(**row)) for row in json.loads(path.read_text(encoding="utf-8"))]
@@ -201,19 +200,19 @@ def _open_calls(folder: Path) -> BinaryIO:
     return (folder / CALLS_FILE).open("rb")
 
 
-def _key(position: CallPosition) -> EpisodeKey:
+def _key_of(position: CallPosition) -> EpisodeKey:
     assert isinstance(position.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
     return position.key
 
 
-def _line(
+def _encode_call(
     position: CallPosition,
     call: ToolCall,
     result: ToolResult | ToolFailure | RecordedCancellation,
     store: ImageStore | None,
 ) -> str:
-    values = (*_key(position), position.batch, position.index, call.name, call.arguments)
-    row: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
+    field_values = (*_key_of(position), position.batch, position.index, call.name, call.arguments)
+    row: dict[str, Any] = dict(zip(_FIELDS, field_values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
     elif isinstance(result, RecordedCancellation):
@@ -234,7 +233,7 @@ def _result_of(row: dict[str, Any], folder: Path | None) -> ToolResult:
     return result
 
 
-def _position(line: bytes, location: str) -> CallPosition:
+def _position_of(line: bytes, location: str) -> CallPosition:
     """Return the position of the call in one line of a recording; raise ValueError if the line is invalid."""
     try:
         row = json.loads(line)
@@ -244,7 +243,7 @@ def _position(line: bytes, location: str) -> CallPosition:
 
 
 def _sort_key(position: CallPosition) -> tuple[Any, ...]:
-    step, task, member = _key(position)
+    step, task, member = _key_of(position)
     return (str(step), task, member, isinstance(position.batch, str), position.batch, position.index)
 
 

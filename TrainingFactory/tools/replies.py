@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from TrainingFactory.common.images import LIMITS, limited
+from TrainingFactory.common.images import LIMITS, limit_images
 from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
@@ -14,7 +14,7 @@ def tool_messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> l
     max_images = LIMITS.max_per_turn
     for call, result in zip(calls, results, strict=True):
         content, images = (
-            limited(result.images, result.content, max_images) if result.images else (result.content, [])
+            limit_images(result.images, result.content, max_images) if result.images else (result.content, [])
         )
         max_images -= len(images)
         messages.append(Message("tool", content, tool_call_id=call.id, name=call.name, images=images))

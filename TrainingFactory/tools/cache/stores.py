@@ -85,7 +85,8 @@ class SQLiteStore:
     def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
         """Insert entries (key, value, creation time) and update the last use of keys."""
         rows = [
-            (key, value, len(key) + len(value.encode()), created, created) for key, value, created in entries
+            (key, value, len(key) + len(value.encode()), created_at, created_at)
+            for key, value, created_at in entries
         ]
         with self._write_lock, self._writer:  # one transaction, rolled back on an error
             self._writer.execute("BEGIN IMMEDIATE")
@@ -180,13 +181,13 @@ class RedisStore:
         entry = self._client.get(self.PREFIX + key)
         if not entry:
             return None
-        created, _, value = entry.partition(" ")
-        return value, float(created)
+        created_at, _, value = entry.partition(" ")
+        return value, float(created_at)
 
     def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
         with self._client.pipeline(transaction=False) as pipe:
-            for key, value, created in entries:
-                pipe.set(self.PREFIX + key, f"{created!r} {value}", px=self._ttl_ms)
+            for key, value, created_at in entries:
+                pipe.set(self.PREFIX + key, f"{created_at!r} {value}", px=self._ttl_ms)
             pipe.execute()
 
     def close(self) -> None:
@@ -215,5 +216,5 @@ def open_store(target: str | Path | None, ttl: float | None, max_bytes: int) -> 
     """Return the store for a file path or a Redis address; None: results stay in memory."""
     if target is None:
         return NoStore()
-    redis = REDIS_URL.match(str(target))
-    return RedisStore(str(target), ttl) if redis else SQLiteStore(Path(target), ttl, max_bytes)
+    is_redis = REDIS_URL.match(str(target))
+    return RedisStore(str(target), ttl) if is_redis else SQLiteStore(Path(target), ttl, max_bytes)

@@ -23,15 +23,15 @@ def read_config(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
     """Return the servers of a config file, and the names of catalog tools: strings in its list, as RL-Factory writes
     them. A .pydata file holds a Python literal, which is parsed and never executed."""
     path = Path(path).expanduser()
-    data = _load(path)
-    names = [item for item in data if isinstance(item, str)] if isinstance(data, list) else []
-    entries = [item for item in data if not isinstance(item, str)] if names else data
-    if names and not entries:
-        return [], names
-    return parse_config(entries, str(path), path.resolve().parent), names
+    config = _load_file(path)
+    tool_names = [entry for entry in config if isinstance(entry, str)] if isinstance(config, list) else []
+    entries = [entry for entry in config if not isinstance(entry, str)] if tool_names else config
+    if tool_names and not entries:
+        return [], tool_names
+    return parse_config(entries, str(path), path.resolve().parent), tool_names
 
 
-def _load(path: Path) -> Any:
+def _load_file(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
         return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else parse_json(text)
@@ -49,7 +49,7 @@ def parse_json(text: str) -> Any:
 def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
     """Return the servers of a loaded config. `origin` names it in errors; relative paths start at `folder`."""
     servers: dict[str, ServerConfig] = {}
-    for name, entry, tool in _entries(data, origin):
+    for name, entry, tool in _iterate_entries(data, origin):
         server = server_config(name, origin, folder, entry)
         if tool is not None:
             _add_tool(servers, server, tool)
@@ -62,11 +62,11 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
     return list(servers.values())
 
 
-def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
+def _iterate_entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
     """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
     if isinstance(data, list):
         for item in data:
-            yield from _entries(item, origin)
+            yield from _iterate_entries(item, origin)
         return
     config = data if isinstance(data, dict) else {}
     if "mcp_server" in config:
@@ -111,11 +111,11 @@ def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: Tool
     if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema
         required = [key for key, schema in parameters.items() if "default" not in schema]
         parameters = {"type": "object", "properties": parameters, "required": required}
-    if any(tool.name in (entry.texts or {}) for entry in servers.values()):
+    if any(tool.name in (other.overrides or {}) for other in servers.values()):
         raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
-    texts = {tool.name: replace(tool, parameters=parameters)}
-    for name, entry in servers.items():
-        if entry.texts and replace(entry, name=server.name, texts=None) == server:
-            servers[name] = replace(entry, texts=entry.texts | texts)
+    overrides = {tool.name: replace(tool, parameters=parameters)}
+    for name, other in servers.items():
+        if other.overrides and replace(other, name=server.name, overrides=None) == server:
+            servers[name] = replace(other, overrides=other.overrides | overrides)
             return
-    servers[server.name] = replace(server, texts=texts)
+    servers[server.name] = replace(server, overrides=overrides)

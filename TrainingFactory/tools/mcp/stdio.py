@@ -35,13 +35,13 @@ _ID = re.compile(
 
 
 @contextlib.asynccontextmanager
-async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator[tuple[Any, Any]]:
+async def stdio_transport(config: ServerConfig, stderr_file: TextIO) -> AsyncIterator[tuple[Any, Any]]:
     """Start the server; yield the streams of incoming and outgoing messages."""
     process = await anyio.open_process(
         [config.command, *config.args],
         env=_environment(config),
         cwd=config.cwd,
-        stderr=errors,
+        stderr=stderr_file,
         start_new_session=True,
     )
     from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
@@ -55,7 +55,7 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
         finally:
             incoming.close()
             with anyio.CancelScope(shield=True):
-                await _end(process, outgoing, may_end)
+                await _end_process(process, outgoing, may_end)
             tasks.cancel_scope.cancel()
     for stream in (from_server, to_server):
         stream.close()
@@ -72,20 +72,20 @@ def _environment(config: ServerConfig) -> dict[str, str]:
 async def _read(process: Process, from_server: Any) -> None:
     assert process.stdout is not None
     lines = LineSplitter()
-    closed = False
+    is_closed = False
     try:
-        async for data in process.stdout:
-            for line in () if closed else lines.feed(data):
+        async for chunk in process.stdout:
+            for line in () if is_closed else lines.feed(chunk):
                 try:
-                    await from_server.send(_message(line))
+                    await from_server.send(_parse_message(line))
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                    closed = True  # keep draining stdout: a process blocked on a full pipe would not exit
+                    is_closed = True  # keep draining stdout: a process blocked on a full pipe would not exit
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         pass
     from_server.close()
 
 
-def _message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
+def _parse_message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
     if isinstance(line, JSONRPCError):
         return SessionMessage(line)
     try:
@@ -109,7 +109,7 @@ async def _write(process: Process, to_server: Any, from_server: Any, may_end: an
         await process.stdin.aclose()
 
 
-async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
+async def _end_process(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
     """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
     children = await asyncio.to_thread(descendants, process.pid)
     may_end.set()
@@ -135,28 +135,28 @@ class LineSplitter:
     """Splits bytes into lines. Of a line that is too long, keeps only the two ends, which hold the id of the call."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._line_parts: list[bytes] = []
         self._size = 0
 
-    def feed(self, data: bytes) -> Iterator[bytes | JSONRPCError]:
-        *line_ends, start = data.split(b"\n")
+    def feed(self, chunk: bytes) -> Iterator[bytes | JSONRPCError]:
+        *line_ends, line_start = chunk.split(b"\n")
         for line_end in line_ends:
             self._add(line_end)
-            line, self._parts = b"".join(self._parts), []
+            line, self._line_parts = b"".join(self._line_parts), []
             if self._size <= MAX_MESSAGE_BYTES:
                 yield line
             elif match := _ID.search(line[:_END_BYTES]) or _ID.search(line[-_END_BYTES:]):
                 error = ErrorData(code=-32603, message=TOO_LONG)
                 yield JSONRPCError(jsonrpc="2.0", id=int(match[1] or match[2]), error=error)
             self._size = 0
-        self._add(start)
+        self._add(line_start)
 
     def _add(self, part: bytes) -> None:
-        self._parts.append(part)
+        self._line_parts.append(part)
         self._size += len(part)
         if self._size > MAX_MESSAGE_BYTES:
-            line = b"".join(self._parts)
-            self._parts = [line[:_END_BYTES], line[-_END_BYTES:]]
+            line = b"".join(self._line_parts)
+            self._line_parts = [line[:_END_BYTES], line[-_END_BYTES:]]
 
 
 class ServerOutput:
