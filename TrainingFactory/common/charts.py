@@ -69,9 +69,11 @@ class Chart:
 
     def svg(self) -> Markup:
         """Return the chart as an SVG element: grid, axis labels, then one group for each curve."""
-        size = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
+        size_attributes = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
         curve_groups = "".join(self._draw_curve(curve, index) for index, curve in enumerate(self.lines))
-        opening = f'<svg {size} role="img" aria-label="{escape(escape_control(self.title))} by step">'
+        opening = (
+            f'<svg {size_attributes} role="img" aria-label="{escape(escape_control(self.title))} by step">'
+        )
         return Markup(f"{opening}{self._draw_axes()}{curve_groups}</svg>")
 
     def _draw_axes(self) -> str:
@@ -94,8 +96,8 @@ class Chart:
         )
         return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(elements)}</g>'
 
-    def _draw_curve(self, curve: Curve, position: int) -> str:
-        index = position % len(COLOURS)
+    def _draw_curve(self, curve: Curve, number: int) -> str:
+        index = number % len(COLOURS)
         colour = f"var(--line{index},{COLOURS[index]})"
         band = f'<polygon style="fill:{colour};opacity:.2" points="{self.band(curve)}"/>' if curve.low else ""
         if curve.dots or len(curve.points) == 1:  # a line of one point would be invisible

@@ -70,7 +70,7 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callab
         stop_callbacks.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
         return await main()
 
-    def work() -> None:
+    def run_on_thread() -> None:
         try:
             outcome.set_result(_run_in_this_thread(run_main))
         except asyncio.CancelledError:
@@ -78,7 +78,7 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callab
         except BaseException as error:  # raised again in the caller's thread
             outcome.set_exception(error)
 
-    threading.Thread(target=work, daemon=True, name="run").start()
+    threading.Thread(target=run_on_thread, daemon=True, name="run").start()
     while not outcome.done():
         try:
             wait([outcome])
@@ -90,8 +90,7 @@ def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callab
 
 
 def foreign_loop_hint(error: BaseException) -> str:
-    """Return a hint to append to the error's message if the error was caused by using an object of another event loop,
-    else ""."""
+    """Return a hint if the error's cause is an object of another event loop, else ""."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
@@ -104,11 +103,11 @@ def foreign_loop_hint(error: BaseException) -> str:
 
 
 class OneThread:
-    """Runs blocking functions on one daemon thread, so that an interrupted program does not wait for a long call."""
+    """Executor of blocking functions on one daemon thread, for which an interrupted program does not wait."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True, name=name)
+        self._thread = threading.Thread(target=self._run_jobs, daemon=True, name=name)
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -119,7 +118,7 @@ class OneThread:
         """End the thread after its queued jobs."""
         self._jobs.put(None)
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # otherwise its objects would stay alive until the next job
@@ -128,8 +127,7 @@ class OneThread:
 async def call_in_thread(
     submit: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call the function on another thread and return its result. `start` gets the call as a job without arguments and
-    must run it on that thread."""
+    """Call the function on another thread, as a job that `submit` runs there, and return its result."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()

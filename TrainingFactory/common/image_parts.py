@@ -17,8 +17,7 @@ URL_PREFIX = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
 
 
 def read_parts(content: Any) -> tuple[str, list[PlacedImage]]:
-    """Return the text and the images of a message's content, which is a string, a part, or a list of parts with inline
-    images."""
+    """Return the text and inline images of a message's content: a string, a part, or a list of parts."""
     if content is None or isinstance(content, str):
         return content or "", []
     parts = content if isinstance(content, list) else [content]
@@ -82,10 +81,10 @@ def image_of_base64(encoded: Any) -> Image:
     if len(encoded) * 3 // 4 > LIMITS.max_bytes + 3:
         raise ValueError(f"the image has more than {LIMITS.max_bytes:,} bytes")
     try:
-        data = base64.b64decode(encoded.translate(_URL_SAFE), validate=True)
+        image_bytes = base64.b64decode(encoded.translate(_URL_SAFE), validate=True)
     except (ValueError, binascii.Error) as error:
         raise ValueError(f"the data of an image is not valid base64: {error}") from None
-    return read_image(data)
+    return read_image(image_bytes)
 
 
 _URL_SAFE = {ord("-"): "+", ord("_"): "/", ord("\n"): None, ord("\r"): None}  # Gemini sends URL-safe base64
@@ -104,8 +103,7 @@ def pieces_of(message: Message) -> Iterable[str | Image]:
 
 
 def openai_content(message: Message) -> str | list[dict[str, Any]]:
-    """Return a message's content in the form of OpenAI's chat completions: a string, or for a message with images a
-    list of parts."""
+    """Return the content for OpenAI's chat completions: a string, or a list of parts if it has images."""
     if not message.images:
         return message.content
     return [

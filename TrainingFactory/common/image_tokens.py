@@ -85,11 +85,11 @@ class _ImageIds:
             key = self._in_memory.popleft()
             tokens = self._by_digest[key]
             self._memory_bytes -= len(tokens.image.data)
-            self._store().add(tokens.image)
+            self._open_store().add(tokens.image)
             tokens = replace(tokens, image=replace(tokens.image, data=b""))
             self._by_digest[key] = self._images[bisect_right(self._first_ids, tokens.first) - 1] = tokens
 
-    def _store(self) -> ImageStore:
+    def _open_store(self) -> ImageStore:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="tfactory-images-")
         return ImageStore(Path(self._folder.name))
@@ -97,7 +97,7 @@ class _ImageIds:
     def picture(self, tokens: ImageTokens) -> Image:
         with self._lock:
             is_available = isinstance(tokens.image, LazyImage) or tokens.image.data
-            return tokens.image if is_available else self._store().read(tokens.image.digest)
+            return tokens.image if is_available else self._open_store().read(tokens.image.digest)
 
     def __bool__(self) -> bool:
         """Return whether this process has seen an image."""
@@ -114,18 +114,17 @@ _image_ids = _ImageIds()
 
 
 def number_image(image: Image, count: int) -> ImageTokens:
-    """Return the ids of an image that takes `count` tokens in the model. Equal images with equal counts get the same
-    ids."""
+    """Return the token ids of an image; equal images with equal token counts get the same ids."""
     return _image_ids.add(image, count)
 
 
 def find_image(token: int) -> ImageTokens:
-    """Return the image to which a token id belongs. Raise ValueError if it belongs to none."""
+    """Return the image that a token id belongs to. Raise ValueError if there is none."""
     return _image_ids.find(token)
 
 
 def picture_of(tokens: ImageTokens) -> Image:
-    """Return the image with its pixels. They are read from disk if this process has dropped them from memory."""
+    """Return the image with its pixels, read from disk if this process dropped them from memory."""
     return _image_ids.picture(tokens)
 
 
@@ -140,8 +139,7 @@ def has_images(ids: Sequence[int]) -> bool:
 
 
 def to_disk(ids: Sequence[int]) -> tuple[list[int], list[StoredImage]]:
-    """Return ids that another process can read, and the images to which they refer. Every token of image i has the id
-    -1 - i."""
+    """Return ids that another process can read, and their images. Every token of image i has the id -1 - i."""
     if not _image_ids or not has_images(ids):  # a process that has seen no image searches for none
         return list(ids), []
     images = images_in(ids)
@@ -177,7 +175,8 @@ def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[i
 
 
 def find_image_end(ids: Any, start: int, end: int) -> int:
-    """Return where a slice of ids that begins at `start` must end so that it cuts no image: at `end`, else at the"""
+    """Return the end of a slice of ids from `start` that cuts no image: `end`, or the start of the image there. If that
+    image starts at `start`, return its end."""
     last_id = int(ids[end - 1])
     if last_id < VIRTUAL or end == len(ids):
         return end
@@ -190,8 +189,7 @@ def find_image_end(ids: Any, start: int, end: int) -> int:
 
 
 def renumber_images(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Return the rows with their images renumbered in the order of the digests, so that sorting the rows gives the same
-    order in every process. A resumed run needs this to add numbers in the same order."""
+    """Return the rows with images renumbered by digest, so that they sort equally in every process."""
     if not any(has_images(row) for row in rows):
         return list(rows)
     images = sorted(

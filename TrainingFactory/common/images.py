@@ -90,7 +90,7 @@ def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:
 
 
 def is_image(value: Any) -> bool:
-    """Return whether a Python value is an `Image`, a PIL image, or the bytes of an image file."""
+    """Return whether a value is an `Image`, a PIL image, or the bytes of an image file."""
     if isinstance(value, bytes | bytearray):
         return bytes(value[:8]).lstrip().startswith(SIGNATURES)
     return isinstance(value, Image) or _is_pillow(value)
@@ -127,12 +127,12 @@ def placeholder(image: Image) -> str:
 
 
 def label(image: Image) -> str:
-    """Return a short label of an image for people: its size and the beginning of its file name."""
+    """Return an image's label for people: its size and the first characters of its digest."""
     return f"[image {image.width}x{image.height} {image.digest[:8]}]"
 
 
 def rejection_text(reason: object) -> str:
-    """Return the text that a model gets in place of an image that could not be read."""
+    """Return the text that replaces a rejected image in the model's prompt."""
     return f"[image not shown: {reason}]"
 
 
@@ -141,11 +141,11 @@ def split_text(content: str, images: Sequence[PlacedImage]) -> list[str | Image]
     if not images:
         return [content] if content else []
     pieces: list[str | Image] = []
-    start = 0
+    text_start = 0
     for place, image in images:
-        pieces += [content[start:place], image]
-        start = place
-    return [piece for piece in [*pieces, content[start:]] if piece != ""]
+        pieces += [content[text_start:place], image]
+        text_start = place
+    return [piece for piece in [*pieces, content[text_start:]] if piece != ""]
 
 
 def join_pieces(pieces: Iterable[str | Image], separator: str = "") -> tuple[str, list[PlacedImage]]:
@@ -187,15 +187,15 @@ def shift_images(images: Sequence[PlacedImage], old_text: str, new_text: str) ->
     ]
 
 
-def _count_equal(pairs: Iterable[tuple[str, str]]) -> int:
+def _count_equal(character_pairs: Iterable[tuple[str, str]]) -> int:
     """Return the number of leading pairs whose characters are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], character_pairs))
 
 
 def map_text(
     content: str, images: Sequence[PlacedImage], transform: Callable[[str], str]
 ) -> tuple[str, list[PlacedImage]]:
-    """Return a message's content and images with `change` applied to each text between the images."""
+    """Apply `transform` to each text between the images; return the content and its images."""
     if not images:
         return transform(content), []
     return join_pieces(
@@ -209,16 +209,16 @@ def limit_images(images: Sequence[PlacedImage], content: str, limit: int) -> tup
         return content, list(images)
     note = rejection_text(f"at most {LIMITS.max_per_turn} images a turn")
     first_hidden = images[limit].place
-    head = split_text(content[:first_hidden], images[:limit])
-    tail = [PlacedImage(place - first_hidden, image) for place, image in images[limit:]]
-    return join_pieces([*head, as_text(content[first_hidden:], tail, lambda _: note)])
+    shown_pieces = split_text(content[:first_hidden], images[:limit])
+    hidden_images = [PlacedImage(place - first_hidden, image) for place, image in images[limit:]]
+    return join_pieces([*shown_pieces, as_text(content[first_hidden:], hidden_images, lambda _: note)])
 
 
 # Storage
 
 
 class LazyImage(Image):
-    """An image whose pixels stay on disk: `data` reads the file at every access, so that the image takes no memory."""
+    """Image whose `data` is read from disk at every access, to save memory."""
 
     __slots__ = ("_source",)
 

@@ -40,7 +40,7 @@ Key = tuple[str | int, ...]
 
 @dataclass(slots=True, frozen=True)
 class InvalidOption:
-    """An invalid option. `text` is the problem, as it follows the option's name; `value` is the invalid value."""
+    """An invalid option: its name, the problem (`text`, which follows the name), and the invalid value."""
 
     option: str
     text: str
@@ -59,15 +59,14 @@ class OptionError(ValueError):
         self.invalid_options = invalid_options
 
     def with_prefix(self, option: str) -> OptionError:
-        """Return a copy of the error for options that are themselves the value of `option`. The name of `option` is put
-        before the name of each invalid option."""
+        """Return a copy of the error with `option` as a prefix of each invalid option's name."""
         return OptionError(
             *(replace(error, option=f"{option}.{error.option}".strip(".")) for error in self.invalid_options)
         )
 
 
 class UnknownNameError(ValueError):
-    """An unknown name. Callers may look it up elsewhere before they report it."""
+    """Unknown name, which callers may look up elsewhere before they report it."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -81,7 +80,7 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: s
             InvalidOption("", f"the options of {subject} must be a mapping such as {{name: value}}", options)
         )
     options = {str(option): value for option, value in options.items()}
-    known_names = list(inspect.signature(target).parameters)
+    valid_names = list(inspect.signature(target).parameters)
     try:
         callables = (target, getattr(target, "__init__", None))
         markers = ("__pydantic_validator__", "raw_function")
@@ -90,14 +89,13 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: s
         return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's message may repeat the values, which may be secrets.
-        raise OptionError(*_explain(error, options, known_names, subject)) from None
+        raise OptionError(*_explain(error, options, valid_names, subject)) from None
 
 
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
 ) -> Any:
-    """Create an object of the kind that `options[key]` names, with the other options as its arguments. A string in
-    place of `options` is the name alone."""
+    """Create an object of the kind named by `options[key]`, with the other options; a string is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
@@ -114,8 +112,7 @@ def make_named(
 
 
 def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
-    """Return a pydantic annotation that converts a mapping to an object by calling `target`, and leaves other values
-    unchanged."""
+    """Return a pydantic validator that calls `target` with a mapping and keeps other values unchanged."""
 
     def make(value: Any) -> Any:
         return make_from(target, value, subject) if isinstance(value, Mapping) else value
@@ -124,14 +121,14 @@ def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
 
 
 def choice_error(value: Any, choices: Iterable[str]) -> str:
-    """Return the error text for a value that is none of the choices. It suggests the closest choice."""
-    known_names = list(choices)
-    closest = nearest(value, known_names, cutoff=0.5) if isinstance(value, str) else None
-    return f"must be one of {', '.join(known_names)}" + did_you_mean(closest)
+    """Return the error text for a value outside the choices, with the closest choice."""
+    valid_names = list(choices)
+    closest = nearest(value, valid_names, cutoff=0.5) if isinstance(value, str) else None
+    return f"must be one of {', '.join(valid_names)}" + did_you_mean(closest)
 
 
 def explain_value(details: ErrorDetails) -> str:
-    """Rephrase a pydantic error so that it follows the name of the invalid option."""
+    """Rephrase a pydantic error as the words after an option's name, such as "must be true or false"."""
     if details["type"] == "literal_error":
         return choice_error(details["input"], re.findall(r"'([^']*)'", details["msg"]))
     if details["type"] == "bool_type":
@@ -176,17 +173,17 @@ def _check_signature(target: Callable[..., Any], options: Mapping[str, Any], sub
 
 
 def _explain(
-    error: ValidationError, options: Mapping[str, Any], known_names: Sequence[str], subject: str
+    error: ValidationError, options: Mapping[str, Any], valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
     unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
-    misspelled = {nearest(name, known_names) for name in unknown_names}
+    misspelled = {nearest(name, valid_names) for name in unknown_names}
     by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
         key = _find_key(details, options)
-        by_key.setdefault(key, []).extend(_explain_one(details, key, known_names, subject))
+        by_key.setdefault(key, []).extend(_explain_one(details, key, valid_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
     leaf_keys = [
         key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
@@ -195,19 +192,19 @@ def _explain(
 
 
 def _explain_one(
-    details: ErrorDetails, key: Key, known_names: Sequence[str], subject: str
+    details: ErrorDetails, key: Key, valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
-    option, kind = ".".join(map(str, key)), details["type"]
-    if kind in _MISSING:
+    option, error_type = ".".join(map(str, key)), details["type"]
+    if error_type in _MISSING:
         return [InvalidOption(option, f"is missing; {subject} needs it")]
-    if kind in _UNKNOWN and len(key) == 1:
-        hint = did_you_mean(nearest(option, known_names))
+    if error_type in _UNKNOWN and len(key) == 1:
+        hint = did_you_mean(nearest(option, valid_names))
         return [
             InvalidOption(
-                option, f"is not an option of {subject}{hint} (options: {', '.join(known_names) or 'none'})"
+                option, f"is not an option of {subject}{hint} (options: {', '.join(valid_names) or 'none'})"
             )
         ]
-    if kind in _UNKNOWN:
+    if error_type in _UNKNOWN:
         return [InvalidOption(option, "is an unknown key")]
     inner_error = details.get("ctx", {}).get("error")
     if isinstance(inner_error, OptionError):

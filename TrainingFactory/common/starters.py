@@ -43,8 +43,7 @@ class Starter:
 
     @property
     def command(self) -> str:
-        """Return the command that runs the copied starter: the command in its own text, else the usual command for its
-        kind."""
+        """Return the command that runs the copied starter: from its own text, else the usual one for its kind."""
         if self.kind == "notebook":
             return f"jupyter lab {self.path}"
         if self.kind == "config" or self.path.suffix == "":
@@ -64,7 +63,7 @@ def starter_root() -> Path:
 
 
 def list_starters(kind: str) -> list[Starter]:
-    """Return all starters of a kind, sorted by name; templates to fill in come after configs that run."""
+    """Return all starters of a kind, sorted by name, with templates after configs that run."""
     root = starter_root()
     folder = root / FOLDERS[kind]
     if kind == "config":
@@ -128,7 +127,9 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     root = starter_root()
     targets = {file: Path(file) for file in starter.files} if out is None else {starter.path: out}
     existing_files = {file: path for file, path in targets.items() if path.exists()}
-    differing_paths = [path for file, path in existing_files.items() if not _same_content(root / file, path)]
+    differing_paths = [
+        path for file, path in existing_files.items() if not _has_same_content(root / file, path)
+    ]
     if differing_paths or existing_files == targets:
         path = [*differing_paths, *existing_files.values()][0]
         hint = ", or choose another file with --out" if starter.kind == "config" else ""
@@ -145,7 +146,7 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     return list(paths.values())
 
 
-def _same_content(original: Path, copy: Path) -> bool:
+def _has_same_content(original: Path, copy: Path) -> bool:
     return copy.is_file() and copy.read_bytes() == original.read_bytes()
 
 

@@ -76,12 +76,12 @@ def redact(data: Any, secrets: Sequence[str]) -> Any:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether to hide a value in messages. Errs on the side of hiding."""
+    """Return whether to hide a value in messages; when in doubt, hide it."""
     return bool(_SURE_NAME.search(name) or _MAYBE_NAME.search(name) or _VALUE.search(str(value)))
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Return whether a value is itself a secret, not a reference to one (`*_env`, `${...}`) or a harmless "key"."""
+    """Return whether a value is a secret itself, not a reference (`*_env`, `${...}`) or a harmless "key"."""
     if not value or name.endswith("_env") or "${" in value:
         return False
     is_long = len(value) >= 16 and re.search(r"\d", value) and " " not in value

@@ -109,9 +109,9 @@ def _is_inside(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
     return any(file.is_relative_to(folder) for folder in folders)
 
 
-def _pop_modules(names: Collection[str]) -> dict[str, ModuleType]:
+def _pop_modules(top_names: Collection[str]) -> dict[str, ModuleType]:
     """Remove the modules with these names and their submodules from sys.modules, and return them."""
-    modules = [name for name in sys.modules if name.partition(".")[0] in names]
+    modules = [name for name in sys.modules if name.partition(".")[0] in top_names]
     return {name: sys.modules.pop(name) for name in modules}
 
 
@@ -133,7 +133,7 @@ class Frame:
 
 
 def user_frames(error: BaseException) -> list[Frame]:
-    """Return the traceback's frames in the user's code, innermost last, without those of installed packages."""
+    """Return the traceback's frames in the user's code, innermost last."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -142,8 +142,7 @@ def user_frames(error: BaseException) -> list[Frame]:
 
 
 def location_of(error: BaseException) -> str:
-    """Return the innermost location of the error in the user's code, such as ` (rewards.py:12)`, or "" if there is
-    none."""
+    """Return the error's innermost location in the user's code, such as ` (rewards.py:12)`, or ""."""
     frames = user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 

@@ -37,8 +37,7 @@ def as_tool(obj: Any) -> Tool | ToolSource:
 
 
 class BaseToolAdapter:
-    """Adapts an object with `name`, `description`, `parameters` (a JSON schema or a list of parameters) and
-    `call(params, **kwargs)`, which gets the arguments as a JSON string, as in qwen_agent."""
+    """Adapter from qwen_agent's `BaseTool`, whose `call` gets the arguments as a JSON string, to a tool of ours."""
 
     def __init__(self, base_tool: Any) -> None:
         self.base_tool = base_tool
@@ -60,7 +59,7 @@ def _is_base_tool(obj: Any) -> bool:
 
 
 def _as_schema(declared: Any) -> dict[str, Any]:
-    """Return a JSON schema. Converts qwen_agent's older form, a list of {"name", "type", "description", "required"}."""
+    """Return a JSON schema; convert qwen_agent's older list of {"name", "type", "description", "required"}."""
     if declared is None:
         return {"type": "object", "properties": {}}
     if not isinstance(declared, list):
@@ -77,8 +76,10 @@ def _join_text(value: Any) -> Any:
     """Join a list of content items (objects or dicts with `text`) into one text; return other values unchanged."""
     if not isinstance(value, list) or not value:
         return value
-    fields = [item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value]
-    texts = [text for text in fields if isinstance(text, str)]
+    item_texts = [
+        item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value
+    ]
+    texts = [text for text in item_texts if isinstance(text, str)]
     return "\n".join(texts) if len(texts) == len(value) else value
 
 

@@ -59,7 +59,7 @@ class ToolState:
         self._skipped: list[tuple[PendingCall, str]] = []
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def hold_lock(self) -> AsyncIterator[None]:
         """Lock the state for one call. The lock is reentrant, so a tool that calls other tools of its own state does
         not deadlock."""
         locked = _locked_states.get()
@@ -98,7 +98,7 @@ class EpisodeCache(Protocol):
     """Interface of the result cache for one episode."""
 
     async def obtain(self, call: PendingCall) -> ToolResult:
-        """Return the cached result if the call may be cached and there is one; otherwise execute the call."""
+        """Return the cached result, or execute the call if it must not be cached or the cache has no result."""
         ...
 
     def fork(self) -> EpisodeCache:

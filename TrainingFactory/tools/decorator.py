@@ -70,8 +70,7 @@ def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def as_result(value: Any) -> ToolResult:
-    """Convert a tool's return value to a ToolResult: strings unchanged, images (PIL or the bytes of a file) and lists
-    with images as images, other values as JSON."""
+    """Convert a tool's return value to a ToolResult. Images stay images; other values than strings become JSON."""
     if isinstance(value, str):
         return ToolResult(value)
     if isinstance(value, ToolResult):
@@ -84,8 +83,7 @@ def as_result(value: Any) -> ToolResult:
 
 
 def _text_or_image(value: Any) -> str | Image:
-    """Convert a value that a tool returned to a text or an image. An invalid image becomes a text that tells the model
-    the reason."""
+    """Convert one returned value to a text or an image; an invalid image becomes an error text for the model."""
     if not is_image(value):
         return _as_text(value)
     try:

@@ -69,8 +69,8 @@ class AsyncToolExecutor:
                 self.tools += self._sessions[-1].tools
             else:
                 self.tools.append(tool_or_source)
-        names = [tool.spec.name for tool in self.tools]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        tool_names = [tool.spec.name for tool in self.tools]
+        if duplicates := sorted({tool_name for tool_name in tool_names if tool_names.count(tool_name) > 1}):
             raise ValueError(
                 f"two tools have the same name: {', '.join(duplicates)}; rename one with @tool(name=...), or set "
                 '"tfactory": {"prefix": true} for an MCP server'
@@ -122,10 +122,9 @@ class AsyncToolExecutor:
         self._cache = None if parent._cache is None else parent._cache.fork()
 
     async def catch_up(self) -> None:
-        """Execute the calls that the cache has answered, so that the tools' own state reflects all calls of the
-        episode."""
+        """Execute the calls that the cache answered, so that the tools' state reflects all calls of the episode."""
         for state in {entry.state for entry in self._entries.values() if entry.state is not None}:
-            async with state.turn():
+            async with state.hold_lock():
                 await state.catch_up()
 
     @property
@@ -134,8 +133,7 @@ class AsyncToolExecutor:
 
     @property
     def has_session_state(self) -> bool:
-        """Return whether this episode has an open session with a tool that is not pure, so that the session may have
-        state."""
+        """Return whether this episode has a session with an impure tool, which may have changed its state."""
         tools = [tool for session in self._sessions for tool in session.tools]
         return not all(getattr(tool, "options", DEFAULT_OPTIONS).pure for tool in tools)
 
@@ -220,8 +218,7 @@ class AsyncToolExecutor:
     async def _apply_replayed(
         self, recorder: Recorder, position: CallPosition, call: ToolCall, result: ToolResult
     ) -> None:
-        """Apply a replayed call. A method of the environment runs again for its side effects, which a reward may read;
-        any other call is only counted."""
+        """Count a replayed call. Rerun a method of the environment, because a reward may read its side effects."""
         entry = self._entries.get(call.name)
         if entry is None or not self._reruns_in_replay(entry) or result.error in ("timeout", "unavailable"):
             self._runtime.metrics.count_answer(None if entry is None else call.name, result, self._key)
@@ -229,9 +226,9 @@ class AsyncToolExecutor:
         state = entry.state or ToolState("")
         if result.cached:  # the recorded run skipped it too; a later call may need its side effects
             self._runtime.metrics.count_answer(call.name, result, self._key)
-            state.skip(self._pending_call(entry, call.arguments), result.content)
+            state.skip(self._make_pending_call(entry, call.arguments), result.content)
             return
-        async with state.turn():
+        async with state.hold_lock():
             try:
                 await state.catch_up()
                 rerun = await self._run_call(call)
@@ -249,13 +246,13 @@ class AsyncToolExecutor:
             result = self._rejection_of(call)
             self._runtime.metrics.count_answer(None, result, self._key)
             return result
-        async with NO_LOCK if entry.state is None else entry.state.turn():
+        async with NO_LOCK if entry.state is None else entry.state.hold_lock():
             metrics = self._runtime.metrics
             start_time = metrics.start_call(call.name)
             result: ToolResult | None = None
             try:
                 rejection = self._check_arguments(entry.tool.spec, call.arguments)
-                pending = self._pending_call(entry, call.arguments)
+                pending = self._make_pending_call(entry, call.arguments)
                 if rejection is not None:
                     result = rejection
                 elif self._cache is not None:
@@ -270,8 +267,7 @@ class AsyncToolExecutor:
         return result
 
     def rejection(self, call: ToolCall) -> ToolResult | None:
-        """Return the answer to a call that cannot be executed: malformed, of an unknown tool, or with invalid
-        arguments; None for a valid call."""
+        """Return the error result of a malformed call, unknown tool or invalid arguments; None for a valid call."""
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
             return self._rejection_of(call)
@@ -295,7 +291,7 @@ class AsyncToolExecutor:
             return ToolResult(f"{spec.name} failed: {describe(error)}", ok=False, error="exception")
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
-    def _pending_call(self, entry: _ToolEntry, arguments: dict[str, Any]) -> PendingCall:
+    def _make_pending_call(self, entry: _ToolEntry, arguments: dict[str, Any]) -> PendingCall:
         runtime = self._runtime
         timeout = entry.options.timeout or self.timeout
         limits = (timeout, max(runtime.deadline, timeout), self.max_output_chars)
@@ -305,7 +301,7 @@ class AsyncToolExecutor:
 
 
 def _make_entries(tools: Sequence[Tool]) -> dict[str, _ToolEntry]:
-    """Return an entry by name for each tool, with its options and the state that it shares with other tools."""
+    """Return an entry for each tool, by name, with its options and the state that it shares with other tools."""
     all_options: list[ToolOptions] = [getattr(tool, "options", DEFAULT_OPTIONS) for tool in tools]
     stateful_servers = {options.server for options in all_options if options.stateful}
     states: dict[str, ToolState] = {}

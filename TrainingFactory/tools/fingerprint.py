@@ -41,7 +41,7 @@ def call_fingerprint(tool: Tool, options: ToolOptions, arguments: dict[str, Any]
         return None
     implementation: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
     code = _source_of(_code_of(implementation) or _code_of(getattr(implementation, "run", None)))
-    schema = _schema_text(tool.spec.parameters)
+    schema = _encode_schema(tool.spec.parameters)
     return digest(options.server, tool.spec.name, options.version, schema, code, arguments_json)
 
 
@@ -65,7 +65,7 @@ def object_fingerprint(obj: Any) -> str:
 
 
 def digest(*texts: str) -> str:
-    """Return a hash of several texts. It also depends on the boundaries between the texts."""
+    """Return a hash of several texts, which also depends on the boundaries between them."""
     return hashlib.blake2b(json.dumps([_FORMAT, *texts]).encode(), digest_size=20).hexdigest()
 
 
@@ -75,7 +75,7 @@ def _code_of(function: Any) -> Any:
 
 @IdentityCache
 def _source_of(code: Any) -> str:
-    """Return the source of a function, looked up by its code object: for a class, Python would parse the whole file."""
+    """Return a function's source by its code object, because for a class Python would parse the whole file."""
     try:
         return "" if code is None else inspect.getsource(code)
     except (OSError, TypeError):
@@ -83,5 +83,5 @@ def _source_of(code: Any) -> str:
 
 
 @IdentityCache
-def _schema_text(schema: dict[str, Any]) -> str:
+def _encode_schema(schema: dict[str, Any]) -> str:
     return json.dumps(schema, sort_keys=True, default=str)

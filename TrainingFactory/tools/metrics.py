@@ -57,7 +57,7 @@ class _Counts:
             sorted_durations = sorted(self.durations)
             metrics["p50"] = sorted_durations[int(len(sorted_durations) * 0.5)]
             metrics["p95"] = sorted_durations[int(len(sorted_durations) * 0.95)]
-        return {_prefix(tool) + name: value for name, value in metrics.items()}
+        return {_prefix_of(tool) + name: value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
@@ -131,7 +131,7 @@ class ToolMetrics:
         self._last_snapshot = now
         busy = {tool: timer.take(now) for tool, timer in self._timers.items()}
         return _to_metrics(totals) | {
-            f"{_prefix(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
+            f"{_prefix_of(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
             for tool, seconds in busy.items()
             if totals[tool].calls and now > previous_snapshot
         }
@@ -159,7 +159,7 @@ class ToolMetrics:
             self._timers[name].update(change, now)
 
 
-def _prefix(tool: str) -> str:
+def _prefix_of(tool: str) -> str:
     return f"tools/{tool}/" if tool else "tools/"
 
 

@@ -15,7 +15,7 @@ from TrainingFactory.common.texts import describe, redact_environment
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS_FILE, SPECS_FILE = "tool_calls.jsonl", "tools.json"
-_FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
+_CALL_FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = {name: value for name, value in dataclasses.asdict(ToolResult("")).items() if name != "images"}
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 FORK = "fork"  # batch of the row of a dropped fork
@@ -44,12 +44,11 @@ class CallPosition(NamedTuple):
 
 
 class RecordedCancellation(Exception):
-    """Outcome of a recorded call that was cancelled and so has no result. A replay raises it."""
+    """Outcome of a recorded call that was cancelled before it returned a result. A replay raises it."""
 
 
 class ReplayMismatch(ToolFailure):
-    """Raised if a replay makes a call that the recording does not contain, or if a rerun call returns another result.
-    It ends the episode, and then the run."""
+    """Raised for a call that differs from the recording, or whose rerun returns another result. It ends the run."""
 
 
 class Recorder:
@@ -100,12 +99,11 @@ class Recorder:
         return _result_of(row["result"], self._replay_folder)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
-        """Record that the episode with this key was not played because its environment could not be forked."""
+        """Record that this episode was not played because its environment could not be forked."""
         self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
 
     def dropped_fork(self, key: EpisodeKey) -> str | None:
-        """Return the reason why the recorded run dropped the fork with this key; None if it did not, or if this run is
-        not a replay."""
+        """Return the reason if the recorded run dropped the fork with this key; None otherwise and outside replays."""
         offset = self._offsets.get(CallPosition(key, FORK, ""))
         if self._file is None or offset is None:
             return None
@@ -132,8 +130,7 @@ class Recorder:
             raise self._new_mismatch(position, call, f"{problem}. {remedy}")
 
     def check(self) -> None:
-        """Raise ValueError if a call of the run has differed from the recording, because the caller of a tool may have
-        swallowed the ReplayMismatch."""
+        """Raise ValueError if a call differed from the recording, because callers may swallow the ReplayMismatch."""
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch)) from self._mismatch
 
@@ -148,7 +145,7 @@ class Recorder:
                 file.writelines(lines)
 
     def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
-        """Discard the uncommitted calls of the episodes whose key `selects` accepts: they are not trained on."""
+        """Discard the uncommitted calls of the episodes whose key `selects` accepts, which are not trained on."""
         for position in list(self._uncommitted):
             if selects(_key_of(position)):
                 del self._uncommitted[position]
@@ -175,7 +172,7 @@ def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
 
 @dataclass(slots=True)
 class RecordedTool:
-    """A tool known only from a recording. The executor replays its calls, so `run` is never reached."""
+    """A tool of a recording. The executor replays its calls, so `run` is never called."""
 
     spec: ToolSpec
 
@@ -212,7 +209,7 @@ def _encode_call(
     store: ImageStore | None,
 ) -> str:
     field_values = (*_key_of(position), position.batch, position.index, call.name, call.arguments)
-    row: dict[str, Any] = dict(zip(_FIELDS, field_values, strict=True))
+    row: dict[str, Any] = dict(zip(_CALL_FIELDS, field_values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
     elif isinstance(result, RecordedCancellation):

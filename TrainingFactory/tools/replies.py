@@ -9,7 +9,7 @@ from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
 def tool_messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
-    """Return one message per call. Images beyond the limit of a turn are replaced by a text with the reason."""
+    """Return one message per call; a text with the reason replaces each image beyond a turn's limit."""
     messages: list[Message] = []
     max_images = LIMITS.max_per_turn
     for call, result in zip(calls, results, strict=True):

@@ -93,7 +93,7 @@ class ToolRuntime:
         return outcome
 
     def _sanitize(self, result: ToolResult, max_chars: int) -> None:
-        """Redact secrets and truncate the text. Images stay between the texts that they were between."""
+        """Redact secrets and truncate the text; images keep their places between the texts."""
         if result.images:
             text, images = map_text(result.content, result.images, lambda text: redact(text, self._secrets))
             result.content = truncate_middle(text, max_chars)

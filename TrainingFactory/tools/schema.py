@@ -28,7 +28,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
     """Create a pydantic model with one field per parameter. The fields are called a0, a1, ... with the parameter names
     as aliases, because a parameter may have a name that BaseModel itself uses."""
     hints = get_type_hints(function, include_extras=True)
-    docs = _parameter_docs(inspect.getdoc(function) or "")
+    descriptions = _parse_parameter_docs(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     parameters = list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]
     for index, parameter in enumerate(parameters):
@@ -38,14 +38,13 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
             raise ValueError(f"tool {name}: parameter {parameter.name!r} needs a type hint, such as str")
         hint = hints[parameter.name]
         default = ... if parameter.default is parameter.empty else parameter.default
-        description = _annotated_description(hint) or docs.get(parameter.name)
+        description = _find_description(hint) or descriptions.get(parameter.name)
         fields[f"a{index}"] = (hint, Field(default, alias=parameter.name, description=description))
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the model's JSON schema without titles and without the ban on extra arguments, because both only cost
-    tokens. Pydantic enforces the ban."""
+    """Return the model's JSON schema without titles and `additionalProperties`, which only cost tokens."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
     schema.pop("description", None)  # of the pydantic class, not of the tool
@@ -58,7 +57,7 @@ def description_of(function: Callable[..., Any]) -> str:
     return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param |\w+\n-{3,})", "\n" + doc, maxsplit=1)[0].strip()
 
 
-def _parameter_docs(doc: str) -> dict[str, str]:
+def _parse_parameter_docs(doc: str) -> dict[str, str]:
     """Return the parameter descriptions of a docstring: `name: text` lines under Args:, `:param name: text` lines, and
     numpy's `name : type` lines with the text below. More deeply indented lines continue a text."""
     google = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
@@ -71,7 +70,7 @@ def _parameter_docs(doc: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in descriptions}
 
 
-def _annotated_description(hint: Any) -> str | None:
+def _find_description(hint: Any) -> str | None:
     """Return the first plain string in Annotated[type, "text"], or the description of a Field there."""
     metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
     texts = [entry.description if isinstance(entry, FieldInfo) else entry for entry in metadata]
@@ -145,7 +144,7 @@ def _find_schema_problem(schema: Any) -> str | None:
 
 
 def find_unknown_reference(schema: dict[str, Any]) -> str | None:
-    """Return the first $ref that the schema does not define, which validation would fetch over the network; or None."""
+    """Return the first $ref that the schema does not define, because jsonschema would fetch it; None if all are."""
     from referencing import Registry
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
@@ -176,7 +175,7 @@ _PYTHON_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool
 
 
 def _has_exact_types(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
-    """Return whether the schema constrains only types and the arguments have exactly these: a fast path."""
+    """Return whether the schema constrains only types and all arguments match (a fast path without jsonschema)."""
     for name, value in arguments.items():
         field = schema.get("properties", {}).get(name)
         has_only_type = isinstance(field, dict) and field.keys() <= _TYPE_ONLY
@@ -195,7 +194,7 @@ def check_arguments(spec: ToolSpec, validator: Validator, arguments: Any) -> str
 
 
 def describe_errors(spec: ToolSpec, error: ValidationError) -> str:
-    """Return the same message as `check_arguments` for a ValidationError of pydantic."""
+    """Return the message of `check_arguments` for pydantic's ValidationError."""
     problems = []
     for detail in error.errors(include_url=False, include_context=False):
         location = _shorten(".".join(str(part) for part in detail["loc"]) or "the arguments")

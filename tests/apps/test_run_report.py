@@ -54,8 +54,8 @@ def test_places_on_the_sheet() -> None:
     chart = Chart(
         "x", [Curve("a", [(1, 0.0), (2, float("nan")), (3, 1.0)], low=[(1, -1.0)], high=[(3, 1.0)])]
     )
-    assert (chart.bottom, chart.top, chart.first, chart.last) == (-1.0, 1.0, 1, 3)
-    (left, middle), (right, top) = chart.places(chart.lines[0].points)
+    assert (chart.bottom, chart.top, chart.first_step, chart.last_step) == (-1.0, 1.0, 1, 3)
+    (left, middle), (right, top) = chart.to_pixels(chart.lines[0].points)
     assert (
         left < right
         and [height for height, _ in chart.marks] == [196, middle, top]

@@ -34,8 +34,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
-        kind = ERROR_TYPES.get(status, "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        error_type = ERROR_TYPES.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 StreamEvent = str | dict[str, str]  # the data of a server-sent event, or its fields "event" and "data"
@@ -44,7 +44,7 @@ Handler = Callable[..., Awaitable[HandlerResult]]  # gets the body, and the vari
 
 
 class ErrorFormat(Protocol):
-    """The form of error responses in one API dialect."""
+    """Format of the error responses in one API dialect."""
 
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
@@ -52,8 +52,7 @@ class ErrorFormat(Protocol):
 
 
 def encode_events(events: Iterable[StreamEvent]) -> bytes:
-    """Encode server-sent events as bytes for a response body. The data of an event must be a single line, such as
-    JSON."""
+    """Encode server-sent events as bytes. The data of an event must be a single line, such as JSON."""
     texts = [
         f"data: {event}\n\n"
         if isinstance(event, str)
@@ -115,8 +114,8 @@ class Api:
             self._check_host(request)
             if (answer := find_handler(request)) is None:
                 raise _wrong_key_error()
-            handler_call = answer(await json_body(request), **request.path_params)
-            result = await _unless_disconnected(request, handler_call)
+            handler_call = answer(await read_json_body(request), **request.path_params)
+            result = await _run_unless_disconnected(request, handler_call)
             if result is None:
                 return Response(status_code=499)  # the client has disconnected
             return json_response(result) if isinstance(result, dict) else EventStreamResponse(result, errors)
@@ -203,7 +202,9 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(text, status=500, code="internal_error")
 
 
-async def _unless_disconnected(request: Request, handler: Awaitable[HandlerResult]) -> HandlerResult | None:
+async def _run_unless_disconnected(
+    request: Request, handler: Awaitable[HandlerResult]
+) -> HandlerResult | None:
     """Return the result of the handler. If the client disconnects first, cancel the handler and return None."""
 
     async def wait_for_disconnect() -> None:
@@ -221,7 +222,7 @@ async def _unless_disconnected(request: Request, handler: Awaitable[HandlerResul
 
 
 async def not_found_response(request: Request, error: Exception, routes: Sequence[str] = ()) -> Response:
-    """Return a 404 response that lists the available `pages`."""
+    """Return a 404 response that lists the available `routes`."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:80]}: {error.detail}"
     text += f"; available: {', '.join(routes)}" if routes else ""
@@ -229,7 +230,7 @@ async def not_found_response(request: Request, error: Exception, routes: Sequenc
     return json_response(response.body, response.status)
 
 
-async def json_body(request: Request) -> bytes:
+async def read_json_body(request: Request) -> bytes:
     """Return the request body. Raise ApiError if it is not declared as JSON, too long or too slow."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":

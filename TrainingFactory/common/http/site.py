@@ -28,9 +28,9 @@ from TrainingFactory.common.http.api import (
     ApiError,
     EventStreamResponse,
     as_api_error,
-    json_body,
     json_response,
     not_found_response,
+    read_json_body,
 )
 from TrainingFactory.common.http.listen import is_loopback
 
@@ -104,7 +104,7 @@ class Site:
         self._static = static
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
         self._api.add_exception_handler(HTTPException, not_found_response)
-        self._api.add_exception_handler(RequestValidationError, _validation_error)
+        self._api.add_exception_handler(RequestValidationError, _validation_response)
         self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
@@ -113,7 +113,7 @@ class Site:
         in a thread, with a limit of `READ_TIMEOUT` seconds for GET."""
         timeout = READ_TIMEOUT if method == "GET" else None
         is_async = inspect.iscoroutinefunction(answer)
-        handler = answer if is_async else functools.partial(_in_thread, timeout, answer)
+        handler = answer if is_async else functools.partial(_run_in_thread, timeout, answer)
 
         @functools.wraps(answer)
         async def handle(*args: Any, **kwargs: Any) -> Response:
@@ -125,7 +125,7 @@ class Site:
                     return EventStreamResponse(_with_error(result))
                 return Response(to_json(result), media_type="application/json")
             except Exception as error:
-                response = _api_error(error)
+                response = _as_error(error)
                 return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
 
         return_type = get_type_hints(answer).get("return")
@@ -166,7 +166,7 @@ def _load_file(file: Path) -> tuple[bytes, dict[str, str]]:
     return content, {"etag": etag, "cache-control": "no-cache", "content-type": CONTENT_TYPES[file.suffix]}
 
 
-async def _in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _run_in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         async with asyncio.timeout(seconds):
             return await asyncio.to_thread(answer, *args, **kwargs)
@@ -181,18 +181,18 @@ async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
         async for streamed_event in events:
             yield streamed_event
     except Exception as error:
-        yield event("error", _api_error(error).body)
+        yield event("error", _as_error(error).body)
     finally:
         await events.aclose()
 
 
-def _api_error(error: BaseException) -> ApiError:
+def _as_error(error: BaseException) -> ApiError:
     """Convert an exception into an error response. Messages of ValueError and OSError are written for users."""
     is_user_error = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
     return ApiError(str(error)) if is_user_error else as_api_error(error)
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
+async def _validation_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     field = ".".join(str(part) for part in detail["loc"][1:]) or str(detail["loc"][0])
@@ -246,9 +246,7 @@ class _Guard:
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
     def _sign_in(self, request: Request) -> Response | None:
-        """Check the token in the cookie or header. Return None if it is valid. For a URL with ?token=, return a page
-        that sets the cookie. For a browser without a token, return a text that explains how to sign in. Raise ApiError
-        for API requests."""
+        """Check the token. Return None if it is valid, a sign-in page, or a hint; raise ApiError for API requests."""
         authorization = request.headers.get("authorization", "")
         if self._token is None or _is_equal(authorization, f"Bearer {self._token}"):
             return None
@@ -269,7 +267,7 @@ class _Guard:
         if PAGE_HEADER not in request.headers:
             text = f"Requests that change something must send the header {PAGE_HEADER}: 1."
             raise ApiError(text, PAGE_HEADER, status=403, code="forbidden")
-        messages = [{"type": "http.request", "body": await json_body(request), "more_body": False}]
+        messages = [{"type": "http.request", "body": await read_json_body(request), "more_body": False}]
 
         async def receive() -> Any:
             return messages.pop() if messages else await request.receive()

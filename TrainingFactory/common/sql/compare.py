@@ -90,8 +90,7 @@ _SQL_TOKENS = re.compile(
 
 
 def _make_comparable(value: Any) -> Any:
-    """Return the value in a form for comparison, with floats rounded, because sums in another order differ in their
-    last digits."""
+    """Return the value with floats rounded, because sums in another order differ in their last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
             rounded = round(value)

@@ -12,9 +12,9 @@ INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ 
 BYTES_KEPT, MAX_LINES, MAX_LINE_CHARS = 8000, 5, 500  # of stderr
 
 
-def inherited_variables(names: list[str]) -> dict[str, str]:
+def inherited_variables(extra_names: list[str]) -> dict[str, str]:
     """Return the variables in `INHERITED` and `names` that are set."""
-    return {name: os.environ[name] for name in (*INHERITED, *names) if name in os.environ}
+    return {name: os.environ[name] for name in (*INHERITED, *extra_names) if name in os.environ}
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -24,16 +24,15 @@ MAX_ANSWER_BYTES = 64 * 2**20  # default for trusted functions
 
 
 class WorkerError(Exception):
-    """The function raised an exception, or could not be loaded."""
+    """Raised if the function raised an exception or could not be loaded."""
 
 
 class WorkerDied(Exception):
-    """The process ended without an answer. The message continues a sentence that begins with the worker's name: "died
-    of SIGSEGV"."""
+    """Raised if the process ended without an answer. The message follows the worker's name: "died of SIGSEGV"."""
 
 
 class WorkerTooSlow(Exception):
-    """No answer arrived within the time limit; the process was killed."""
+    """Raised if no answer arrived within the time limit; the process was killed."""
 
 
 class Worker:
@@ -82,7 +81,7 @@ class Worker:
                 self._child = _Child(
                     [sys.executable, "-P", *self._flags, str(CHILD)], self._popen_args, self._max_answer
                 )
-                self._end_child = weakref.finalize(self, self._child.end)
+                self._end_child = weakref.finalize(self, self._child.kill_and_wait)
                 path = [p or os.getcwd() for p in sys.path] if self._path is None else list(self._path)
                 setup = {"target": self.target, "settings": self.settings, "path": path}
                 try:
@@ -132,7 +131,7 @@ class Worker:
 
 
 class _Child:
-    """One process and its pipes."""
+    """A worker process and its pipes."""
 
     def __init__(self, command: list[str], popen_args: Mapping[str, Any], max_answer: int) -> None:
         child_commands, self.commands = os.pipe()
@@ -189,14 +188,14 @@ class _Child:
                 await self._wait_ready(self.commands, writing=True)
 
     async def _read_line(self) -> bytes:
-        chunks, size = [self._unparsed], len(self._unparsed)
+        chunks, num_bytes = [self._unparsed], len(self._unparsed)
         while b"\n" not in chunks[-1]:
             await self._wait_ready(self.answers)  # yields to other tasks, however fast the process writes
             chunks.append(os.read(self.answers, 65536))
-            size += len(chunks[-1])
+            num_bytes += len(chunks[-1])
             if not chunks[-1]:
                 raise BrokenPipeError
-            if size > self._max_answer:
+            if num_bytes > self._max_answer:
                 raise WorkerDied(f"was stopped, because it answered with more than {self._max_answer} bytes")
         line_end, _, self._unparsed = chunks.pop().partition(b"\n")
         return b"".join([*chunks, line_end])
@@ -224,7 +223,7 @@ class _Child:
         with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter if the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
+    def kill_and_wait(self) -> None:
         self.kill_group()
         self.process.wait()
         self._close_pipes()

@@ -33,7 +33,7 @@ _TERMS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf9
 
 
 class PassageTool(ABC):
-    """Base class of search tools, which show the model the passages that `find` returns."""
+    """Base class of search tools: formats the passages that `find` returns for the model."""
 
     top_k: int  # of a call that does not say how many
     max_chars: int  # of each passage
@@ -98,10 +98,10 @@ class Passages:
     """The passages of a corpus in the order of its files, read from the database that `ensure_index` builds."""
 
     def __init__(
-        self, path: Path, fields: tuple[str, str, str], index_dir: str | Path | None, name: str
+        self, path: Path, field_names: tuple[str, str, str], index_dir: str | Path | None, name: str
     ) -> None:
         self.path = path
-        self.index = ensure_index(path, fields, Path(index_dir) if index_dir else _cache_folder(), name)
+        self.index = ensure_index(path, field_names, Path(index_dir) if index_dir else _cache_folder(), name)
         with contextlib.closing(_open_index(self.index)) as connection:
             self.count: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             self.state: str  # digest of the files' names, sizes and times
@@ -113,7 +113,7 @@ class Passages:
         with contextlib.closing(_open_index(self.index)) as connection:
             yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
 
-    def at(self, index: int) -> tuple[str, str, str]:
+    def passage_at(self, index: int) -> tuple[str, str, str]:
         """Return (id, title, text) of the passage at this index, counted from 0."""
         with contextlib.closing(_open_index(self.index)) as connection:
             query = "SELECT name, title, text FROM documents WHERE number = ?"
@@ -143,20 +143,19 @@ def split_terms(text: str) -> list[str]:
     return terms
 
 
-def ensure_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
-    """Return the path of the data's index; build the index if it is missing or the data has changed. It is written to a
-    temporary file and renamed, so that concurrent builds cannot corrupt it."""
+def ensure_index(path: Path, field_names: tuple[str, str, str], folder: Path, name: str) -> Path:
+    """Return the path of the data's index; build it if it is missing or outdated. Concurrent builds are safe."""
     path = path.resolve()
     files = _list_files(path, name)
     file_stats = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-    data_digest = digest(FORMAT, *fields, json.dumps(file_stats))
-    index_path = folder / f"{path.stem[:40]}-{digest(str(path), *fields)[:20]}.sqlite"
+    data_digest = digest(FORMAT, *field_names, json.dumps(file_stats))
+    index_path = folder / f"{path.stem[:40]}-{digest(str(path), *field_names)[:20]}.sqlite"
     if _read_data_digest(index_path) == data_digest:
         return index_path
     temporary_path = folder / f"{index_path.stem}.{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _build(temporary_path, data_digest, _read_documents(path, files, fields, name))
+        _build(temporary_path, data_digest, _read_documents(path, files, field_names, name))
         os.replace(temporary_path, index_path)
     except (OSError, sqlite3.Error) as error:
         message = f"tool {name}: cannot build the index in {folder} ({error}); set another index_dir"
@@ -197,7 +196,7 @@ def _read_data_digest(index_path: Path) -> str | None:
 
 
 def _open_index(index_path: Path) -> sqlite3.Connection:
-    """Open an index read-only. `immutable` avoids locks, which network disks lack; index files are only replaced."""
+    """Open an index read-only, without locks, because network disks lack them and nothing changes index files."""
     return sqlite3.connect(f"{index_path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
@@ -213,7 +212,7 @@ def _list_files(path: Path, name: str) -> list[Path]:
 
 
 def _read_documents(
-    path: Path, files: list[Path], fields: tuple[str, str, str], name: str
+    path: Path, files: list[Path], field_names: tuple[str, str, str], name: str
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (id, title, text) of every document."""
     if path.is_dir():
@@ -224,11 +223,13 @@ def _read_documents(
     with path.open(encoding="utf-8-sig") as lines:
         for line_number, line in enumerate(lines, 1):
             if line.strip():
-                yield _parse_row(line, fields, line_number, f"tool {name}: {path}:{line_number}")
+                yield _parse_row(line, field_names, line_number, f"tool {name}: {path}:{line_number}")
 
 
-def _parse_row(line: str, fields: tuple[str, str, str], position: int, location: str) -> tuple[str, str, str]:
-    text_field, title_field, id_field = fields
+def _parse_row(
+    line: str, field_names: tuple[str, str, str], position: int, location: str
+) -> tuple[str, str, str]:
+    text_field, title_field, id_field = field_names
     try:
         row = dict(json.loads(line))
     except (ValueError, TypeError) as error:
@@ -250,5 +251,5 @@ def search_parameters(top_k: int) -> dict[str, Any]:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "training-factory" / "search"
+    cache_root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_root) / "training-factory" / "search"

@@ -70,7 +70,7 @@ class SqlTool:
 
 
 class SqlSession:
-    """The session of one episode, and its only tool, with its own database connection."""
+    """One episode's database connection, as a session and as its only tool."""
 
     def __init__(self, tool: SqlTool) -> None:
         self.spec, self.options = tool.spec, tool.options
@@ -88,7 +88,6 @@ class SqlSession:
 
 
 def _compute_version(path: Path, *settings: Any) -> str:
-    """Return a version text that changes with the file, its content or the settings, so that a change invalidates
-    cached results."""
+    """Return a digest of the file's state and the settings; a change invalidates cached results."""
     file_stats = [file.stat() for file in (path, Path(f"{path}-wal")) if file.exists()]
     return digest(str(path), str([(stat.st_mtime_ns, stat.st_size) for stat in file_stats]), str(settings))

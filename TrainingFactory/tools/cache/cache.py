@@ -68,8 +68,7 @@ class ToolCache:
         return executor
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """Return the cached result of a call, or execute it. All calls by this method count as one episode of the
-        stateful tools."""
+        """Return the cached result of a call, or execute it. For stateful tools, all calls form one episode."""
         [result] = await self.executor.batch_execute([call])
         return result
 
@@ -169,7 +168,7 @@ class ToolCache:
 
 
 class EpisodeToolCache:
-    """The cache of one episode. Pure calls are cached by fingerprint, stateful calls by all earlier calls as well."""
+    """Cache of one episode. It caches pure calls by fingerprint, and stateful calls also by all earlier calls."""
 
     def __init__(self, cache: ToolCache, scope: str) -> None:
         self._cache, self._scope = cache, scope
@@ -197,7 +196,7 @@ class EpisodeToolCache:
     async def _obtain_stateful(
         self, call: PendingCall, state: ToolState, fingerprint: str | None, deadline: float
     ) -> ToolResult:
-        """Return the result of a call that depends on earlier calls, or that changes the results of later ones."""
+        """Return the result of a call whose result depends on earlier calls, or that changes later results."""
         server, is_lost = state.server, False
 
         async def execute() -> ToolResult:
@@ -273,7 +272,7 @@ class _Writer:
             self._thread.submit(self._write)
 
     def record_use(self, key: str) -> None:
-        """Record the time of use for eviction. Written with the next entry, or after `MAX_USED` uses."""
+        """Record the time of use for eviction. Written with the next entry, or after `MAX_QUEUED_USES` uses."""
         self._used_at[key] = time.time()
         if len(self._used_at) > MAX_QUEUED_USES:
             self._thread.submit(self._write)

@@ -33,7 +33,7 @@ Send = Callable[[], Awaitable[ModelReply]]
 
 
 class ModelFailure(Exception):
-    """Raised when there is no usable reply. `stops`: further requests would fail too."""
+    """Raised for a request without a usable reply. `stops`: further requests would fail too."""
 
     def __init__(self, text: str, kind: FailureKind, denied: bool = False) -> None:
         super().__init__(text)

@@ -93,7 +93,9 @@ class Connection:
             if task is not None:
                 task.cancel()
         reason = (
-            f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
+            f"no answer within {limit:g} s (tfactory.connect_timeout)"
+            if problem is None
+            else _root_cause(problem)
         )
         self._mark_lost(reason)
         if not ready.done():
@@ -102,7 +104,7 @@ class Connection:
             ready.exception()  # mark it as retrieved, in case `open` no longer waits
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
-        transport = await self._transport(stack)
+        transport = await self._open_transport(stack)
         # Private sessions need the handshake of older protocols: the newest has no sessions over HTTP.
         private_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
@@ -120,7 +122,7 @@ class Connection:
         if changes is not None and changes.list_changed and client.protocol_version >= "2026":
             self._relist_task = asyncio.create_task(self._relist(client, subscribe=True))
 
-    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+    async def _open_transport(self, stack: contextlib.AsyncExitStack) -> Any:
         config = self.config
         if config.transport == "sse":
             return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=IDLE_TIMEOUT)
@@ -135,7 +137,7 @@ class Connection:
             return streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
             )
-        return stdio_transport(config, stack.enter_context(self._server_output.stderr()))
+        return stdio_transport(config, stack.enter_context(self._server_output.open_stderr()))
 
     # messages from the server
 
@@ -148,7 +150,7 @@ class Connection:
     def _on_item(self, message: Any) -> None:
         self._num_messages += 1
         if isinstance(message, ValidationError):
-            self._server_output.count(message)
+            self._server_output.count_invalid_line(message)
 
     async def _on_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
@@ -205,7 +207,7 @@ class Connection:
         except MCPError as error:
             return self._error_result(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            self._mark_lost(_cause(error))
+            self._mark_lost(_root_cause(error))
             raise self.down_error("was lost during the call") from None
         except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
             return self._invalid_result(name, str(error) or type(error).__name__)
@@ -242,8 +244,7 @@ class Connection:
         return request_task.result()
 
     async def _check(self, client: Client) -> None:
-        """Mark the connection as lost if the server sent nothing during a whole call and does not answer a request
-        now."""
+        """Mark the connection as lost if the server sent nothing during a whole call and ignores a new request."""
         num_before = self._num_messages
         limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(limit):
@@ -256,7 +257,7 @@ class Connection:
         """Return the server's error as a result; raise ServerDown if the connection ended with it."""
         if error.message in (*END_REASONS, CUT_OFF):
             if error.message != CUT_OFF:
-                self._mark_lost(_cause(error))
+                self._mark_lost(_root_cause(error))
             raise self.down_error("was lost during the call", sent=error.message != SESSION_GONE)
         self.has_answered = True
         text = self.config.hide(error.message)
@@ -275,7 +276,7 @@ class Connection:
             self.lost.set_result(None)
 
     def down_error(self, event: str = "was lost", sent: bool = True) -> ServerDown:
-        """Return an error with the event and its reason, to be raised or logged."""
+        """Return a ServerDown error that names the event and its reason."""
         reason = f": {self._end_reason}" if self._end_reason else ""
         text = (
             f"server {self.config.name!r} ({self.config.target}) {event}{reason}{self._server_output.quote()}"
@@ -297,53 +298,52 @@ class Connection:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an HTTP response, with a size limit. The SDK answers the request with the error that is raised above
-    the limit."""
+    """Body of an HTTP response with a size limit; above it, the stream raises an error, which the SDK returns."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         size = 0
-        async for chunk in self.inner:
+        async for chunk in self.stream:
             size += len(chunk)
             if size > MAX_MESSAGE_BYTES:
                 raise httpx2.StreamError(TOO_LONG)
             yield chunk
 
     async def aclose(self) -> None:
-        await self.inner.aclose()
+        await self.stream.aclose()
 
 
 class _WatchedReader:
-    """The read stream of a transport, with callbacks for every item and for the end of the stream."""
+    """Read stream of a transport with callbacks for every item and for the end of the stream."""
 
-    def __init__(self, inner: Any, on_item: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        self.inner, self.on_item, self.on_end = inner, on_item, on_end
+    def __init__(self, stream: Any, on_item: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self.stream, self.on_item, self.on_end = stream, on_item, on_end
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self.stream, name)
 
     def __aiter__(self) -> _WatchedReader:
         return self
 
     async def __anext__(self) -> Any:
         try:
-            item = await self.inner.__anext__()
+            message = await self.stream.__anext__()
         except (StopAsyncIteration, anyio.ClosedResourceError):
             self.on_end()
             raise
-        self.on_item(item)
-        return item
+        self.on_item(message)
+        return message
 
     async def __aenter__(self) -> _WatchedReader:
         return self
 
     async def __aexit__(self, *exc_info: Any) -> None:
-        await self.inner.aclose()
+        await self.stream.aclose()
 
 
-def _cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -14,14 +14,14 @@ from TrainingFactory.types import Image, ToolResult
 
 
 def has_images(answer: dict[str, Any]) -> bool:
-    """Return whether a raw CallToolResult has images, which take long to decode."""
+    """Return whether a raw CallToolResult has images, because decoding them takes long."""
     return any(_image_data(part) is not None for part in answer.get("content") or [])
 
 
 def tool_result(
     answer: dict[str, Any], error_text: re.Pattern[str] | None, secrets: Sequence[str]
 ) -> ToolResult:
-    """Convert a raw CallToolResult. It is a failure if the server sets isError or the text matches `error_text`."""
+    """Convert a raw CallToolResult. It failed if the server sets isError or the text matches `error_text`."""
     attachments: list[dict[str, Any]] = []
     contents = [_text_or_image(part, attachments) for part in answer.get("content") or []]
     structured_content = answer.get("structuredContent")

@@ -34,7 +34,7 @@ class OfferedTool:
 
 @dataclass(slots=True)
 class Offer:
-    """A tool as models see it; never changes during the life of its `MCPTools`."""
+    """A server's tool as models see it. It does not change during the lifetime of its `MCPTools`."""
 
     server: str  # empty for a catalog tool that the config names
     remote_name: str  # its name on the server
@@ -94,12 +94,12 @@ def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride 
 
 
 def option_applies(option: bool | list[str], tool: str) -> bool:
-    """Return whether an option such as `pure` applies to the tool: true, or a list that names it."""
+    """Return whether an option such as `pure`, true or a list of tool names, applies to the tool."""
     return tool in option if isinstance(option, list) else option
 
 
 def _as_spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:
-    """Return a validated spec. Drops `$schema`, which is useless to a model, unless the schema is invalid without."""
+    """Return a validated spec. Drop `$schema`, which models do not need, unless the schema is invalid without it."""
     schema = {"type": "object", "properties": {}} | parameters
     short = ToolSpec(name, description, {key: value for key, value in schema.items() if key != "$schema"})
     with contextlib.suppress(ValueError):

@@ -78,7 +78,7 @@ class ServerSettings:
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
 class ToolOverride:
-    """An entry for one tool of a server, whose description and parameters replace those that the server sends."""
+    """Config entry of one tool, whose description and parameters replace the server's."""
 
     name: Text
     mcp_server: str | dict[str, Any]
@@ -98,7 +98,7 @@ class ServerDown(Exception):
 
 @dataclass(slots=True, frozen=True)
 class ServerConfig:
-    """One server, with variables filled in and paths resolved."""
+    """Config of one server, with variables filled in and paths resolved."""
 
     name: str
     origin: str  # the config file
@@ -131,9 +131,9 @@ class ServerConfig:
     def hide(self, text: str) -> str:
         """Redact the values of variables, environment and headers, and the password and query of the URL."""
         parts = urlsplit(self.url)
-        values = {*self.variables.values(), *self.env.values(), *self.headers.values(), *self.secrets}
-        values |= {parts.password or "", parts.query}
-        long_values = [value for value in values if len(value) >= MIN_HIDDEN_CHARS]
+        hidden_values = {*self.variables.values(), *self.env.values(), *self.headers.values(), *self.secrets}
+        hidden_values |= {parts.password or "", parts.query}
+        long_values = [value for value in hidden_values if len(value) >= MIN_HIDDEN_CHARS]
         return redact(text, sorted(long_values, key=len, reverse=True))
 
     @property
@@ -240,8 +240,7 @@ def _process_options(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
         raise ValueError(f"program {entry.command!r} not found; install it, or write its full path")
 
     def resolve(text: str) -> str:
-        """Return the full path of a file if the argument names one relative to the config; otherwise return the
-        argument."""
+        """Return the full path of a file that the argument names relative to the config, else the argument."""
         looks_like_a_path = not text.startswith("-") and ("/" in text or Path(text).suffix)
         if cwd is None and looks_like_a_path and not Path(text).exists() and (folder / text).exists():
             return str(folder / text)
@@ -252,7 +251,7 @@ def _process_options(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
 
 
 def _make_filler(folder: Path, variables: dict[str, str]) -> Fill:
-    """Return a function that replaces ${NAME} by the value of the variable, and records the value in `values`."""
+    """Return a function that replaces ${NAME} by the variable's value and records the value in `variables`."""
     workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
     predefined = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
 
@@ -276,11 +275,11 @@ def find_secrets(
     parts of URLs. The longest come first, because one may contain another."""
     variables, headers, texts = list(variables), list(headers), list(texts)
     headers += [value for _, value in secrets_in(texts) if "://" not in value]
-    values = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
-    values |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
+    secrets = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
+    secrets |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
     for text in (*texts, *(value for _, value in variables)):
-        values |= _secrets_in_url(text)
-    return sorted((value for value in values if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
+        secrets |= _secrets_in_url(text)
+    return sorted((value for value in secrets if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 
 def _secrets_in_url(text: str) -> set[str]:

@@ -53,7 +53,7 @@ class Server:
             await connection.open()
         return connection
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def start_task(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start a background task; `close` waits for it."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
@@ -123,7 +123,7 @@ class SharedConnection:
                 if failures < 2:
                     self.settled.clear()
                     asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.settled.set)
-                self.server.start(connection.close())
+                self.server.start_task(connection.close())
         finally:
             self.settled.set()
             if self.connection is not None:
@@ -196,7 +196,7 @@ class EpisodeServer(Server):
             await asyncio.shield(self._spare_connections[0])
 
     def take(self) -> asyncio.Task[Connection]:
-        """Return a connection that is ready or starting. The caller must pass it to `release_connection` in the end."""
+        """Return a ready or starting connection; the caller must pass it to `release_connection` at the end."""
         while True:
             self._start_spares()
             connecting = self._spare_connections.popleft()
@@ -208,7 +208,7 @@ class EpisodeServer(Server):
 
     def release_connection(self, connection: asyncio.Task[Connection]) -> None:
         """Close the connection in the background; it is not reused, because an episode has changed its state."""
-        self.start(self._close_connection(connection))
+        self.start_task(self._close_connection(connection))
 
     async def close(self) -> None:
         self._spare_connections.clear()

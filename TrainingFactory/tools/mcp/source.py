@@ -35,8 +35,8 @@ class MCPTools:
     @classmethod
     def load_from_config(cls, path: str | Path) -> MCPTools:
         """Load a config file in any of the formats that docs/TOOLS.md lists."""
-        servers, names = read_config(path)
-        return cls(servers, {name: make_tool(name) for name in names})
+        servers, tool_names = read_config(path)
+        return cls(servers, {name: make_tool(name) for name in tool_names})
 
     @classmethod
     def from_dict(cls, data: Any, *, folder: str | Path = ".") -> MCPTools:
@@ -134,7 +134,7 @@ class MCPSession:
         self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
 
     def connection_to(self, server_name: str) -> SharedServer | EpisodeConnection:
-        """Return the object that sends this episode's calls to the server."""
+        """Return the connection that carries this episode's calls to the server."""
         if server_name not in self._episode_connections:
             server = self._source.here()[server_name]
             if isinstance(server, SharedServer):
@@ -149,7 +149,7 @@ class MCPSession:
 
 
 class MCPTool:
-    """One tool of one server, for one episode."""
+    """One server's tool in one episode."""
 
     def __init__(self, offer: Offer, session: MCPSession) -> None:
         self.spec = offer.spec

@@ -38,7 +38,7 @@ class Unavailable(Exception):
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
-    """Sandbox this process. Return how each restriction is enforced (None: not at all), and the "missing" layers."""
+    """Sandbox this process. Return the mechanism of each restriction (None: not enforced) and the "missing" layers."""
     missing: list[str] = []
     report: dict[str, Any] = {"missing": missing}
 
@@ -87,12 +87,12 @@ def set_limits(settings: dict[str, Any]) -> None:
 
 
 def no_new_processes() -> None:
-    """Forbid new processes and threads: set their limit for this user to 0, which this process alone exceeds."""
+    """Forbid new processes and threads by a limit of 0 processes for this user."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def namespaces(disk_mb: int, folder: str) -> bool:
-    """Enter an empty network namespace, and mount a tmpfs on the folder, which vanishes with the process."""
+    """Enter an empty network namespace and mount a tmpfs, which vanishes with the process, on the folder."""
     uid, gid = os.getuid(), os.getgid()
     _check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -185,15 +185,15 @@ def filter_program(machine: str, pid: int, allow_threads: bool) -> list[Instruct
     """Return the BPF program: one block per system call, which returns a verdict or jumps to the next block."""
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
 
-    def block(number: int, *body: Instruction) -> None:
-        program.extend([(EQUAL, 0, len(body), number), *body])
+    def add_block(system_call: int, *body: Instruction) -> None:
+        program.extend([(EQUAL, 0, len(body), system_call), *body])
 
     for call_number in parse_numbers(ALLOWED_CALLS, machine).values():
-        block(call_number, _verdict(ALLOW))
+        add_block(call_number, _verdict(ALLOW))
     for call_number in parse_numbers(PRETENDED_CALLS, machine).values():
-        block(call_number, _verdict(ERRNO))  # errno 0 means success
+        add_block(call_number, _verdict(ERRNO))  # errno 0 means success
     for name, call_number in parse_numbers(CONDITIONAL_CALLS, machine).items():
-        block(call_number, *_rule_for(name, pid, allow_threads))
+        add_block(call_number, *_rule_for(name, pid, allow_threads))
     return [*program, _verdict(ERRNO | errno.EPERM)]
 
 

@@ -24,7 +24,7 @@ RESERVE_BYTES = 8 * 2**20  # freed after a MemoryError, so that the answer can s
 
 
 class CappedOutput(io.RawIOBase):
-    """A stream of unlimited length that keeps `limit` bytes: the beginning and the end."""
+    """Stream of unlimited length that keeps only `limit` bytes: the beginning and the end."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.head_bytes = limit, limit * 3 // 4
@@ -37,7 +37,7 @@ class CappedOutput(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Stay open for the next call, even if the wrapper around this stream is closed."""
+        """Do nothing, because the next call uses the stream again."""
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
@@ -125,7 +125,7 @@ class Interpreter:
         return answer
 
     def _recover_memory(self) -> bool:
-        """Return whether memory is available again after a MemoryError; if not, the process must be replaced."""
+        """Free memory after a MemoryError; return False if the process must be replaced."""
         gc.collect()
         try:
             probe = bytearray(4 * RESERVE_BYTES)

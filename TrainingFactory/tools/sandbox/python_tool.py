@@ -151,7 +151,7 @@ class PythonTool:
 
 
 class PythonSession:
-    """The interpreter of one episode, as a session and as its only tool."""
+    """One episode's interpreter, as a session and as its only tool."""
 
     def __init__(self, source: PythonTool) -> None:
         self.source = source
@@ -175,15 +175,15 @@ class PythonSession:
                     reason = self._end_reason
                     note = f"[a fresh interpreter: the last one {reason}; its variables and files are gone]\n"
                 try:
-                    process = await self._start()
+                    process = await self._start_process()
                 except START_ERRORS as error:
                     log.warning(START_FAILED, error)
                     return ToolResult(START_FAILED % error, ok=False, error="unavailable")
-            result = await self._answer(process, arguments["code"], note)
+            result = await self._run_code(process, arguments["code"], note)
             self.source.set_idle_memory(self, process.memory_bytes)
             return result
 
-    async def _start(self) -> _Process:
+    async def _start_process(self) -> _Process:
         if self._closed:
             raise WorkerDied("was closed")
         self._process = process = _Process(self.source.limits)
@@ -193,7 +193,7 @@ class PythonSession:
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
         return process
 
-    async def _answer(self, process: _Process, code: str, note: str) -> ToolResult:
+    async def _run_code(self, process: _Process, code: str, note: str) -> ToolResult:
         self._end_reason = "was stopped"  # if this call is cancelled
         try:
             answer = await process.ask({"code": code}, self.source.timeout)
