@@ -21,7 +21,7 @@ from TrainingFactory.protocols import ToolSource
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.cache.cache import ToolCache
-from TrainingFactory.tools.recording import CALLS_FILE, EpisodeKey, Recorder, recorded_tools, save_specs
+from TrainingFactory.tools.recording import CALLS_FILE, EpisodeKey, Recorder, load_recorded_tools, save_specs
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Task, ToolSpec
 
@@ -79,7 +79,7 @@ class RunTools:
             return with_tools(environment, self._user_tools)
         self._pool = getattr(environment, "pool", None)
         if self._recording is not None:
-            tools: Sequence[ToolOrSource] = recorded_tools(self._recording)
+            tools: Sequence[ToolOrSource] = load_recorded_tools(self._recording)
         else:
             tools = make_tools(self._config, self._user_tools, environment)
         self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]

@@ -81,10 +81,10 @@ def notebook(name: str | None = None) -> None:
 
 
 def _copy_or_list(kind: str, name: str | None, out: Path | None = None) -> None:
-    from TrainingFactory.common.starters import copy_starter, find_starter, starters
+    from TrainingFactory.common.starters import copy_starter, find_starter, list_starters
 
     if name is None:
-        table([(starter.name, starter.summary) for starter in starters(kind)])
+        table([(starter.name, starter.summary) for starter in list_starters(kind)])
         return
     starter = find_starter(kind, name)
     paths = copy_starter(starter, out)

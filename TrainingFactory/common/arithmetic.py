@@ -19,24 +19,24 @@ def calculate(expression: str) -> Fraction:
     """Return the exact value of an arithmetic expression (0.1 + 0.2 is 0.3)."""
     if len(expression) > MAX_CHARS:
         raise ValueError(f"the expression has {len(expression)} characters, at most {MAX_CHARS} are allowed")
-    parser = _Parser(tokens(expression))
-    value = parser.sum()
+    parser = _Parser(split_tokens(expression))
+    value = parser.parse_sum()
     if parser.tokens:
         raise ValueError(f"unexpected {parser.tokens[0]!r}")
     return Fraction(value)
 
 
-def tokens(expression: str) -> list[str]:
+def split_tokens(expression: str) -> list[str]:
     """Split an expression into its numbers, operators and parentheses, as written."""
-    result, position = [], 0
+    tokens, position = [], 0
     while position < len(expression):
         match = _TOKEN.match(expression, position)
         if match is None:
             unparsed = expression[position:].strip()[:10]
             raise ValueError(f"cannot read {unparsed!r}: only numbers, + - * / and parentheses")
-        result.append(match.group(1))
+        tokens.append(match.group(1))
         position = match.end()
-    return result
+    return tokens
 
 
 class _Parser:
@@ -46,26 +46,26 @@ class _Parser:
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens
 
-    def sum(self) -> Fraction | int:
-        value = self.product()
+    def parse_sum(self) -> Fraction | int:
+        value = self.parse_product()
         while operator := self.take("+", "-"):
-            operand = self.product()
+            operand = self.parse_product()
             value = value + operand if operator == "+" else value - operand
         return value
 
-    def product(self) -> Fraction | int:
-        value = self.factor()
+    def parse_product(self) -> Fraction | int:
+        value = self.parse_factor()
         while operator := self.take("*", "/"):
-            operand = self.factor()
+            operand = self.parse_factor()
             value = value * operand if operator == "*" else Fraction(value) / operand
         return value
 
-    def factor(self) -> Fraction | int:
+    def parse_factor(self) -> Fraction | int:
         if sign := self.take("-", "+"):
-            value = self.factor()
+            value = self.parse_factor()
             return -value if sign == "-" else value
         if self.take("("):
-            value = self.sum()
+            value = self.parse_sum()
             if not self.take(")"):
                 raise ValueError("a closing parenthesis is missing")
             return value

@@ -49,7 +49,7 @@ _CATALOG: dict[str, dict[str, str]] = {
 
 
 def names(kind: str) -> dict[str, str | None]:
-    """Return every name of a kind. The value is the name for which it is an alias, or None."""
+    """Return every name of a kind, with the name that it is an alias of, or None."""
     targets = _find_targets(kind)
     return {name: target if target in targets else None for name, target in targets.items()}
 

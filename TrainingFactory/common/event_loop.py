@@ -62,40 +62,39 @@ def _run_in_this_thread(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 def _run_in_thread(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None] | None) -> T:
     """Run a coroutine on a new thread with its own event loop, and block the caller until it ends."""
     outcome: Future[T] = Future()
-    stop_event: list[Callable[[], object]] = []
+    stop_callbacks: list[Callable[[], object]] = []
 
-    async def interruptible() -> T:
+    async def run_main() -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
-        stop_event.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
+        stop_callbacks.append(partial(loop.call_soon_threadsafe, interrupt or task.cancel))
         return await main()
 
-    def work() -> None:
+    def run_on_thread() -> None:
         try:
-            outcome.set_result(_run_in_this_thread(interruptible))
+            outcome.set_result(_run_in_this_thread(run_main))
         except asyncio.CancelledError:
             outcome.set_exception(KeyboardInterrupt())
         except BaseException as error:  # raised again in the caller's thread
             outcome.set_exception(error)
 
-    threading.Thread(target=work, daemon=True, name="run").start()
+    threading.Thread(target=run_on_thread, daemon=True, name="run").start()
     while not outcome.done():
         try:
             wait([outcome])
         except KeyboardInterrupt:
             with contextlib.suppress(RuntimeError):  # the loop has just closed
-                for stop in stop_event:
+                for stop in stop_callbacks:
                     stop()
     return outcome.result()
 
 
 def foreign_loop_hint(error: BaseException) -> str:
-    """Return a hint to append to the error's message if the error was caused by using an object of another event loop,
-    else ""."""
+    """Return a hint if the error's cause is an object of another event loop, else ""."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    if any(text in str(cause) for cause in causes for text in ("different loop", "different event loop")):
+    if any(phrase in str(cause) for cause in causes for phrase in ("different loop", "different event loop")):
         return (
             ". The object belongs to another event loop, such as a notebook's; train() uses its own. Start the run "
             "with `await trainer.train_async()`"
@@ -104,11 +103,11 @@ def foreign_loop_hint(error: BaseException) -> str:
 
 
 class OneThread:
-    """Runs blocking functions on one daemon thread, so that an interrupted program does not wait for a long call."""
+    """Executor of blocking functions on one daemon thread, for which an interrupted program does not wait."""
 
     def __init__(self, name: str) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, daemon=True, name=name)
+        self._thread = threading.Thread(target=self._run_jobs, daemon=True, name=name)
         self._thread.start()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -119,17 +118,16 @@ class OneThread:
         """End the thread after its queued jobs."""
         self._jobs.put(None)
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
             del job  # otherwise its objects would stay alive until the next job
 
 
 async def call_in_thread(
-    start: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
+    submit: Callable[[Callable[[], None]], None], function: Callable[..., T], *args: Any, **kwargs: Any
 ) -> T:
-    """Call the function on another thread and return its result. `start` gets the call as a job without arguments and
-    must run it on that thread."""
+    """Call the function on another thread, as a job that `submit` runs there, and return its result."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
     context = contextvars.copy_context()
@@ -138,12 +136,12 @@ async def call_in_thread(
         value, error = None, None
         try:
             value = context.run(function, *args, **kwargs)
-        except BaseException as caught:  # even SystemExit must not end the thread without a result
-            error = caught
+        except BaseException as exception:  # even SystemExit must not end the thread without a result
+            error = exception
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so nobody awaits the result
             loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result((value, error)))
 
-    start(job)
+    submit(job)
     # The error is part of the value, because a future rejects StopIteration and would never complete.
     value, error = await outcome
     if error is not None:

@@ -17,15 +17,14 @@ URL_PREFIX = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
 
 
 def read_parts(content: Any) -> tuple[str, list[PlacedImage]]:
-    """Return the text and the images of a message's content, which is a string, a part, or a list of parts with inline
-    images."""
+    """Return the text and inline images of a message's content: a string, a part, or a list of parts."""
     if content is None or isinstance(content, str):
         return content or "", []
     parts = content if isinstance(content, list) else [content]
-    return join_pieces(_piece(part) for part in parts)
+    return join_pieces(_read_part(part) for part in parts)
 
 
-def _piece(part: Any) -> str | Image:
+def _read_part(part: Any) -> str | Image:
     if isinstance(part, str):
         return part
     if not isinstance(part, Mapping):
@@ -42,18 +41,18 @@ def is_image_part(part: Any) -> bool:
         return False
     if part.get("type") in ("image", "image_url", "input_image"):
         return True
-    inline = part.get("inlineData", part.get("inline_data"))
-    return isinstance(inline, Mapping)
+    inline_data = part.get("inlineData", part.get("inline_data"))
+    return isinstance(inline_data, Mapping)
 
 
 def image_of_part(part: Mapping[str, Any]) -> Image:
     """Return the image in an image part. Raise ValueError if its data is not inline or is no valid image."""
-    inline = part.get("inlineData", part.get("inline_data"))
+    inline_data = part.get("inlineData", part.get("inline_data"))
     url = part.get("image_url", part.get("url"))
     source = part.get("source")
-    value = part.get("image")
-    if isinstance(inline, Mapping):
-        return image_of_base64(inline.get("data"))
+    image = part.get("image")
+    if isinstance(inline_data, Mapping):
+        return image_of_base64(inline_data.get("data"))
     if isinstance(source, Mapping) and source.get("type", "base64") == "base64":
         return image_of_base64(source.get("data"))
     if isinstance(source, Mapping):
@@ -62,10 +61,10 @@ def image_of_part(part: Mapping[str, Any]) -> Image:
         return image_of_url(url.get("url") if isinstance(url, Mapping) else url)
     if isinstance(part.get("data"), str):
         return image_of_base64(part["data"])
-    if isinstance(value, str):
-        return image_of_url(value)
-    if is_image(value):
-        return as_image(value)
+    if isinstance(image, str):
+        return image_of_url(image)
+    if is_image(image):
+        return as_image(image)
     raise ValueError("an image part has no image; put its data into the part, or the image into a column")
 
 
@@ -76,19 +75,19 @@ def image_of_url(url: Any) -> Image:
     raise ValueError(f"only data: URLs with base64 are read, not {str(url)[:60]!r}")
 
 
-def image_of_base64(text: Any) -> Image:
-    if not isinstance(text, str):
-        raise ValueError(f"the data of an image must be base64 text, not {str(text)[:40]!r}")
-    if len(text) * 3 // 4 > LIMITS.max_bytes + 3:
+def image_of_base64(encoded: Any) -> Image:
+    if not isinstance(encoded, str):
+        raise ValueError(f"the data of an image must be base64 text, not {str(encoded)[:40]!r}")
+    if len(encoded) * 3 // 4 > LIMITS.max_bytes + 3:
         raise ValueError(f"the image has more than {LIMITS.max_bytes:,} bytes")
     try:
-        data = base64.b64decode(text.translate(_STANDARD), validate=True)
+        image_bytes = base64.b64decode(encoded.translate(_URL_SAFE), validate=True)
     except (ValueError, binascii.Error) as error:
         raise ValueError(f"the data of an image is not valid base64: {error}") from None
-    return read_image(data)
+    return read_image(image_bytes)
 
 
-_STANDARD = {ord("-"): "+", ord("_"): "/", ord("\n"): None, ord("\r"): None}  # Gemini sends URL-safe base64
+_URL_SAFE = {ord("-"): "+", ord("_"): "/", ord("\n"): None, ord("\r"): None}  # Gemini sends URL-safe base64
 
 
 def data_of(image: Image) -> str:
@@ -104,8 +103,7 @@ def pieces_of(message: Message) -> Iterable[str | Image]:
 
 
 def openai_content(message: Message) -> str | list[dict[str, Any]]:
-    """Return a message's content in the form of OpenAI's chat completions: a string, or for a message with images a
-    list of parts."""
+    """Return the content for OpenAI's chat completions: a string, or a list of parts if it has images."""
     if not message.images:
         return message.content
     return [

@@ -24,7 +24,7 @@ from TrainingFactory.types import Image
 
 VIRTUAL = 1 << 30  # above every vocabulary; ids fit into 32 bits
 MAX_TOKENS = VIRTUAL - 1
-KEPT_BYTES = 1 << 30  # of pictures in memory; older ones are in a temporary folder
+MAX_MEMORY_BYTES = 1 << 30  # of pictures in memory; older ones are in a temporary folder
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,86 +47,85 @@ class StoredImage(NamedTuple):
     tokens: int
 
 
-class _Numbers:
+class _ImageIds:
     """Assigns virtual token ids to the images that this process has seen, and finds images by id."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_digest: dict[tuple[str, int], ImageTokens] = {}
-        self._starts: list[int] = []
+        self._first_ids: list[int] = []
         self._images: list[ImageTokens] = []
-        self._next = VIRTUAL
-        self._kept: deque[tuple[str, int]] = deque()  # keys of the images whose pictures are in memory
-        self._kept_bytes = 0
+        self._next_id = VIRTUAL
+        self._in_memory: deque[tuple[str, int]] = deque()  # keys of the images whose pictures are in memory
+        self._memory_bytes = 0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def add(self, image: Image, count: int) -> ImageTokens:
         with self._lock:
             tokens = self._by_digest.get((image.digest, count))
             if tokens is None:
-                if self._next + count > VIRTUAL + MAX_TOKENS:
+                if self._next_id + count > VIRTUAL + MAX_TOKENS:
                     raise ValueError(
                         "this process has seen a billion image tokens, and has no ids left for further images. "
                         "Resume the run: a new process numbers them anew"
                     )
-                tokens = ImageTokens(image, self._next, count)
-                self._next += count
+                tokens = ImageTokens(image, self._next_id, count)
+                self._next_id += count
                 self._by_digest[image.digest, count] = tokens
                 self._images.append(tokens)
-                self._starts.append(tokens.first)
+                self._first_ids.append(tokens.first)
                 if not isinstance(image, LazyImage):
-                    self._keep(image, count)
+                    self._keep_in_memory(image, count)
             return tokens
 
-    def _keep(self, image: Image, count: int) -> None:
-        self._kept.append((image.digest, count))
-        self._kept_bytes += len(image.data)
-        while self._kept_bytes > KEPT_BYTES and len(self._kept) > 1:
-            key = self._kept.popleft()
+    def _keep_in_memory(self, image: Image, count: int) -> None:
+        self._in_memory.append((image.digest, count))
+        self._memory_bytes += len(image.data)
+        while self._memory_bytes > MAX_MEMORY_BYTES and len(self._in_memory) > 1:
+            key = self._in_memory.popleft()
             tokens = self._by_digest[key]
-            self._kept_bytes -= len(tokens.image.data)
-            self._store().add(tokens.image)
+            self._memory_bytes -= len(tokens.image.data)
+            self._open_store().add(tokens.image)
             tokens = replace(tokens, image=replace(tokens.image, data=b""))
-            self._by_digest[key] = self._images[bisect_right(self._starts, tokens.first) - 1] = tokens
+            self._by_digest[key] = self._images[bisect_right(self._first_ids, tokens.first) - 1] = tokens
 
-    def _store(self) -> ImageStore:
+    def _open_store(self) -> ImageStore:
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="tfactory-images-")
         return ImageStore(Path(self._folder.name))
 
     def picture(self, tokens: ImageTokens) -> Image:
         with self._lock:
-            is_kept = isinstance(tokens.image, LazyImage) or tokens.image.data
-            return tokens.image if is_kept else self._store().read(tokens.image.digest)
+            is_available = isinstance(tokens.image, LazyImage) or tokens.image.data
+            return tokens.image if is_available else self._open_store().read(tokens.image.digest)
 
     def __bool__(self) -> bool:
         """Return whether this process has seen an image."""
         return bool(self._images)
 
     def find(self, token: int) -> ImageTokens:
-        place = bisect_right(self._starts, token) - 1
-        if place < 0 or token >= self._images[place].first + self._images[place].count:
+        index = bisect_right(self._first_ids, token) - 1
+        if index < 0 or token >= self._images[index].first + self._images[index].count:
             raise ValueError(f"token id {token} belongs to no image of this process")
-        return self._images[place]
+        return self._images[index]
 
 
-_numbers = _Numbers()
+_image_ids = _ImageIds()
 
 
 def number_image(image: Image, count: int) -> ImageTokens:
-    """Return the ids of an image that takes `count` tokens in the model. Equal images with equal counts get the same
-    ids."""
-    return _numbers.add(image, count)
+    """Return the token ids of an image; equal images with equal token counts get the same ids."""
+    return _image_ids.add(image, count)
 
 
 def find_image(token: int) -> ImageTokens:
-    """Return the image to which a token id belongs. Raise ValueError if it belongs to none."""
-    return _numbers.find(token)
+    """Return the image that a token id belongs to. Raise ValueError if there is none."""
+    return _image_ids.find(token)
 
 
 def picture_of(tokens: ImageTokens) -> Image:
-    """Return the image with its pixels. They are read from disk if this process has dropped them from memory."""
-    return _numbers.picture(tokens)
+    """Return the image with its pixels, read from disk if this process dropped them from memory."""
+    return _image_ids.picture(tokens)
 
 
 def images_in(ids: Iterable[int]) -> list[ImageTokens]:
@@ -140,13 +139,12 @@ def has_images(ids: Sequence[int]) -> bool:
 
 
 def to_disk(ids: Sequence[int]) -> tuple[list[int], list[StoredImage]]:
-    """Return ids that another process can read, and the images to which they refer. Every token of image i has the id
-    -1 - i."""
-    if not _numbers or not has_images(ids):  # a process that has seen no image searches for none
+    """Return ids that another process can read, and their images. Every token of image i has the id -1 - i."""
+    if not _image_ids or not has_images(ids):  # a process that has seen no image searches for none
         return list(ids), []
     images = images_in(ids)
-    number_of = {tokens.first: number for number, tokens in enumerate(images)}
-    disk_ids = [token if token < VIRTUAL else -1 - number_of[find_image(token).first] for token in ids]
+    index_by_first = {tokens.first: index for index, tokens in enumerate(images)}
+    disk_ids = [token if token < VIRTUAL else -1 - index_by_first[find_image(token).first] for token in ids]
     return disk_ids, [StoredImage(tokens.image.digest, tokens.count) for tokens in images]
 
 
@@ -155,53 +153,51 @@ def from_disk(ids: Sequence[int], images: Sequence[tuple[Image, int]]) -> list[i
     order, with their pictures and token counts. Raise ValueError if the tokens of an image are incomplete."""
     if not images:
         return list(ids)
-    known = [number_image(image, count) for image, count in images]
-    result: list[int] = []
-    shown = [0] * len(known)  # tokens of each image so far
+    assigned = [number_image(image, count) for image, count in images]
+    own_ids: list[int] = []
+    num_shown = [0] * len(assigned)  # tokens of each image so far
     for token in ids:
         if token >= 0:
-            result.append(token)
+            own_ids.append(token)
             continue
-        number = -1 - token
-        if number >= len(known):
-            raise ValueError(f"token id {token} names image {number}, but the row has {len(known)} images")
-        tokens = known[number]
-        result.append(tokens.first + shown[number] % tokens.count)
-        shown[number] += 1
-    for tokens, count in zip(known, shown, strict=True):
+        index = -1 - token
+        if index >= len(assigned):
+            raise ValueError(f"token id {token} names image {index}, but the row has {len(assigned)} images")
+        tokens = assigned[index]
+        own_ids.append(tokens.first + num_shown[index] % tokens.count)
+        num_shown[index] += 1
+    for tokens, count in zip(assigned, num_shown, strict=True):
         if count % tokens.count:
             raise ValueError(
                 f"image {tokens.image.digest[:12]} has {tokens.count} tokens, but the row shows {count} of them"
             )
-    return result
+    return own_ids
 
 
-def whole_image_end(ids: Any, start: int, end: int) -> int:
-    """Return the end of the part of a row of ids that begins at `start`, without cutting an image. It is `end` if no
-    image continues there, else the beginning of that image. If the part begins with that image, it is the image's
-    end."""
-    last = int(ids[end - 1])
-    if last < VIRTUAL or end == len(ids):
+def find_image_end(ids: Any, start: int, end: int) -> int:
+    """Return the end of a slice of ids from `start` that cuts no image: `end`, or the start of the image there. If that
+    image starts at `start`, return its end."""
+    last_id = int(ids[end - 1])
+    if last_id < VIRTUAL or end == len(ids):
         return end
-    tokens = find_image(last)
-    offset = last - tokens.first
+    tokens = find_image(last_id)
+    offset = last_id - tokens.first
     if offset == tokens.count - 1:
         return end
     beginning = end - 1 - offset
     return beginning if beginning > start else beginning + tokens.count
 
 
-def process_independent(rows: Sequence[list[int]]) -> list[list[int]]:
-    """Return the rows with their images renumbered in the order of the digests, so that sorting the rows gives the same
-    order in every process. A resumed run needs this to add numbers in the same order."""
+def renumber_images(rows: Sequence[list[int]]) -> list[list[int]]:
+    """Return the rows with images renumbered by digest, so that they sort equally in every process."""
     if not any(has_images(row) for row in rows):
         return list(rows)
     images = sorted(
         images_in(chain.from_iterable(rows)), key=lambda tokens: (tokens.image.digest, tokens.count)
     )
-    starts = accumulate((tokens.count for tokens in images), initial=VIRTUAL)
-    shift = {tokens.first: start - tokens.first for tokens, start in zip(images, starts, strict=False)}
+    new_starts = accumulate((tokens.count for tokens in images), initial=VIRTUAL)
+    shifts = {tokens.first: start - tokens.first for tokens, start in zip(images, new_starts, strict=False)}
     return [
-        [token if token < VIRTUAL else token + shift[find_image(token).first] for token in row]
+        [token if token < VIRTUAL else token + shifts[find_image(token).first] for token in row]
         for row in rows
     ]

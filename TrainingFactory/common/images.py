@@ -39,8 +39,8 @@ def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
     if len(data) > limits.max_bytes:
         raise ValueError(f"the image has {len(data):,} bytes; at most {limits.max_bytes:,} are allowed")
     try:
-        with Pillow.open(io.BytesIO(data), formats=FORMATS) as opened:
-            return image_from_pillow(opened, limits)
+        with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
+            return image_from_pillow(picture, limits)
     except Pillow.UnidentifiedImageError:
         raise ValueError("the data is not a valid image in PNG, JPEG or WebP format") from None
     except Pillow.DecompressionBombError:
@@ -78,19 +78,19 @@ def image_from_pillow(picture: Any, limits: ImageLimits = LIMITS) -> Image:
     picture = ImageOps.exif_transpose(picture)
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
-        white = Pillow.new("RGBA", picture.size, "white")
-        picture = Pillow.alpha_composite(white, picture)
+        background = Pillow.new("RGBA", picture.size, "white")
+        picture = Pillow.alpha_composite(background, picture)
     picture = picture.convert("RGB")
     width, height = picture.size
     pixels = picture.tobytes()
     digest = hashlib.sha256(f"{width}x{height}:".encode() + pixels).hexdigest()
-    file = io.BytesIO()
-    Pillow.frombytes("RGB", picture.size, pixels).save(file, "PNG")  # a new image has no metadata
-    return Image(digest, width, height, file.getvalue())
+    buffer = io.BytesIO()
+    Pillow.frombytes("RGB", picture.size, pixels).save(buffer, "PNG")  # a new image has no metadata
+    return Image(digest, width, height, buffer.getvalue())
 
 
 def is_image(value: Any) -> bool:
-    """Return whether a Python value is an `Image`, a PIL image, or the bytes of an image file."""
+    """Return whether a value is an `Image`, a PIL image, or the bytes of an image file."""
     if isinstance(value, bytes | bytearray):
         return bytes(value[:8]).lstrip().startswith(SIGNATURES)
     return isinstance(value, Image) or _is_pillow(value)
@@ -113,9 +113,9 @@ def thumbnail(image: Image, edge: int = 320) -> bytes:
 
     with Pillow.open(io.BytesIO(image.data), formats=("PNG",)) as picture:
         picture.thumbnail((edge, edge))
-        file = io.BytesIO()
-        picture.save(file, "JPEG", quality=80)
-    return file.getvalue()
+        buffer = io.BytesIO()
+        picture.save(buffer, "JPEG", quality=80)
+    return buffer.getvalue()
 
 
 # Texts with images
@@ -127,12 +127,12 @@ def placeholder(image: Image) -> str:
 
 
 def label(image: Image) -> str:
-    """Return a short label of an image for people: its size and the beginning of its file name."""
+    """Return an image's label for people: its size and the first characters of its digest."""
     return f"[image {image.width}x{image.height} {image.digest[:8]}]"
 
 
-def rejected(reason: object) -> str:
-    """Return the text that a model gets in place of an image that could not be read."""
+def rejection_text(reason: object) -> str:
+    """Return the text that replaces a rejected image in the model's prompt."""
     return f"[image not shown: {reason}]"
 
 
@@ -141,11 +141,11 @@ def split_text(content: str, images: Sequence[PlacedImage]) -> list[str | Image]
     if not images:
         return [content] if content else []
     pieces: list[str | Image] = []
-    start = 0
+    text_start = 0
     for place, image in images:
-        pieces += [content[start:place], image]
-        start = place
-    return [piece for piece in [*pieces, content[start:]] if piece != ""]
+        pieces += [content[text_start:place], image]
+        text_start = place
+    return [piece for piece in [*pieces, content[text_start:]] if piece != ""]
 
 
 def join_pieces(pieces: Iterable[str | Image], separator: str = "") -> tuple[str, list[PlacedImage]]:
@@ -171,54 +171,54 @@ def as_text(
     )
 
 
-def moved(images: Sequence[PlacedImage], old: str, new: str) -> list[PlacedImage]:
-    """Return the images at their new places after the text `old` was changed to `new`, by truncation or by replacing
-    one part."""
-    if not images or old == new:
+def shift_images(images: Sequence[PlacedImage], old_text: str, new_text: str) -> list[PlacedImage]:
+    """Return the images at their positions in `new_text`, to which truncation or the replacement of one part changed
+    `old_text`."""
+    if not images or old_text == new_text:
         return list(images)
-    prefix = _num_equal(zip(old, new, strict=False))
-    suffix = _num_equal(zip(reversed(old[prefix:]), reversed(new[prefix:]), strict=False))
+    prefix = _count_equal(zip(old_text, new_text, strict=False))
+    suffix = _count_equal(zip(reversed(old_text[prefix:]), reversed(new_text[prefix:]), strict=False))
     return [
         PlacedImage(
-            place if place <= prefix else max(prefix, len(new) - min(suffix, len(old) - place)),
+            place if place <= prefix else max(prefix, len(new_text) - min(suffix, len(old_text) - place)),
             image,
         )
         for place, image in images
     ]
 
 
-def _num_equal(pairs: Iterable[tuple[str, str]]) -> int:
+def _count_equal(character_pairs: Iterable[tuple[str, str]]) -> int:
     """Return the number of leading pairs whose characters are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], character_pairs))
 
 
 def map_text(
-    content: str, images: Sequence[PlacedImage], change: Callable[[str], str]
+    content: str, images: Sequence[PlacedImage], transform: Callable[[str], str]
 ) -> tuple[str, list[PlacedImage]]:
-    """Return a message's content and images with `change` applied to each text between the images."""
+    """Apply `transform` to each text between the images; return the content and its images."""
     if not images:
-        return change(content), []
+        return transform(content), []
     return join_pieces(
-        piece if isinstance(piece, Image) else change(piece) for piece in split_text(content, images)
+        piece if isinstance(piece, Image) else transform(piece) for piece in split_text(content, images)
     )
 
 
-def limited(images: Sequence[PlacedImage], content: str, room: int) -> tuple[str, list[PlacedImage]]:
-    """Return a message's content and its first `room` images. In the content, a text replaces each further image."""
-    if len(images) <= room:
+def limit_images(images: Sequence[PlacedImage], content: str, limit: int) -> tuple[str, list[PlacedImage]]:
+    """Return a message's content and its first `limit` images. A text replaces each further image."""
+    if len(images) <= limit:
         return content, list(images)
-    note = rejected(f"at most {LIMITS.max_per_turn} images a turn")
-    first_hidden = images[room].place
-    head = split_text(content[:first_hidden], images[:room])
-    tail = [PlacedImage(place - first_hidden, image) for place, image in images[room:]]
-    return join_pieces([*head, as_text(content[first_hidden:], tail, lambda _: note)])
+    note = rejection_text(f"at most {LIMITS.max_per_turn} images a turn")
+    first_hidden = images[limit].place
+    shown_pieces = split_text(content[:first_hidden], images[:limit])
+    hidden_images = [PlacedImage(place - first_hidden, image) for place, image in images[limit:]]
+    return join_pieces([*shown_pieces, as_text(content[first_hidden:], hidden_images, lambda _: note)])
 
 
 # Storage
 
 
 class LazyImage(Image):
-    """An image whose pixels stay on disk: `data` reads the file at every access, so that the image takes no memory."""
+    """Image whose `data` is read from disk at every access, to save memory."""
 
     __slots__ = ("_source",)
 
@@ -265,9 +265,9 @@ class ImageStore:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         # Several processes may write the same image: each writes a file of its own and moves it into place.
-        partial = path.with_name(f".{uuid.uuid4().hex}.part")
-        partial.write_bytes(image.data)
-        os.replace(partial, path)
+        temporary_path = path.with_name(f".{uuid.uuid4().hex}.part")
+        temporary_path.write_bytes(image.data)
+        os.replace(temporary_path, path)
 
     def read(self, digest: str) -> Image:
         """Return a stored image. Raises ValueError if it is missing or its pixels have another digest."""

@@ -40,15 +40,15 @@ Key = tuple[str | int, ...]
 
 @dataclass(slots=True, frozen=True)
 class InvalidOption:
-    """An invalid option. `text` is the problem, as it follows the option's name; `value` is the invalid value."""
+    """An invalid option: its name, the problem (`text`, which follows the name), and the invalid value."""
 
     option: str
     text: str
     value: Any = ...
 
     def __str__(self) -> str:
-        given_value = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
-        return f"{self.option} {self.text}{given_value}".strip()
+        shown_value = "" if self.value is ... else f" (got {show_value(self.option, self.value)})"
+        return f"{self.option} {self.text}{shown_value}".strip()
 
 
 class OptionError(ValueError):
@@ -59,15 +59,14 @@ class OptionError(ValueError):
         self.invalid_options = invalid_options
 
     def with_prefix(self, option: str) -> OptionError:
-        """Return a copy of the error for options that are themselves the value of `option`. The name of `option` is put
-        before the name of each invalid option."""
+        """Return a copy of the error with `option` as a prefix of each invalid option's name."""
         return OptionError(
-            *(replace(wrong, option=f"{option}.{wrong.option}".strip(".")) for wrong in self.invalid_options)
+            *(replace(error, option=f"{option}.{error.option}".strip(".")) for error in self.invalid_options)
         )
 
 
 class UnknownNameError(ValueError):
-    """An unknown name. Callers may look it up elsewhere before they report it."""
+    """Unknown name, which callers may look up elsewhere before they report it."""
 
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
@@ -81,23 +80,22 @@ def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: s
             InvalidOption("", f"the options of {subject} must be a mapping such as {{name: value}}", options)
         )
     options = {str(option): value for option, value in options.items()}
-    known_names = list(inspect.signature(target).parameters)
+    valid_names = list(inspect.signature(target).parameters)
     try:
         callables = (target, getattr(target, "__init__", None))
         markers = ("__pydantic_validator__", "raw_function")
         if not any(hasattr(function, marker) for function in callables for marker in markers):
-            _bind(target, options, subject)  # pydantic does not validate its options
+            _check_signature(target, options, subject)  # pydantic does not validate its options
         return target(**options)
     except ValidationError as error:
         # `from None`: pydantic's message may repeat the values, which may be secrets.
-        raise OptionError(*_explain(error, options, known_names, subject)) from None
+        raise OptionError(*_explain(error, options, valid_names, subject)) from None
 
 
 def make_named(
     kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
 ) -> Any:
-    """Create an object of the kind that `options[key]` names, with the other options as its arguments. A string in
-    place of `options` is the name alone."""
+    """Create an object of the kind named by `options[key]`, with the other options; a string is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
@@ -114,8 +112,7 @@ def make_named(
 
 
 def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
-    """Return a pydantic annotation that converts a mapping to an object by calling `target`, and leaves other values
-    unchanged."""
+    """Return a pydantic validator that calls `target` with a mapping and keeps other values unchanged."""
 
     def make(value: Any) -> Any:
         return make_from(target, value, subject) if isinstance(value, Mapping) else value
@@ -124,14 +121,14 @@ def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
 
 
 def choice_error(value: Any, choices: Iterable[str]) -> str:
-    """Return the error text for a value that is none of the choices. It suggests the closest choice."""
-    known_names = list(choices)
-    closest = nearest(value, known_names, cutoff=0.5) if isinstance(value, str) else None
-    return f"must be one of {', '.join(known_names)}" + did_you_mean(closest)
+    """Return the error text for a value outside the choices, with the closest choice."""
+    valid_names = list(choices)
+    closest = nearest(value, valid_names, cutoff=0.5) if isinstance(value, str) else None
+    return f"must be one of {', '.join(valid_names)}" + did_you_mean(closest)
 
 
 def explain_value(details: ErrorDetails) -> str:
-    """Rephrase a pydantic error so that it follows the name of the invalid option."""
+    """Rephrase a pydantic error as the words after an option's name, such as "must be true or false"."""
     if details["type"] == "literal_error":
         return choice_error(details["input"], re.findall(r"'([^']*)'", details["msg"]))
     if details["type"] == "bool_type":
@@ -144,9 +141,9 @@ def explain_value(details: ErrorDetails) -> str:
 
 def nearest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the choice most similar to the word, ignoring case. None: no choice is similar enough."""
-    by_lower = {choice.lower(): choice for choice in choices}
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
-    return by_lower[matches[0]] if matches else None
+    by_lowercase = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(word.lower(), by_lowercase, n=1, cutoff=cutoff)
+    return by_lowercase[matches[0]] if matches else None
 
 
 def did_you_mean(name: str | None) -> str:
@@ -165,7 +162,7 @@ def show_value(key: str, value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _bind(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
+def _check_signature(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
     """Raise OptionError if the options do not match the signature of a function or class without validation."""
     signature = inspect.signature(target)
     try:
@@ -176,63 +173,63 @@ def _bind(target: Callable[..., Any], options: Mapping[str, Any], subject: str) 
 
 
 def _explain(
-    error: ValidationError, options: Mapping[str, Any], known_names: Sequence[str], subject: str
+    error: ValidationError, options: Mapping[str, Any], valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
-    unknown = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
-    misspelled = {nearest(name, known_names) for name in unknown}
+    unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
+    misspelled = {nearest(name, valid_names) for name in unknown_names}
     by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
         if details["type"] in _MISSING and details["loc"][-1] in misspelled:
             continue  # it is set, under a misspelled name
-        key = _in_options(details, options)
-        by_key.setdefault(key, []).extend(_explain_one(details, key, known_names, subject))
+        key = _find_key(details, options)
+        by_key.setdefault(key, []).extend(_explain_one(details, key, valid_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
     leaf_keys = [
         key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
     ]
-    return [invalid for key in leaf_keys for invalid in _merged(by_key[key])]
+    return [invalid for key in leaf_keys for invalid in _merge_branches(by_key[key])]
 
 
 def _explain_one(
-    details: ErrorDetails, key: Key, known_names: Sequence[str], subject: str
+    details: ErrorDetails, key: Key, valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
-    option, kind = ".".join(map(str, key)), details["type"]
-    if kind in _MISSING:
+    option, error_type = ".".join(map(str, key)), details["type"]
+    if error_type in _MISSING:
         return [InvalidOption(option, f"is missing; {subject} needs it")]
-    if kind in _UNKNOWN and len(key) == 1:
-        hint = did_you_mean(nearest(option, known_names))
+    if error_type in _UNKNOWN and len(key) == 1:
+        hint = did_you_mean(nearest(option, valid_names))
         return [
             InvalidOption(
-                option, f"is not an option of {subject}{hint} (options: {', '.join(known_names) or 'none'})"
+                option, f"is not an option of {subject}{hint} (options: {', '.join(valid_names) or 'none'})"
             )
         ]
-    if kind in _UNKNOWN:
+    if error_type in _UNKNOWN:
         return [InvalidOption(option, "is an unknown key")]
-    inner = details.get("ctx", {}).get("error")
-    if isinstance(inner, OptionError):
-        return list((inner.with_prefix(option) if option else inner).invalid_options)
+    inner_error = details.get("ctx", {}).get("error")
+    if isinstance(inner_error, OptionError):
+        return list((inner_error.with_prefix(option) if option else inner_error).invalid_options)
     return [InvalidOption(option, explain_value(details), details["input"] if key else ...)]
 
 
-def _in_options(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
+def _find_key(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     """Return the key of the invalid option: pydantic's error location without the labels of union branches."""
     key: list[str | int] = []
     value: Any = options
-    for depth, part in enumerate(details["loc"], 1):
-        if (isinstance(value, Mapping) and part in value) or (
-            isinstance(value, list) and isinstance(part, int)
+    for depth, key_part in enumerate(details["loc"], 1):
+        if (isinstance(value, Mapping) and key_part in value) or (
+            isinstance(value, list) and isinstance(key_part, int)
         ):
-            key.append(part)
-            value = value[part]  # type: ignore[index]
+            key.append(key_part)
+            value = value[key_part]  # type: ignore[index]
         elif depth == len(details["loc"]) and details["type"] in _MISSING:
-            key.append(part)
+            key.append(key_part)
     return tuple(key)
 
 
-def _merged(errors: list[InvalidOption]) -> list[InvalidOption]:
+def _merge_branches(errors: list[InvalidOption]) -> list[InvalidOption]:
     """Merge the errors of several union branches about the same option."""
     if len({error.option for error in errors}) > 1 or len(errors) == 1:
         return errors
-    first, *rest = dict.fromkeys(error.text for error in errors)
-    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in rest)]))]
+    first, *more = dict.fromkeys(error.text for error in errors)
+    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in more)]))]

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from TrainingFactory.common.options import did_you_mean, nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
-IN_WHEEL = PACKAGE / "starters"  # written by setup.py
+WHEEL_FOLDER = PACKAGE / "starters"  # written by setup.py
 FOLDERS = {"config": "configs", "example": "examples", "notebook": "notebooks"}
 MAX_SUMMARY = 90  # characters of a line in the list
 # Other files and folders that a starter reads, relative to the root.
@@ -43,8 +43,7 @@ class Starter:
 
     @property
     def command(self) -> str:
-        """Return the command that runs the copied starter: the command in its own text, else the usual command for its
-        kind."""
+        """Return the command that runs the copied starter: from its own text, else the usual one for its kind."""
         if self.kind == "notebook":
             return f"jupyter lab {self.path}"
         if self.kind == "config" or self.path.suffix == "":
@@ -60,11 +59,11 @@ class Starter:
 
 
 def starter_root() -> Path:
-    return IN_WHEEL if IN_WHEEL.is_dir() else PACKAGE.parent
+    return WHEEL_FOLDER if WHEEL_FOLDER.is_dir() else PACKAGE.parent
 
 
-def starters(kind: str) -> list[Starter]:
-    """Return all starters of a kind, sorted by name; templates to fill in come after configs that run."""
+def list_starters(kind: str) -> list[Starter]:
+    """Return all starters of a kind, sorted by name, with templates after configs that run."""
     root = starter_root()
     folder = root / FOLDERS[kind]
     if kind == "config":
@@ -83,19 +82,19 @@ def _read_starter(kind: str, path: Path, root: Path) -> Starter:
             file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts
         ]
         files.sort(key=lambda file: file != path / "config.yaml")  # the config comes first
-    relative = [PurePosixPath(file.relative_to(root).as_posix()) for file in files]
-    relative_name = PurePosixPath(path.relative_to(root).as_posix())
-    return Starter(kind, path.stem, relative_name, _summary(files[0]), tuple(relative))
+    relative_files = [PurePosixPath(file.relative_to(root).as_posix()) for file in files]
+    relative_path = PurePosixPath(path.relative_to(root).as_posix())
+    return Starter(kind, path.stem, relative_path, _read_summary(files[0]), tuple(relative_files))
 
 
-def _files(path: Path) -> list[Path]:
+def _list_files(path: Path) -> list[Path]:
     """Return the file itself, or all files of a folder."""
     if path.is_file():
         return [path]
     return [file for file in sorted(path.rglob("*")) if file.is_file() and "__pycache__" not in file.parts]
 
 
-def _summary(path: Path) -> str:
+def _read_summary(path: Path) -> str:
     """Return the first sentence of a file's opening comment, docstring or heading."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".yaml":
@@ -113,7 +112,7 @@ def _summary(path: Path) -> str:
 
 def find_starter(kind: str, name: str) -> Starter:
     """Return a starter by its name, with or without folder and suffix; raise ValueError with the closest match."""
-    choices = {starter.name: starter for starter in starters(kind)}
+    choices = {starter.name: starter for starter in list_starters(kind)}
     for starter in choices.values():
         if name in (starter.name, starter.path.name, str(starter.path)):
             return starter
@@ -127,16 +126,18 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     overwrite: raise ValueError if one of the starter's files exists with other content, or if all exist."""
     root = starter_root()
     targets = {file: Path(file) for file in starter.files} if out is None else {starter.path: out}
-    existing = {file: path for file, path in targets.items() if path.exists()}
-    differing = [path for file, path in existing.items() if not _same_content(root / file, path)]
-    if differing or existing == targets:
-        path = [*differing, *existing.values()][0]
+    existing_files = {file: path for file, path in targets.items() if path.exists()}
+    differing_paths = [
+        path for file, path in existing_files.items() if not _has_same_content(root / file, path)
+    ]
+    if differing_paths or existing_files == targets:
+        path = [*differing_paths, *existing_files.values()][0]
         hint = ", or choose another file with --out" if starter.kind == "config" else ""
         raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{hint}")
     for name in COMPANIONS.get(str(starter.path), ()):
         targets |= {
             PurePosixPath(file.relative_to(root).as_posix()): file.relative_to(root)
-            for file in _files(root / name)
+            for file in _list_files(root / name)
         }
     paths = {file: path for file, path in targets.items() if not path.exists()}
     for file, target in paths.items():
@@ -145,14 +146,14 @@ def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     return list(paths.values())
 
 
-def _same_content(original: Path, copy: Path) -> bool:
+def _has_same_content(original: Path, copy: Path) -> bool:
     return copy.is_file() and copy.read_bytes() == original.read_bytes()
 
 
 def command_that_creates(path: Path) -> str | None:
     """Return the `tfactory new` command that creates a missing config file; None if no starter creates it."""
-    configs = {starter.path.name: starter for starter in starters("config")}
-    for starter in [*starters("example"), *configs.values()]:
+    configs = {starter.path.name: starter for starter in list_starters("config")}
+    for starter in [*list_starters("example"), *configs.values()]:
         if PurePosixPath(path.as_posix()) in starter.files:
             return f"tfactory new {starter.kind} {starter.name}"
     if path.name in configs:
@@ -163,7 +164,7 @@ def command_that_creates(path: Path) -> str | None:
 def docs_page(name: str) -> str:
     """Return the path of a documentation page for the user: `docs/NAME` in a checkout, else its path in the installed
     package."""
-    if not IN_WHEEL.is_dir():
+    if not WHEEL_FOLDER.is_dir():
         return f"docs/{name}"
-    pages: Sequence[Path] = sorted((IN_WHEEL / "docs").rglob(name))
+    pages: Sequence[Path] = sorted((WHEEL_FOLDER / "docs").rglob(name))
     return str(pages[0]) if pages else f"docs/{name}"

@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_ERROR_CHARS = 300
-# Names and values that indicate a secret. Not every match of _MAYBE is one: "key" may be the key of a song.
-_SURE = re.compile(r"(?i)api[-_]?key|secret|passw|credential|authorization|cookie")
-_MAYBE = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
+# Names and values that indicate a secret. Not every match of _MAYBE_NAME is one: "key" may be the key of a song.
+_SURE_NAME = re.compile(r"(?i)api[-_]?key|secret|passw|credential|authorization|cookie")
+_MAYBE_NAME = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
 _VALUE = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@|^(Bearer|Basic) \S{8,}$"
 )
-_NAMED = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
+_NAMED_VALUE = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
 SECRET_VARIABLES: set[str] = set()  # environment variables that a config names as holding a secret
 # Bidirectional control characters, which make a terminal show text in another order than it is stored.
-REORDERING = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 def valid_text(text: str) -> str:
@@ -29,14 +29,14 @@ def escape_control(text: str) -> str:
     """Escape the control characters that a terminal would interpret: ESC becomes \\x1b."""
     return "".join(
         character
-        if character in "\n\t" or (character.isprintable() and character not in REORDERING)
+        if character in "\n\t" or (character.isprintable() and character not in BIDI_CONTROLS)
         else character.encode("unicode_escape").decode()
         for character in text
     )
 
 
-def pluralize(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def pluralize(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def truncate_middle(text: str, limit: int) -> str:
@@ -76,16 +76,16 @@ def redact(data: Any, secrets: Sequence[str]) -> Any:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether to hide a value in messages. Errs on the side of hiding."""
-    return bool(_SURE.search(name) or _MAYBE.search(name) or _VALUE.search(str(value)))
+    """Return whether to hide a value in messages; when in doubt, hide it."""
+    return bool(_SURE_NAME.search(name) or _MAYBE_NAME.search(name) or _VALUE.search(str(value)))
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Return whether a value is itself a secret, not a reference to one (`*_env`, `${...}`) or a harmless "key"."""
+    """Return whether a value is a secret itself, not a reference (`*_env`, `${...}`) or a harmless "key"."""
     if not value or name.endswith("_env") or "${" in value:
         return False
     is_long = len(value) >= 16 and re.search(r"\d", value) and " " not in value
-    return bool(_SURE.search(name) or _VALUE.search(value) or (_MAYBE.search(name) and is_long))
+    return bool(_SURE_NAME.search(name) or _VALUE.search(value) or (_MAYBE_NAME.search(name) and is_long))
 
 
 def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
@@ -94,14 +94,14 @@ def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tup
         for name, value in data.items():
             yield from secrets_in(value, (*key, str(name)))
     elif isinstance(data, list | tuple):
-        for number, value in enumerate(data):
-            yield from secrets_in(value, (*key, number))
-            flag = str(data[number - 1]) if number else ""
+        for index, value in enumerate(data):
+            yield from secrets_in(value, (*key, index))
+            flag = str(data[index - 1]) if index else ""
             if flag.startswith("-") and isinstance(value, str) and holds_secret(flag, value):  # --api-key x
-                yield (*key, number), value
+                yield (*key, index), value
     elif isinstance(data, str):
-        name = next((str(part) for part in reversed(key) if isinstance(part, str)), "")
-        match = _NAMED.fullmatch(data)
+        name = next((str(key_part) for key_part in reversed(key) if isinstance(key_part, str)), "")
+        match = _NAMED_VALUE.fullmatch(data)
         if holds_secret(name, data):
             yield key, data
         elif match is not None and holds_secret(match[1], match[2]):
@@ -110,12 +110,12 @@ def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tup
 
 def environment_secrets() -> list[str]:
     """Return the secret values of the environment variables, longest first, because one may contain another."""
-    values = {
+    secret_values = {
         value
         for name, value in os.environ.items()
         if len(value) >= 8 and value[0] != "/" and (name in SECRET_VARIABLES or holds_secret(name, value))
     }
-    return sorted(values, key=len, reverse=True)
+    return sorted(secret_values, key=len, reverse=True)
 
 
 def redact_environment(data: Any) -> Any:

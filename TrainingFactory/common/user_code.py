@@ -18,10 +18,10 @@ from typing import Any
 from TrainingFactory.common.texts import describe, message_of
 
 PACKAGE = Path(__file__).resolve().parents[1]
-INSTALLED = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
-_loading = threading.RLock()  # reentrant, because a file may load another one
-_loaded: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # path -> ((mtime, size), module)
-_beside: dict[Path, dict[str, ModuleType]] = {}  # folder -> its modules that clash with other loaded ones
+LIB_FOLDERS = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+_import_lock = threading.RLock()  # reentrant, because a file may load another one
+_loaded_modules: dict[Path, tuple[tuple[int, int], ModuleType]] = {}  # path -> ((mtime, size), module)
+_sibling_modules: dict[Path, dict[str, ModuleType]] = {}  # folder -> modules that clash with loaded ones
 
 
 def is_file_name(name: str) -> bool:
@@ -40,9 +40,9 @@ def import_named(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     file, member = split_name(name)
     path = Path(file).expanduser()
     if not path.is_file():
-        searched = "" if path.is_absolute() else f" in {Path.cwd()}, nor next to the config file"
-        raise ValueError(f"{kind} {name!r}: there is no file {path}{searched}")
-    with _loading:
+        search_hint = "" if path.is_absolute() else f" in {Path.cwd()}, nor next to the config file"
+        raise ValueError(f"{kind} {name!r}: there is no file {path}{search_hint}")
+    with _import_lock:
         return _import_file(path), path, member
 
 
@@ -62,10 +62,10 @@ def own_definitions(module: ModuleType) -> list[Any]:
 def _import_file(path: Path) -> ModuleType:
     """Import a file once per process, so that all callers share its classes. Reimport it after a change."""
     path = path.resolve()
-    state = path.stat()
-    stamp = (state.st_mtime_ns, state.st_size)
-    if path in _loaded and _loaded[path][0] == stamp:
-        return _loaded[path][1]
+    file_status = path.stat()
+    stamp = (file_status.st_mtime_ns, file_status.st_size)
+    if path in _loaded_modules and _loaded_modules[path][0] == stamp:
+        return _loaded_modules[path][1]
     # The digest separates files with the same name in different folders.
     name = f"tfactory_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -79,7 +79,7 @@ def _import_file(path: Path) -> ModuleType:
         raise ValueError(f"{error.filename}:{error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:  # raised by the user's code
         raise as_value_error(error) from error
-    _loaded[path] = (stamp, module)
+    _loaded_modules[path] = (stamp, module)
     return module
 
 
@@ -88,19 +88,19 @@ def _import_siblings(folder: Path) -> Iterator[None]:
     """Let a file import its siblings. Installed packages take precedence: a sibling json.py does not shadow json.
     Modules that are already loaded from elsewhere under the name of a sibling are hidden inside the block and restored
     after it."""
-    path = list(sys.path)
-    installed = [entry for entry in path if entry.startswith(INSTALLED)]
-    sys.path[:] = [*installed, str(folder), *(entry for entry in path if entry not in installed)]
+    paths = list(sys.path)
+    installed = [entry for entry in paths if entry.startswith(LIB_FOLDERS)]
+    sys.path[:] = [*installed, str(folder), *(entry for entry in paths if entry not in installed)]
     siblings = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
     loaded_siblings = siblings & sys.modules.keys()
-    shadowed = {name for name in loaded_siblings if not _is_inside(sys.modules[name], (folder, *INSTALLED))}
+    shadowed = {name for name in loaded_siblings if not _is_inside(sys.modules[name], (folder, *LIB_FOLDERS))}
     hidden_modules = _pop_modules(shadowed)
-    sys.modules.update(_beside.get(folder, {}))
+    sys.modules.update(_sibling_modules.get(folder, {}))
     try:
         yield
     finally:
-        sys.path[:] = path if str(folder) in path else [*path, str(folder)]  # for imports inside functions
-        _beside.setdefault(folder, {}).update(_pop_modules(shadowed))
+        sys.path[:] = paths if str(folder) in paths else [*paths, str(folder)]  # for imports inside functions
+        _sibling_modules.setdefault(folder, {}).update(_pop_modules(shadowed))
         sys.modules.update(hidden_modules)
 
 
@@ -109,9 +109,9 @@ def _is_inside(module: ModuleType, folders: tuple[str | Path, ...]) -> bool:
     return any(file.is_relative_to(folder) for folder in folders)
 
 
-def _pop_modules(names: Collection[str]) -> dict[str, ModuleType]:
+def _pop_modules(top_names: Collection[str]) -> dict[str, ModuleType]:
     """Remove the modules with these names and their submodules from sys.modules, and return them."""
-    modules = [name for name in sys.modules if name.partition(".")[0] in names]
+    modules = [name for name in sys.modules if name.partition(".")[0] in top_names]
     return {name: sys.modules.pop(name) for name in modules}
 
 
@@ -133,17 +133,16 @@ class Frame:
 
 
 def user_frames(error: BaseException) -> list[Frame]:
-    """Return the traceback's frames in the user's code, innermost last, without those of installed packages."""
+    """Return the traceback's frames in the user's code, innermost last."""
     return [
         Frame(frame.f_code.co_filename, line, frame.f_code.co_qualname.rpartition("<locals>.")[2])
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith((str(PACKAGE), "<", *INSTALLED))
+        if not frame.f_code.co_filename.startswith((str(PACKAGE), "<", *LIB_FOLDERS))
     ]
 
 
 def location_of(error: BaseException) -> str:
-    """Return the innermost location of the error in the user's code, such as ` (rewards.py:12)`, or "" if there is
-    none."""
+    """Return the error's innermost location in the user's code, such as ` (rewards.py:12)`, or ""."""
     frames = user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from TrainingFactory.common.image_tokens import process_independent
+from TrainingFactory.common.image_tokens import renumber_images
 from TrainingFactory.data.samples import mismatched_samples as mismatched_rows
 from TrainingFactory.types import Sample
 
@@ -82,7 +82,7 @@ def pack(
     packs: list[Pack] = []
     batch: list[list[int]] = []
     size = widest = num_rows = 0
-    keys = process_independent([sample.token_ids for sample in samples])
+    keys = renumber_images([sample.token_ids for sample in samples])
     units = _group_into_units(samples, ids, keys, sharing)
     if splitting:
         units = [part for unit in units for part in _split_unit(ids, unit, token_budget, sharing)]

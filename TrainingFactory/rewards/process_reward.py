@@ -29,7 +29,7 @@ from TrainingFactory.rewards.adapt import (
 )
 from TrainingFactory.rewards.combined import weighted_sum
 from TrainingFactory.rewards.loading import find_callable
-from TrainingFactory.tools.schema import make_validator, schema_problems
+from TrainingFactory.tools.schema import check_arguments, make_validator
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, ToolCall, ToolResult, Trajectory, Turn
 
@@ -85,7 +85,7 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
         spec = specs.get(call.name)
         if spec is None or call.error or (result and result.error in ("schema", "malformed", "unknown")):
             return False
-        if schema_problems(spec, make_validator(spec.parameters), call.arguments):
+        if check_arguments(spec, make_validator(spec.parameters), call.arguments):
             return False
     return bool(calls)
 

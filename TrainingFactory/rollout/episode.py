@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from TrainingFactory.common.images import LIMITS, as_text, moved
+from TrainingFactory.common.images import LIMITS, as_text, shift_images
 from TrainingFactory.common.texts import describe, valid_text
 from TrainingFactory.common.user_code import location_of
 from TrainingFactory.envs import ToolEnvironment
@@ -368,7 +368,7 @@ class EpisodeRun:
                 announce_placeholders()
                 text, images = as_text(text, images), []
             content = chat.truncate(valid_text(text), limit)
-            truncated.append(reply.with_content(content, moved(images, text, content) if images else []))
+            truncated.append(reply.with_content(content, shift_images(images, text, content) if images else []))
         return truncated
 
     async def _score_episode(self) -> None:

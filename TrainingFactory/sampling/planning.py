@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from TrainingFactory.common.image_tokens import VIRTUAL, whole_image_end
+from TrainingFactory.common.image_tokens import VIRTUAL, find_image_end
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
 from TrainingFactory.sampling.table import CHUNK, SlotTable
@@ -67,7 +67,7 @@ class StepPlanner:
             if self.whole_images:
                 stored = int(table.stored[slot])
                 count = (
-                    whole_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
+                    find_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
                 )
             size = sum(counts) + count if self.tiled else (len(admitted) + 1) * max(longest, count)
             if admitted and size > budget:

@@ -22,7 +22,7 @@ def as_tool(obj: Any) -> Tool | ToolSource:
         return obj
     if inspect.isclass(obj):
         if not _is_base_tool(obj):
-            raise _not_a_tool(obj)
+            raise _not_a_tool_error(obj)
         return BaseToolAdapter(obj())
     if isinstance(obj, ToolSource):
         return obj
@@ -33,34 +33,33 @@ def as_tool(obj: Any) -> Tool | ToolSource:
         return BaseToolAdapter(obj)
     if inspect.isroutine(obj):
         return tool(obj)
-    raise _not_a_tool(obj)
+    raise _not_a_tool_error(obj)
 
 
 class BaseToolAdapter:
-    """Adapts an object with `name`, `description`, `parameters` (a JSON schema or a list of parameters) and
-    `call(params, **kwargs)`, which gets the arguments as a JSON string, as in qwen_agent."""
+    """Adapter from qwen_agent's `BaseTool`, whose `call` gets the arguments as a JSON string, to a tool of ours."""
 
     def __init__(self, base_tool: Any) -> None:
         self.base_tool = base_tool
-        schema = _parameters(getattr(base_tool, "parameters", None))
+        schema = _as_schema(getattr(base_tool, "parameters", None))
         self.spec = ToolSpec(base_tool.name, base_tool.description or "", schema)
         check_schema(self.spec, type(base_tool).__name__)
         # The version keeps cached results apart from those of another class or other settings with the same name.
         self.options = ToolOptions(version=digest(object_fingerprint(base_tool)))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        text = json.dumps(arguments, ensure_ascii=False)
+        arguments_json = json.dumps(arguments, ensure_ascii=False)
         if inspect.iscoroutinefunction(self.base_tool.call):
-            return as_result(_joined_text(await self.base_tool.call(text)))
-        return await in_thread(lambda: as_result(_joined_text(self.base_tool.call(text))))
+            return as_result(_join_text(await self.base_tool.call(arguments_json)))
+        return await in_thread(lambda: as_result(_join_text(self.base_tool.call(arguments_json))))
 
 
 def _is_base_tool(obj: Any) -> bool:
     return callable(getattr(obj, "call", None)) and hasattr(obj, "name") and hasattr(obj, "description")
 
 
-def _parameters(declared: Any) -> dict[str, Any]:
-    """Return a JSON schema. Converts qwen_agent's older form, a list of {"name", "type", "description", "required"}."""
+def _as_schema(declared: Any) -> dict[str, Any]:
+    """Return a JSON schema; convert qwen_agent's older list of {"name", "type", "description", "required"}."""
     if declared is None:
         return {"type": "object", "properties": {}}
     if not isinstance(declared, list):
@@ -73,16 +72,18 @@ def _parameters(declared: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties} | ({"required": required} if required else {})
 
 
-def _joined_text(value: Any) -> Any:
+def _join_text(value: Any) -> Any:
     """Join a list of content items (objects or dicts with `text`) into one text; return other values unchanged."""
     if not isinstance(value, list) or not value:
         return value
-    fields = [item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value]
-    texts = [text for text in fields if isinstance(text, str)]
+    item_texts = [
+        item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value
+    ]
+    texts = [text for text in item_texts if isinstance(text, str)]
     return "\n".join(texts) if len(texts) == len(value) else value
 
 
-def _not_a_tool(obj: Any) -> ValueError:
+def _not_a_tool_error(obj: Any) -> ValueError:
     return ValueError(
         f"{str(obj)[:80]!r} is not a tool; pass a function with type hints, an object with `spec` and `run`, a source "
         "with `open`, `session` and `close`, or a class with `name`, `description`, `parameters` and `call`"

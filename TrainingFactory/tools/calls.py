@@ -16,7 +16,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolFailure, ToolResult
 
 log = logging.getLogger(__name__)
-_held_states: ContextVar[tuple[ToolState, ...]] = ContextVar("states locked by the running call", default=())
+_locked_states: ContextVar[tuple[ToolState, ...]] = ContextVar("locked states", default=())
 
 
 class CallOutcome(NamedTuple):
@@ -40,7 +40,7 @@ class PendingCall:
     seconds: float  # for all attempts and the pauses between them
     max_output_chars: int
     # Executes the call before a `time.monotonic` deadline.
-    make: Callable[[PendingCall, float], Awaitable[CallOutcome]]
+    execute: Callable[[PendingCall, float], Awaitable[CallOutcome]]
     episode: Hashable = None  # key of the episode, for the metrics
 
     @property
@@ -59,19 +59,19 @@ class ToolState:
         self._skipped: list[tuple[PendingCall, str]] = []
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def hold_lock(self) -> AsyncIterator[None]:
         """Lock the state for one call. The lock is reentrant, so a tool that calls other tools of its own state does
         not deadlock."""
-        outer = _held_states.get()
-        if self in outer:
+        locked = _locked_states.get()
+        if self in locked:
             yield
             return
         async with self._lock:
-            token = _held_states.set((*outer, self))
+            token = _locked_states.set((*locked, self))
             try:
                 yield
             finally:
-                _held_states.reset(token)
+                _locked_states.reset(token)
 
     def skip(self, call: PendingCall, content: str) -> None:
         """Record a call that the cache answered with `content`. The state does not reflect the call until
@@ -82,7 +82,7 @@ class ToolState:
         """Execute the skipped calls in order, so that the state matches the conversation."""
         while self._skipped:
             call, content = self._skipped[0]
-            result, is_lost, _ = await call.make(call, time.monotonic() + call.seconds)
+            result, is_lost, _ = await call.execute(call, time.monotonic() + call.seconds)
             if is_lost or result.error == "unavailable":
                 raise ToolFailure(
                     f"{call.name} was answered from the cache, but executing it on {self.server or 'the tool'} "
@@ -98,7 +98,7 @@ class EpisodeCache(Protocol):
     """Interface of the result cache for one episode."""
 
     async def obtain(self, call: PendingCall) -> ToolResult:
-        """Return the cached result if the call may be cached and there is one; otherwise execute the call."""
+        """Return the cached result, or execute the call if it must not be cached or the cache has no result."""
         ...
 
     def fork(self) -> EpisodeCache:

@@ -13,10 +13,10 @@ from typing import Any, TypedDict, Unpack, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from TrainingFactory.common.images import as_image, is_image, join_pieces, rejected
+from TrainingFactory.common.images import as_image, is_image, join_pieces, rejection_text
 from TrainingFactory.common.options import make_from
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.schema import arguments_model, description_of, model_problems, parameters_schema
+from TrainingFactory.tools.schema import arguments_model, describe_errors, description_of, parameters_schema
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Image, ToolResult, ToolSpec
 
@@ -49,19 +49,19 @@ class FunctionTool:
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         """Call the function: on the event loop if it is async, otherwise on a thread."""
         try:
-            values = self._values(arguments)
+            converted = self._convert_arguments(arguments)
         except ValidationError as error:
-            return ToolResult(model_problems(self.spec, error), ok=False, error="schema")
+            return ToolResult(describe_errors(self.spec, error), ok=False, error="schema")
         if self._is_async:
-            return as_result(await self.function(**values))
+            return as_result(await self.function(**converted))
         # The conversion runs on the thread too, because a large value takes long to serialize.
-        return await in_thread(lambda: as_result(self.function(**values)))
+        return await in_thread(lambda: as_result(self.function(**converted)))
 
-    def _values(self, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _convert_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert the arguments to the function's types; omitted arguments keep their Python defaults."""
         model = self._model.model_validate(arguments)
-        given_names = model.model_fields_set
-        return {alias: getattr(model, name) for name, alias in _aliases(self._model) if name in given_names}
+        passed_names = model.model_fields_set
+        return {alias: getattr(model, name) for name, alias in _aliases(self._model) if name in passed_names}
 
 
 @functools.cache
@@ -70,31 +70,29 @@ def _aliases(model: type[BaseModel]) -> list[tuple[str, str]]:
 
 
 def as_result(value: Any) -> ToolResult:
-    """Convert a tool's return value to a ToolResult: strings unchanged, images (PIL or the bytes of a file) and lists
-    with images as images, other values as JSON."""
+    """Convert a tool's return value to a ToolResult. Images stay images; other values than strings become JSON."""
     if isinstance(value, str):
         return ToolResult(value)
     if isinstance(value, ToolResult):
-        return value.with_content(_text(value.content))
-    pieces = value if isinstance(value, list | tuple) else [value]
-    if not any(map(is_image, pieces)):
-        return ToolResult(_text(value))
-    content, images = join_pieces(map(_piece, pieces), "\n")
+        return value.with_content(_as_text(value.content))
+    contents = value if isinstance(value, list | tuple) else [value]
+    if not any(map(is_image, contents)):
+        return ToolResult(_as_text(value))
+    content, images = join_pieces(map(_text_or_image, contents), "\n")
     return ToolResult(content, images=images)
 
 
-def _piece(value: Any) -> str | Image:
-    """Convert a value that a tool returned to a text or an image. An invalid image becomes a text that tells the model
-    the reason."""
+def _text_or_image(value: Any) -> str | Image:
+    """Convert one returned value to a text or an image; an invalid image becomes an error text for the model."""
     if not is_image(value):
-        return _text(value)
+        return _as_text(value)
     try:
         return as_image(value)
     except ValueError as error:
-        return rejected(error)
+        return rejection_text(error)
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value if isinstance(value, str) else to_json(value, fallback=str).decode()
 
 
@@ -142,9 +140,9 @@ def tool(
             raise ValueError(f"invalid tool name {tool_name!r}: set name= to 1 to 64 letters, digits, _ or -")
         is_method = _takes_self(function)
         model = arguments_model(function, tool_name, skip_first=is_method)
-        text = description_of(function) if description is None else description
+        tool_description = description_of(function) if description is None else description
         tool_options = dataclasses.replace(base_options, ordered=is_method if ordered is None else ordered)
-        spec = ToolSpec(tool_name, text, parameters_schema(model))
+        spec = ToolSpec(tool_name, tool_description, parameters_schema(model))
         return FunctionTool(function, spec, tool_options, model)
 
     return wrap if function is None else wrap(function)

@@ -25,7 +25,7 @@ from TrainingFactory.tools.making import tools_without_options
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.recording import CallPosition, RecordedCancellation, Recorder
 from TrainingFactory.tools.runtime import ToolRuntime
-from TrainingFactory.tools.schema import make_validator, schema_problems
+from TrainingFactory.tools.schema import check_arguments, make_validator
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar("no
 
 
 @dataclass(slots=True)
-class _Entry:
+class _ToolEntry:
     tool: Tool
     options: ToolOptions
     state: ToolState | None  # None: calls to the tool wait for no other calls
@@ -61,7 +61,7 @@ class AsyncToolExecutor:
         self._key: Hashable = ""
         self._owner: object = None
         self.batches = 0  # executed for the model so far
-        self._records = True
+        self._is_recording = True
         self._repeats: defaultdict[tuple[str, str], int] = defaultdict(int)
         for tool_or_source in map(as_tool, tools):
             if not isinstance(tool_or_source, FunctionTool) and isinstance(tool_or_source, ToolSource):
@@ -69,13 +69,13 @@ class AsyncToolExecutor:
                 self.tools += self._sessions[-1].tools
             else:
                 self.tools.append(tool_or_source)
-        names = [tool.spec.name for tool in self.tools]
-        if duplicates := sorted({name for name in names if names.count(name) > 1}):
+        tool_names = [tool.spec.name for tool in self.tools]
+        if duplicates := sorted({tool_name for tool_name in tool_names if tool_names.count(tool_name) > 1}):
             raise ValueError(
                 f"two tools have the same name: {', '.join(duplicates)}; rename one with @tool(name=...), or set "
                 '"tfactory": {"prefix": true} for an MCP server'
             )
-        self._entries = _with_states(self.tools)
+        self._entries = _make_entries(self.tools)
 
     @cached_property
     def _runtime(self) -> ToolRuntime:
@@ -110,7 +110,7 @@ class AsyncToolExecutor:
         """Record further calls under `key`, and number their batches from `batches` on. Without `records`, they are
         replayed from a recording but not recorded, because a forked episode repeats calls of its parent that are
         recorded already."""
-        self._key, self._records = key, records
+        self._key, self._is_recording = key, records
         if batches is not None:
             self.batches = batches
 
@@ -122,10 +122,9 @@ class AsyncToolExecutor:
         self._cache = None if parent._cache is None else parent._cache.fork()
 
     async def catch_up(self) -> None:
-        """Execute the calls that the cache has answered, so that the tools' own state reflects all calls of the
-        episode."""
+        """Execute the calls that the cache answered, so that the tools' state reflects all calls of the episode."""
         for state in {entry.state for entry in self._entries.values() if entry.state is not None}:
-            async with state.turn():
+            async with state.hold_lock():
                 await state.catch_up()
 
     @property
@@ -134,8 +133,7 @@ class AsyncToolExecutor:
 
     @property
     def has_session_state(self) -> bool:
-        """Return whether this episode has an open session with a tool that is not pure, so that the session may have
-        state."""
+        """Return whether this episode has a session with an impure tool, which may have changed its state."""
         tools = [tool for session in self._sessions for tool in session.tools]
         return not all(getattr(tool, "options", DEFAULT_OPTIONS).pure for tool in tools)
 
@@ -155,7 +153,7 @@ class AsyncToolExecutor:
             _callers.reset(token)
 
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
-        positions = self._positions(calls)
+        positions = self._assign_positions(calls)
         if len(calls) == 1:  # without the cost of a task
             return [await self._execute(calls[0], positions[0])]
         # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unobserved. Tasks
@@ -167,7 +165,7 @@ class AsyncToolExecutor:
                 raise result
         return results  # type: ignore[return-value]
 
-    def _positions(self, calls: Sequence[ToolCall]) -> list[CallPosition]:
+    def _assign_positions(self, calls: Sequence[ToolCall]) -> list[CallPosition]:
         caller = [None, *(name for executor, name in _callers.get() if executor is self)][-1]
         if caller is None:
             self.batches += 1
@@ -178,9 +176,9 @@ class AsyncToolExecutor:
                 arguments = json.dumps(call.arguments, sort_keys=True, default=str)
             except (TypeError, ValueError, RecursionError):  # only Python code can pass such arguments
                 arguments = ""
-            name = digest(call.name, arguments)[:16]
-            positions.append(CallPosition(self._key, caller, f"{name}#{self._repeats[caller, name]}"))
-            self._repeats[caller, name] += 1
+            call_id = digest(call.name, arguments)[:16]
+            positions.append(CallPosition(self._key, caller, f"{call_id}#{self._repeats[caller, call_id]}"))
+            self._repeats[caller, call_id] += 1
         return positions
 
     async def _execute(self, call: ToolCall, position: CallPosition) -> ToolResult:
@@ -214,14 +212,13 @@ class AsyncToolExecutor:
     def _record(
         self, position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
     ) -> None:
-        if self._records and self._runtime.recorder is not None:
+        if self._is_recording and self._runtime.recorder is not None:
             self._runtime.recorder.record(position, call, result)
 
     async def _apply_replayed(
         self, recorder: Recorder, position: CallPosition, call: ToolCall, result: ToolResult
     ) -> None:
-        """Apply a replayed call. A method of the environment runs again for its side effects, which a reward may read;
-        any other call is only counted."""
+        """Count a replayed call. Rerun a method of the environment, because a reward may read its side effects."""
         entry = self._entries.get(call.name)
         if entry is None or not self._reruns_in_replay(entry) or result.error in ("timeout", "unavailable"):
             self._runtime.metrics.count_answer(None if entry is None else call.name, result, self._key)
@@ -229,9 +226,9 @@ class AsyncToolExecutor:
         state = entry.state or ToolState("")
         if result.cached:  # the recorded run skipped it too; a later call may need its side effects
             self._runtime.metrics.count_answer(call.name, result, self._key)
-            state.skip(self._pending_call(entry, call.arguments), result.content)
+            state.skip(self._make_pending_call(entry, call.arguments), result.content)
             return
-        async with state.turn():
+        async with state.hold_lock():
             try:
                 await state.catch_up()
                 rerun = await self._run_call(call)
@@ -239,9 +236,9 @@ class AsyncToolExecutor:
                 rerun = failure
         recorder.compare(position, call, result, rerun)
 
-    def _reruns_in_replay(self, entry: _Entry) -> bool:
-        bound_to = getattr(getattr(entry.tool, "function", None), "__self__", None)
-        return bound_to is not None and bound_to is self._owner and not entry.options.pure
+    def _reruns_in_replay(self, entry: _ToolEntry) -> bool:
+        method_owner = getattr(getattr(entry.tool, "function", None), "__self__", None)
+        return method_owner is not None and method_owner is self._owner and not entry.options.pure
 
     async def _run_call(self, call: ToolCall) -> ToolResult:
         entry = self._entries.get(call.name)
@@ -249,19 +246,19 @@ class AsyncToolExecutor:
             result = self._rejection_of(call)
             self._runtime.metrics.count_answer(None, result, self._key)
             return result
-        async with NO_LOCK if entry.state is None else entry.state.turn():
+        async with NO_LOCK if entry.state is None else entry.state.hold_lock():
             metrics = self._runtime.metrics
             start_time = metrics.start_call(call.name)
             result: ToolResult | None = None
             try:
-                invalid = self._invalid_arguments(entry.tool.spec, call.arguments)
-                pending = self._pending_call(entry, call.arguments)
-                if invalid is not None:
-                    result = invalid
+                rejection = self._check_arguments(entry.tool.spec, call.arguments)
+                pending = self._make_pending_call(entry, call.arguments)
+                if rejection is not None:
+                    result = rejection
                 elif self._cache is not None:
                     result = await self._cache.obtain(pending)
                 else:
-                    result = (await pending.make(pending, time.monotonic() + pending.seconds)).result
+                    result = (await pending.execute(pending, time.monotonic() + pending.seconds)).result
             finally:
                 metrics.finish_call(call.name, start_time, result, self._key)
         assert result is not None
@@ -270,12 +267,11 @@ class AsyncToolExecutor:
         return result
 
     def rejection(self, call: ToolCall) -> ToolResult | None:
-        """Return the answer to a call that cannot be executed: malformed, of an unknown tool, or with invalid
-        arguments; None for a valid call."""
+        """Return the error result of a malformed call, unknown tool or invalid arguments; None for a valid call."""
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
             return self._rejection_of(call)
-        return self._invalid_arguments(entry.tool.spec, call.arguments)
+        return self._check_arguments(entry.tool.spec, call.arguments)
 
     def _rejection_of(self, call: ToolCall) -> ToolResult:
         if call.error is not None:
@@ -287,15 +283,15 @@ class AsyncToolExecutor:
             text = f"There is no tool named {call.name[:60]!r}. The tools are: {', '.join(closest)}."
         return ToolResult(text, ok=False, error="unknown", id=call.id)
 
-    def _invalid_arguments(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
+    def _check_arguments(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
         try:
-            problems = schema_problems(spec, _validator(spec.parameters), arguments)
+            problems = check_arguments(spec, _validator(spec.parameters), arguments)
         except Exception as error:  # an invalid schema, or arguments nested too deeply
             log.info("cannot validate the arguments of tool %s", spec.name, exc_info=True)
             return ToolResult(f"{spec.name} failed: {describe(error)}", ok=False, error="exception")
         return None if problems is None else ToolResult(problems, ok=False, error="schema")
 
-    def _pending_call(self, entry: _Entry, arguments: dict[str, Any]) -> PendingCall:
+    def _make_pending_call(self, entry: _ToolEntry, arguments: dict[str, Any]) -> PendingCall:
         runtime = self._runtime
         timeout = entry.options.timeout or self.timeout
         limits = (timeout, max(runtime.deadline, timeout), self.max_output_chars)
@@ -304,12 +300,12 @@ class AsyncToolExecutor:
         )
 
 
-def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:
-    """Return an entry by name for each tool, with its options and the state that it shares with other tools."""
+def _make_entries(tools: Sequence[Tool]) -> dict[str, _ToolEntry]:
+    """Return an entry for each tool, by name, with its options and the state that it shares with other tools."""
     all_options: list[ToolOptions] = [getattr(tool, "options", DEFAULT_OPTIONS) for tool in tools]
     stateful_servers = {options.server for options in all_options if options.stateful}
     states: dict[str, ToolState] = {}
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, _ToolEntry] = {}
     for tool, options in zip(tools, all_options, strict=True):
         # On a stateful server, every tool that is not pure may change the state.
         may_change_state = bool(options.server) and options.server in stateful_servers and not options.pure
@@ -317,5 +313,5 @@ def _with_states(tools: Sequence[Tool]) -> dict[str, _Entry]:
         if options.ordered or options.stateful or may_change_state:
             state = states.setdefault(options.server, ToolState(options.server))
             state.stateful |= options.stateful
-        entries[tool.spec.name] = _Entry(tool, options, state)
+        entries[tool.spec.name] = _ToolEntry(tool, options, state)
     return entries

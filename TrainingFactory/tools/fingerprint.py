@@ -36,13 +36,13 @@ def call_fingerprint(tool: Tool, options: ToolOptions, arguments: dict[str, Any]
     """Return a fingerprint of a call, from the server, tool, version, schema, code and arguments, but not the caller.
     None if the arguments are not JSON, which only Python code can pass."""
     try:
-        text = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
+        arguments_json = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError):
         return None
     implementation: Any = inspect.unwrap(tool)  # type: ignore[arg-type]  # a function, or an object with `run`
-    code = _source(_code_of(implementation) or _code_of(getattr(implementation, "run", None)))
-    schema = _schema_text(tool.spec.parameters)
-    return digest(options.server, tool.spec.name, options.version, schema, code, text)
+    code = _source_of(_code_of(implementation) or _code_of(getattr(implementation, "run", None)))
+    schema = _encode_schema(tool.spec.parameters)
+    return digest(options.server, tool.spec.name, options.version, schema, code, arguments_json)
 
 
 def object_fingerprint(obj: Any) -> str:
@@ -52,21 +52,21 @@ def object_fingerprint(obj: Any) -> str:
     attributes: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         attributes |= {name: value for name, value in vars(base).items() if name != "__dict__"}
-    methods = {name: _source(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
+    methods = {name: _source_of(_code_of(value)) for name, value in attributes.items() if _code_of(value)}
     attributes |= getattr(obj, "__dict__", {})
     plain_attributes = {
         name: value for name, value in attributes.items() if not name.startswith("__")
     } | methods
     try:
-        text = json.dumps(plain_attributes, sort_keys=True, default=lambda value: type(value).__qualname__)
+        encoded = json.dumps(plain_attributes, sort_keys=True, default=lambda value: type(value).__qualname__)
     except (TypeError, ValueError, RecursionError):
-        text = ""
-    return digest(cls.__module__, cls.__qualname__, text)
+        encoded = ""
+    return digest(cls.__module__, cls.__qualname__, encoded)
 
 
-def digest(*parts: str) -> str:
-    """Return a hash of several texts. It also depends on the boundaries between the texts."""
-    return hashlib.blake2b(json.dumps([_FORMAT, *parts]).encode(), digest_size=20).hexdigest()
+def digest(*texts: str) -> str:
+    """Return a hash of several texts, which also depends on the boundaries between them."""
+    return hashlib.blake2b(json.dumps([_FORMAT, *texts]).encode(), digest_size=20).hexdigest()
 
 
 def _code_of(function: Any) -> Any:
@@ -74,8 +74,8 @@ def _code_of(function: Any) -> Any:
 
 
 @IdentityCache
-def _source(code: Any) -> str:
-    """Return the source of a function, looked up by its code object: for a class, Python would parse the whole file."""
+def _source_of(code: Any) -> str:
+    """Return a function's source by its code object, because for a class Python would parse the whole file."""
     try:
         return "" if code is None else inspect.getsource(code)
     except (OSError, TypeError):
@@ -83,5 +83,5 @@ def _source(code: Any) -> str:
 
 
 @IdentityCache
-def _schema_text(schema: dict[str, Any]) -> str:
+def _encode_schema(schema: dict[str, Any]) -> str:
     return json.dumps(schema, sort_keys=True, default=str)

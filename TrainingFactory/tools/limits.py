@@ -23,7 +23,7 @@ class CallLimits:
 
     @asynccontextmanager
     async def hold_slot(self) -> AsyncIterator[None]:
-        """Wait for a slot and hold it."""
+        """Wait for a slot, and hold it during the block."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # tools that outlive a run are used on several event loops
             self._loop, self._slots, self._pacing = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()

@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
     """Create a tool from a catalog name, or from {"name": ..., "options": {...}}."""
-    fields = {"name": entry} if isinstance(entry, str) else dict(entry)
-    name = fields.pop("name", None)
-    options = fields.pop("options", None) or {}
-    if not isinstance(name, str) or not isinstance(options, Mapping) or fields:
+    entry_fields = {"name": entry} if isinstance(entry, str) else dict(entry)
+    name = entry_fields.pop("name", None)
+    options = entry_fields.pop("options", None) or {}
+    if not isinstance(name, str) or not isinstance(options, Mapping) or entry_fields:
         raise ValueError(f'invalid tool {str(entry)[:100]}; expected {{"name": ..., "options": {{...}}}}')
     target = catalog.find("tool", name)
     if _is_factory(target):
@@ -47,5 +47,5 @@ def _is_factory(target: Any) -> bool:
     if inspect.isclass(target):
         return not hasattr(target, "call")
     hint = getattr(target, "__annotations__", {}).get("return", "") if inspect.isfunction(target) else ""
-    text = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
-    return "Tool" in text and "ToolResult" not in text
+    type_name = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
+    return "Tool" in type_name and "ToolResult" not in type_name

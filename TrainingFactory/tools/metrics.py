@@ -11,11 +11,11 @@ from typing import Any
 
 from TrainingFactory.types import ToolResult
 
-MAX_TIMES = 4096  # most recent call durations kept for the percentiles
+MAX_DURATIONS = 4096  # most recent call durations kept for the percentiles
 MAX_EPISODES = 50_000  # episodes with counts since the last snapshot; the oldest are dropped
-COUNTED = {"schema": "schema_errors", "timeout": "timeouts", "unavailable": "unavailable"}  # error: metric
-NO_TOOL = {"unknown": "unknown", "malformed": "malformed"}  # errors of calls that belong to no tool
-ALL = ""  # key of the counts over all tools
+METRIC_BY_ERROR = {"schema": "schema_errors", "timeout": "timeouts", "unavailable": "unavailable"}
+NO_TOOL_METRICS = {"unknown": "unknown", "malformed": "malformed"}  # errors of calls that belong to no tool
+TOTAL = ""  # key of the counts over all tools
 
 
 @dataclass(slots=True)
@@ -23,62 +23,62 @@ class _Counts:
     """Counts of one tool, or of all tools."""
 
     calls: int = 0
-    good: int = 0
+    succeeded: int = 0
     errors: Counter[str | None] = field(default_factory=Counter)
     retries: int = 0
     cache_hits: int = 0
-    waited: float = 0.0
-    times: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
+    wait_seconds: float = 0.0
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DURATIONS))
 
     def add(self, result: ToolResult, seconds: float | None) -> None:
         self.calls += 1
-        self.good += result.ok
+        self.succeeded += result.ok
         self.errors[result.error] += 1
         self.cache_hits += result.cached
         if seconds is not None:
-            self.times.append(seconds)
+            self.durations.append(seconds)
 
     def merge(self, other: _Counts) -> None:
         self.calls += other.calls
-        self.good += other.good
+        self.succeeded += other.succeeded
         self.errors.update(other.errors)
         self.retries += other.retries
         self.cache_hits += other.cache_hits
-        self.waited += other.waited
-        self.times.extend(other.times)
+        self.wait_seconds += other.wait_seconds
+        self.durations.extend(other.durations)
 
     def to_metrics(self, tool: str) -> dict[str, float]:
-        """Return the metrics by name. Without durations there are no percentiles, rather than zeros."""
-        kinds = COUNTED if tool else COUNTED | NO_TOOL
-        metrics: dict[str, float] = {name: self.errors[kind] for kind, name in kinds.items()}
+        """Return the metrics by name; omit the percentiles if there are no durations."""
+        error_metrics = METRIC_BY_ERROR if tool else METRIC_BY_ERROR | NO_TOOL_METRICS
+        metrics: dict[str, float] = {name: self.errors[error] for error, name in error_metrics.items()}
         metrics |= {"calls": self.calls, "retries": self.retries, "cache_hits": self.cache_hits}
-        metrics |= {"waited": self.waited, "success": self.good / self.calls}
-        if self.times:
-            sorted_times = sorted(self.times)
-            metrics["p50"] = sorted_times[int(len(sorted_times) * 0.5)]
-            metrics["p95"] = sorted_times[int(len(sorted_times) * 0.95)]
-        return {_prefix(tool) + name: value for name, value in metrics.items()}
+        metrics |= {"waited": self.wait_seconds, "success": self.succeeded / self.calls}
+        if self.durations:
+            sorted_durations = sorted(self.durations)
+            metrics["p50"] = sorted_durations[int(len(sorted_durations) * 0.5)]
+            metrics["p95"] = sorted_durations[int(len(sorted_durations) * 0.95)]
+        return {_prefix_of(tool) + name: value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
 class _Timer:
     """Measures the seconds during which at least one call of a tool was in flight."""
 
-    busy: float = 0.0  # up to `updated`
-    running: int = 0
-    updated: float = 0.0
+    busy_seconds: float = 0.0  # up to `updated_at`
+    num_running: int = 0
+    updated_at: float = 0.0
 
     def update(self, change: int, now: float) -> None:
-        if self.running:
-            self.busy += now - self.updated
-        self.running += change
-        self.updated = now
+        if self.num_running:
+            self.busy_seconds += now - self.updated_at
+        self.num_running += change
+        self.updated_at = now
 
     def take(self, now: float) -> float:
         """Return the busy seconds since the previous `take`."""
         self.update(0, now)
-        busy, self.busy = self.busy, 0.0
-        return busy
+        seconds, self.busy_seconds = self.busy_seconds, 0.0
+        return seconds
 
 
 class ToolMetrics:
@@ -104,21 +104,21 @@ class ToolMetrics:
         self._update_timers(tool, -1, now)
         if result is not None:
             executed = not result.cached and result.error != "schema"
-            for counts in self._counts(episode, ALL, tool):
+            for counts in self._counts(episode, TOTAL, tool):
                 counts.add(result, now - start_time if executed else None)
 
     def count_answer(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
         """Count a call that no tool executed: an unknown tool, a malformed call, or a replayed one."""
-        for counts in self._counts(episode, ALL) if tool is None else self._counts(episode, ALL, tool):
+        for counts in self._counts(episode, TOTAL) if tool is None else self._counts(episode, TOTAL, tool):
             counts.add(result, None)
 
     def count_retry(self, tool: str, episode: Hashable = None) -> None:
-        for counts in self._counts(episode, ALL, tool):
+        for counts in self._counts(episode, TOTAL, tool):
             counts.retries += 1
 
     def count_wait(self, tool: str, seconds: float, episode: Hashable = None) -> None:
-        for counts in self._counts(episode, ALL, tool):
-            counts.waited += seconds
+        for counts in self._counts(episode, TOTAL, tool):
+            counts.wait_seconds += seconds
 
     def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
         """Return the metrics of the episodes whose key `selects` accepts, and remove their counts. `wall_share` covers
@@ -127,13 +127,13 @@ class ToolMetrics:
         for episode in [key for key in list(self._episodes) if selects(key)]:
             for tool, counts in self._episodes.pop(episode).items():
                 totals[tool].merge(counts)
-        now, previous = time.perf_counter(), self._last_snapshot
+        now, previous_snapshot = time.perf_counter(), self._last_snapshot
         self._last_snapshot = now
         busy = {tool: timer.take(now) for tool, timer in self._timers.items()}
         return _to_metrics(totals) | {
-            f"{_prefix(tool)}wall_share": min(1.0, seconds / (now - previous))
+            f"{_prefix_of(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
             for tool, seconds in busy.items()
-            if totals[tool].calls and now > previous
+            if totals[tool].calls and now > previous_snapshot
         }
 
     def drop(self, selects: Callable[[Any], bool]) -> None:
@@ -147,26 +147,26 @@ class ToolMetrics:
         return _to_metrics(self._total)
 
     def _counts(self, episode: Hashable, *tools: str) -> list[_Counts]:
-        of_episode = self._episodes.get(episode)
-        if of_episode is None:
+        episode_counts = self._episodes.get(episode)
+        if episode_counts is None:
             if len(self._episodes) >= MAX_EPISODES:
                 del self._episodes[next(iter(self._episodes))]
-            of_episode = self._episodes[episode] = defaultdict(_Counts)
-        return [counts[tool] for counts in (of_episode, self._total) for tool in tools]
+            episode_counts = self._episodes[episode] = defaultdict(_Counts)
+        return [counts[tool] for counts in (episode_counts, self._total) for tool in tools]
 
     def _update_timers(self, tool: str, change: int, now: float) -> None:
-        for name in (ALL, tool):
+        for name in (TOTAL, tool):
             self._timers[name].update(change, now)
 
 
-def _prefix(tool: str) -> str:
+def _prefix_of(tool: str) -> str:
     return f"tools/{tool}/" if tool else "tools/"
 
 
 def _to_metrics(counts: defaultdict[str, _Counts]) -> dict[str, float]:
     """Return the metrics by name, without tools that were not called."""
     metrics: dict[str, float] = {}
-    for tool in (ALL, *filter(None, list(counts))):
+    for tool in (TOTAL, *filter(None, list(counts))):
         if counts[tool].calls:
             metrics |= counts[tool].to_metrics(tool)
     return metrics

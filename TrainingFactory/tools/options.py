@@ -9,7 +9,7 @@ from TrainingFactory.common.options import STRICT, Count, Positive, ZeroOrMore
 
 @dataclass(slots=True, frozen=True, config=STRICT)
 class ToolOptions:
-    """How the executor runs a tool: the tool's attribute `options`. A tool without it gets these defaults."""
+    """Execution options of a tool, read from its attribute `options`; a tool without it gets these defaults."""
 
     timeout: Positive | None = None  # seconds for one call; None: the executor's default
     # Calls to the ordered tools of one server (or of this process) run one at a time, in the order of the model's text.

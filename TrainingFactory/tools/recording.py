@@ -15,7 +15,7 @@ from TrainingFactory.common.texts import describe, redact_environment
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 CALLS_FILE, SPECS_FILE = "tool_calls.jsonl", "tools.json"
-_FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
+_CALL_FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = {name: value for name, value in dataclasses.asdict(ToolResult("")).items() if name != "images"}
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
 FORK = "fork"  # batch of the row of a dropped fork
@@ -44,12 +44,11 @@ class CallPosition(NamedTuple):
 
 
 class RecordedCancellation(Exception):
-    """Outcome of a recorded call that was cancelled and so has no result. A replay raises it."""
+    """Outcome of a recorded call that was cancelled before it returned a result. A replay raises it."""
 
 
 class ReplayMismatch(ToolFailure):
-    """Raised if a replay makes a call that the recording does not contain, or if a rerun call returns another result.
-    It ends the episode, and then the run."""
+    """Raised for a call that differs from the recording, or whose rerun returns another result. It ends the run."""
 
 
 class Recorder:
@@ -59,16 +58,16 @@ class Recorder:
         self._output_file: Path | None = None
         self._images: ImageStore | None = None  # of the recorded calls
         self._uncommitted: dict[CallPosition, str] = {}
-        self._replay, self._file = replay, None
+        self._replay_folder, self._file = replay, None
         self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
         self._mismatch: ReplayMismatch | None = None  # the first one
         if replay is not None:
             self._file = _open_calls(replay)
             offset = 0
-            for number, line in enumerate(self._file, 1):
+            for line_number, line in enumerate(self._file, 1):
                 if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
                     # A step that was interrupted and repeated appears twice; the last one counts.
-                    self._offsets[_position(line, f"{replay / CALLS_FILE}:{number}")] = offset
+                    self._offsets[_position_of(line, f"{replay / CALLS_FILE}:{line_number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
@@ -81,7 +80,7 @@ class Recorder:
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._output_file is not None:
-            self._uncommitted[position] = _line(position, call, result, self._images)
+            self._uncommitted[position] = _encode_call(position, call, result, self._images)
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
@@ -97,15 +96,14 @@ class Recorder:
             raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
-        return _result_of(row["result"], self._replay)
+        return _result_of(row["result"], self._replay_folder)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
-        """Record that the episode with this key was not played because its environment could not be forked."""
+        """Record that this episode was not played because its environment could not be forked."""
         self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
 
     def dropped_fork(self, key: EpisodeKey) -> str | None:
-        """Return the reason why the recorded run dropped the fork with this key; None if it did not, or if this run is
-        not a replay."""
+        """Return the reason if the recorded run dropped the fork with this key; None otherwise and outside replays."""
         offset = self._offsets.get(CallPosition(key, FORK, ""))
         if self._file is None or offset is None:
             return None
@@ -116,14 +114,14 @@ class Recorder:
         self, position: CallPosition, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
     ) -> None:
         """Raise ReplayMismatch if a method of the environment, which a replay runs again, returned another result."""
-        fields = [
+        outcomes = [
             (result.ok, result.error, as_text(result.content, result.images, repr), result.attachments)
             if isinstance(result, ToolResult)
             else (False, "failure", str(result), [])
             for result in (recorded, rerun)
         ]
-        if fields[0] != fields[1]:
-            recorded_text, rerun_text = (_shorten(repr(content)) for _, _, content, _ in fields)
+        if outcomes[0] != outcomes[1]:
+            recorded_text, rerun_text = (_shorten(repr(content)) for _, _, content, _ in outcomes)
             problem = (
                 f"a method of the environment that now returns {rerun_text}; "
                 f"the recorded result is {recorded_text}"
@@ -132,8 +130,7 @@ class Recorder:
             raise self._new_mismatch(position, call, f"{problem}. {remedy}")
 
     def check(self) -> None:
-        """Raise ValueError if a call of the run has differed from the recording, because the caller of a tool may have
-        swallowed the ReplayMismatch."""
+        """Raise ValueError if a call differed from the recording, because callers may swallow the ReplayMismatch."""
         if self._mismatch is not None:
             raise ValueError(str(self._mismatch)) from self._mismatch
 
@@ -141,16 +138,16 @@ class Recorder:
         """Append the uncommitted calls of the episodes whose key `selects` accepts, sorted by position so that equal
         runs have equal files. The calls of other episodes stay uncommitted."""
         # Copied first, because other episodes may record meanwhile.
-        positions = [position for position in list(self._uncommitted) if selects(_key(position))]
+        positions = [position for position in list(self._uncommitted) if selects(_key_of(position))]
         lines = [self._uncommitted.pop(position) for position in sorted(positions, key=_sort_key)]
         if self._output_file is not None and lines:
             with self._output_file.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(lines)
 
     def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
-        """Discard the uncommitted calls of the episodes whose key `selects` accepts: they are not trained on."""
+        """Discard the uncommitted calls of the episodes whose key `selects` accepts, which are not trained on."""
         for position in list(self._uncommitted):
-            if selects(_key(position)):
+            if selects(_key_of(position)):
                 del self._uncommitted[position]
 
     def close(self) -> None:
@@ -158,14 +155,13 @@ class Recorder:
             self._file.close()
 
     def _new_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
-        step, task, member = _key(position)
+        step, task, member = _key_of(position)
         caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
         location = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
-        text = (
-            f"replay of {self._replay}: {location}: the run calls {_call_text(call)}, {difference}. {REMEDY}"
-        )
-        self._mismatch = self._mismatch or ReplayMismatch(text)
-        return ReplayMismatch(text)
+        problem = f"{location}: the run calls {_call_text(call)}"
+        message = f"replay of {self._replay_folder}: {problem}, {difference}. {REMEDY}"
+        self._mismatch = self._mismatch or ReplayMismatch(message)
+        return ReplayMismatch(message)
 
 
 def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
@@ -176,7 +172,7 @@ def save_specs(folder: Path, specs: Iterable[ToolSpec]) -> None:
 
 @dataclass(slots=True)
 class RecordedTool:
-    """A tool known only from a recording. The executor replays its calls, so `run` is never reached."""
+    """A tool of a recording. The executor replays its calls, so `run` is never called."""
 
     spec: ToolSpec
 
@@ -184,7 +180,7 @@ class RecordedTool:
         raise ReplayMismatch(f"cannot call {self.spec.name}: it exists only in the recording")
 
 
-def recorded_tools(folder: Path) -> Sequence[RecordedTool]:
+def load_recorded_tools(folder: Path) -> Sequence[RecordedTool]:
     path = folder / SPECS_FILE
     try:
         return [RecordedTool(ToolSpec(**row)) for row in json.loads(path.read_text(encoding="utf-8"))]
@@ -201,19 +197,19 @@ def _open_calls(folder: Path) -> BinaryIO:
     return (folder / CALLS_FILE).open("rb")
 
 
-def _key(position: CallPosition) -> EpisodeKey:
+def _key_of(position: CallPosition) -> EpisodeKey:
     assert isinstance(position.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
     return position.key
 
 
-def _line(
+def _encode_call(
     position: CallPosition,
     call: ToolCall,
     result: ToolResult | ToolFailure | RecordedCancellation,
     store: ImageStore | None,
 ) -> str:
-    values = (*_key(position), position.batch, position.index, call.name, call.arguments)
-    row: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
+    field_values = (*_key_of(position), position.batch, position.index, call.name, call.arguments)
+    row: dict[str, Any] = dict(zip(_CALL_FIELDS, field_values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
     elif isinstance(result, RecordedCancellation):
@@ -234,7 +230,7 @@ def _result_of(row: dict[str, Any], folder: Path | None) -> ToolResult:
     return result
 
 
-def _position(line: bytes, location: str) -> CallPosition:
+def _position_of(line: bytes, location: str) -> CallPosition:
     """Return the position of the call in one line of a recording; raise ValueError if the line is invalid."""
     try:
         row = json.loads(line)
@@ -244,7 +240,7 @@ def _position(line: bytes, location: str) -> CallPosition:
 
 
 def _sort_key(position: CallPosition) -> tuple[Any, ...]:
-    step, task, member = _key(position)
+    step, task, member = _key_of(position)
     return (str(step), task, member, isinstance(position.batch, str), position.batch, position.index)
 
 

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import Any
 
-from TrainingFactory.common.images import map_text, moved
+from TrainingFactory.common.images import map_text, shift_images
 from TrainingFactory.common.texts import describe, environment_secrets, redact, truncate_middle
 from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.calls import CallOutcome, PendingCall, ResultCache
@@ -28,15 +28,15 @@ _jitter = random.Random()  # separate from the global generator, which training 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 # Exceptions that mean that no answer arrived: a retry may help, and the server may be down. Any other exception of a
 # tool is its answer. The names belong to packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
-LOST = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
-LOST_NAMES = {
+LOST_ERRORS = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
+LOST_ERROR_NAMES = {
     "ConnectionError", "TimeoutError", "TransportError", "ClientConnectionError", "BrokenResourceError",
     "ClosedResourceError",
 }  # fmt: skip
 # Errors about a path, which the model may have written.
-NOT_LOST = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
-DOWN = "is not available at the moment"
-BUSY = "is in use by others and did not become free in time"
+ANSWER_ERRORS = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+DOWN_REASON = "is not available at the moment"
+BUSY_REASON = "is in use by others and did not become free in time"
 
 
 class ToolRuntime:
@@ -93,11 +93,11 @@ class ToolRuntime:
         return outcome
 
     def _sanitize(self, result: ToolResult, max_chars: int) -> None:
-        """Redact secrets and truncate the text. Images stay between the texts that they were between."""
+        """Redact secrets and truncate the text; images keep their places between the texts."""
         if result.images:
             text, images = map_text(result.content, result.images, lambda text: redact(text, self._secrets))
             result.content = truncate_middle(text, max_chars)
-            result.images = moved(images, text, result.content)
+            result.images = shift_images(images, text, result.content)
         else:
             result.content = truncate_middle(redact(result.content, self._secrets), max_chars)
         result.attachments = redact(result.attachments, self._secrets)
@@ -106,7 +106,7 @@ class ToolRuntime:
         breaker = self.breaker(call.options.server)
         limits = self._limits_of(call)
         if breaker is not None and breaker.is_open:
-            return _unavailable(call, DOWN)
+            return _unavailable_outcome(call, DOWN_REASON)
         # A tool may have `async def until_ready()`, which waits until a call can start, for example for a session. It
         # precedes the limits: otherwise calls that have a session would wait for slots held by calls that have none.
         until_ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
@@ -121,7 +121,7 @@ class ToolRuntime:
                     if limits is not None:
                         await stack.enter_async_context(limits.hold_slot())
             except TimeoutError:
-                return _unavailable(call, BUSY)
+                return _unavailable_outcome(call, BUSY_REASON)
             finally:
                 self.metrics.count_wait(call.name, time.monotonic() - start_time, call.episode)
             return await self._run_guarded(call, deadline, breaker)
@@ -131,12 +131,12 @@ class ToolRuntime:
     ) -> CallOutcome:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
-            return _unavailable(call, BUSY)
+            return _unavailable_outcome(call, BUSY_REASON)
         if breaker is None:
             return await _run_with_timeout(call, min(call.timeout, remaining))
         token = breaker.allow()
         if token is None:
-            return _unavailable(call, DOWN)
+            return _unavailable_outcome(call, DOWN_REASON)
         has_answered: bool | None = None
         try:
             outcome = await _run_with_timeout(call, min(call.timeout, remaining))
@@ -181,16 +181,16 @@ async def run_tool(tool: Tool, arguments: dict[str, Any]) -> ToolResult:
     except SystemExit as error:
         raise RuntimeError("it tried to end the program") from error
     except BaseExceptionGroup as error:  # a broken connection may raise one that is not an Exception
-        kind = ConnectionError if error.subgroup(is_lost) is not None else RuntimeError
-        raise kind(describe(error)) from error
+        error_type = ConnectionError if error.subgroup(is_lost) is not None else RuntimeError
+        raise error_type(describe(error)) from error
 
 
 def is_lost(error: BaseException) -> bool:
     """Return whether the exception means that no answer arrived; any other exception of a tool is its answer."""
-    if isinstance(error, LOST):
-        return not isinstance(error, NOT_LOST)
-    return any(cls.__name__ in LOST_NAMES for cls in type(error).__mro__)
+    if isinstance(error, LOST_ERRORS):
+        return not isinstance(error, ANSWER_ERRORS)
+    return any(cls.__name__ in LOST_ERROR_NAMES for cls in type(error).__mro__)
 
 
-def _unavailable(call: PendingCall, reason: str) -> CallOutcome:
+def _unavailable_outcome(call: PendingCall, reason: str) -> CallOutcome:
     return CallOutcome(ToolResult(f"{call.name} {reason}", ok=False, error="unavailable"), was_called=False)

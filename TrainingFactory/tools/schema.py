@@ -28,7 +28,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
     """Create a pydantic model with one field per parameter. The fields are called a0, a1, ... with the parameter names
     as aliases, because a parameter may have a name that BaseModel itself uses."""
     hints = get_type_hints(function, include_extras=True)
-    docs = _parameter_docs(inspect.getdoc(function) or "")
+    descriptions = _parse_parameter_docs(inspect.getdoc(function) or "")
     fields: dict[str, Any] = {}
     parameters = list(inspect.signature(function).parameters.values())[1 if skip_first else 0 :]
     for index, parameter in enumerate(parameters):
@@ -38,14 +38,13 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
             raise ValueError(f"tool {name}: parameter {parameter.name!r} needs a type hint, such as str")
         hint = hints[parameter.name]
         default = ... if parameter.default is parameter.empty else parameter.default
-        description = _annotated_text(hint) or docs.get(parameter.name)
+        description = _find_description(hint) or descriptions.get(parameter.name)
         fields[f"a{index}"] = (hint, Field(default, alias=parameter.name, description=description))
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
 def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the model's JSON schema without titles and without the ban on extra arguments, because both only cost
-    tokens. Pydantic enforces the ban."""
+    """Return the model's JSON schema without titles and `additionalProperties`, which only cost tokens."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
     schema.pop("description", None)  # of the pydantic class, not of the tool
@@ -58,23 +57,23 @@ def description_of(function: Callable[..., Any]) -> str:
     return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param |\w+\n-{3,})", "\n" + doc, maxsplit=1)[0].strip()
 
 
-def _parameter_docs(doc: str) -> dict[str, str]:
+def _parse_parameter_docs(doc: str) -> dict[str, str]:
     """Return the parameter descriptions of a docstring: `name: text` lines under Args:, `:param name: text` lines, and
     numpy's `name : type` lines with the text below. More deeply indented lines continue a text."""
-    args = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
-    google_style = inspect.cleandoc(args.group(1)) if args else ""
-    numpy = re.search(r"^Parameters\n-{3,}\n((?:.*\n?)*?)(?=^\w+\n-{3,}|\Z)", doc, re.MULTILINE)
-    numpy_style = numpy.group(1) if numpy else ""
-    pairs = re.findall(r"^(\w+)(?: \(.*\))?:[ \t]+(.+(?:\n[ \t]+.+)*)", google_style, re.MULTILINE)
-    pairs += re.findall(r"^(\w+)[ \t]*(?::.*)?\n((?:[ \t]+.+\n?)+)", numpy_style, re.MULTILINE)
-    pairs += re.findall(r"^:param (?:[^:\n]+ )?(\w+):[ \t]+(.+(?:\n[ \t]+.+)*)", doc, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in pairs}
+    google = re.search(r"^(?:Args|Arguments|Parameters):[ \t]*\n((?:[ \t]+.*\n?|\n)+)", doc, re.MULTILINE)
+    google_section = inspect.cleandoc(google.group(1)) if google else ""
+    numpy_match = re.search(r"^Parameters\n-{3,}\n((?:.*\n?)*?)(?=^\w+\n-{3,}|\Z)", doc, re.MULTILINE)
+    numpy_section = numpy_match.group(1) if numpy_match else ""
+    descriptions = re.findall(r"^(\w+)(?: \(.*\))?:[ \t]+(.+(?:\n[ \t]+.+)*)", google_section, re.MULTILINE)
+    descriptions += re.findall(r"^(\w+)[ \t]*(?::.*)?\n((?:[ \t]+.+\n?)+)", numpy_section, re.MULTILINE)
+    descriptions += re.findall(r"^:param (?:[^:\n]+ )?(\w+):[ \t]+(.+(?:\n[ \t]+.+)*)", doc, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in descriptions}
 
 
-def _annotated_text(hint: Any) -> str | None:
+def _find_description(hint: Any) -> str | None:
     """Return the first plain string in Annotated[type, "text"], or the description of a Field there."""
-    notes = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    texts = [note.description if isinstance(note, FieldInfo) else note for note in notes]
+    metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    texts = [entry.description if isinstance(entry, FieldInfo) else entry for entry in metadata]
     return next((text for text in texts if isinstance(text, str)), None)
 
 
@@ -88,20 +87,19 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
         return [without_titles(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    without_title = {}
-    for key, value in sorted(schema.items(), key=_sort_keys) if is_schema else schema.items():
+    cleaned_schema = {}
+    for key, value in sorted(schema.items(), key=_rank_key) if is_schema else schema.items():
         if is_schema and key == "title":
             continue
         is_data = is_schema and key in _DATA_KEYS
-        without_title[key] = value if is_data else without_titles(value, key not in _SCHEMA_MAPS)
-    return without_title
+        cleaned_schema[key] = value if is_data else without_titles(value, key not in _SCHEMA_MAPS)
+    return cleaned_schema
 
 
-def _sort_keys(item: tuple[str, Any]) -> int:
-    """Return the position of a key in the order that models know from other schemas, because pydantic's order is
-    alphabetical."""
+def _rank_key(entry: tuple[str, Any]) -> int:
+    """Return a key's position in the customary order of schemas, because pydantic sorts keys alphabetically."""
     key_order = ("type", "description", "properties", "items", "enum", "default")
-    return key_order.index(item[0]) if item[0] in key_order else len(key_order)
+    return key_order.index(entry[0]) if entry[0] in key_order else len(key_order)
 
 
 def check_schema(spec: ToolSpec, location: str = "") -> None:
@@ -131,28 +129,28 @@ def _find_schema_problem(schema: Any) -> str | None:
     from jsonschema.validators import validator_for
 
     if not isinstance(schema, dict):
-        return f"its parameters are {_short(repr(schema))}"
+        return f"its parameters are {_shorten(repr(schema))}"
     if schema.get("type", "object") != "object":
-        return f"its parameters have the type {_short(repr(schema['type']))}"
+        return f"its parameters have the type {_shorten(repr(schema['type']))}"
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except InvalidSchema as error:
         path = ".".join(str(part) for part in error.absolute_path) or "its parameters"
-        return f"{_short(path)} is not a valid JSON schema ({_short(error.message, 120)})"
+        return f"{_shorten(path)} is not a valid JSON schema ({_shorten(error.message, 120)})"
     except RecursionError:
         return "its parameters are nested too deeply"
-    unknown = unknown_reference(schema)
-    return f"its parameters refer to {_short(unknown)}, which they do not define" if unknown else None
+    unknown = find_unknown_reference(schema)
+    return f"its parameters refer to {_shorten(unknown)}, which they do not define" if unknown else None
 
 
-def unknown_reference(schema: dict[str, Any]) -> str | None:
-    """Return the first $ref that the schema does not define, which validation would fetch over the network; or None."""
+def find_unknown_reference(schema: dict[str, Any]) -> str | None:
+    """Return the first $ref that the schema does not define, because jsonschema would fetch it; None if all are."""
     from referencing import Registry
     from referencing.exceptions import Unresolvable
     from referencing.jsonschema import DRAFT202012
 
     resolver = Registry().with_resource("", DRAFT202012.create_resource(schema)).resolver()
-    for reference in _references(schema):
+    for reference in _find_references(schema):
         try:
             resolver.lookup(reference)
         except (Unresolvable, ValueError):
@@ -160,16 +158,16 @@ def unknown_reference(schema: dict[str, Any]) -> str | None:
     return None
 
 
-def _references(schema: Any) -> Iterator[str]:
+def _find_references(schema: Any) -> Iterator[str]:
     if isinstance(schema, dict):
         if isinstance(schema.get("$ref"), str):
             yield schema["$ref"]
         for key, value in schema.items():
             if key not in _DATA_KEYS:
-                yield from _references(value)
+                yield from _find_references(value)
     elif isinstance(schema, list):
         for item in schema:
-            yield from _references(item)
+            yield from _find_references(item)
 
 
 _TYPE_ONLY = {"type", "description", "title", "default"}  # any other keyword is a further constraint
@@ -177,56 +175,58 @@ _PYTHON_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool
 
 
 def _has_exact_types(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
-    """Return whether the schema constrains only types and the arguments have exactly these: a fast path."""
+    """Return whether the schema constrains only types and all arguments match (a fast path without jsonschema)."""
     for name, value in arguments.items():
         field = schema.get("properties", {}).get(name)
-        only_type = isinstance(field, dict) and field.keys() <= _TYPE_ONLY
-        if not only_type or _PYTHON_TYPES.get(str(field.get("type"))) is not type(value):
+        has_only_type = isinstance(field, dict) and field.keys() <= _TYPE_ONLY
+        if not has_only_type or _PYTHON_TYPES.get(str(field.get("type"))) is not type(value):
             return False
     is_plain = schema.get("type") == "object" and schema.keys() <= _TYPE_ONLY | {"properties", "required"}
     return is_plain and all(name in arguments for name in schema.get("required", ()))
 
 
-def schema_problems(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
+def check_arguments(spec: ToolSpec, validator: Validator, arguments: Any) -> str | None:
     """Return a message for the model that lists the invalid arguments; None if all are valid."""
     if isinstance(arguments, dict) and _has_exact_types(spec.parameters, arguments):
         return None
     errors = sorted(validator.iter_errors(arguments), key=lambda error: len(error.absolute_path))
-    return _message(spec, [_problem_text(error) for error in errors]) if errors else None
+    return _format_problems(spec, [_describe_problem(error) for error in errors]) if errors else None
 
 
-def model_problems(spec: ToolSpec, error: ValidationError) -> str:
-    """Return the same message as `schema_problems` for a ValidationError of pydantic."""
+def describe_errors(spec: ToolSpec, error: ValidationError) -> str:
+    """Return the message of `check_arguments` for pydantic's ValidationError."""
     problems = []
     for detail in error.errors(include_url=False, include_context=False):
-        location = _short(".".join(str(part) for part in detail["loc"]) or "the arguments")
-        unknown = detail["type"] == "extra_forbidden"
-        problems.append(f"there is no argument `{location}`" if unknown else f"`{location}`: {detail['msg']}")
-    return _message(spec, problems)
+        location = _shorten(".".join(str(part) for part in detail["loc"]) or "the arguments")
+        is_extra = detail["type"] == "extra_forbidden"
+        problems.append(
+            f"there is no argument `{location}`" if is_extra else f"`{location}`: {detail['msg']}"
+        )
+    return _format_problems(spec, problems)
 
 
-def _message(spec: ToolSpec, problems: list[str]) -> str:
+def _format_problems(spec: ToolSpec, problems: list[str]) -> str:
     omitted = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     required = spec.parameters.get("required", [])
     arguments = [
-        f"{name} ({_expected(schema)}{'' if name in required else ', optional'})"
+        f"{name} ({_describe_schema(schema)}{'' if name in required else ', optional'})"
         for name, schema in spec.parameters.get("properties", {}).items()
     ]
     argument_list = ", ".join(arguments) or "none"
     return f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{omitted}. Arguments: {argument_list}."
 
 
-def _problem_text(error: SchemaError) -> str:
+def _describe_problem(error: SchemaError) -> str:
     location = ".".join(str(part) for part in error.absolute_path) or "the arguments"
     if error.validator == "required":
-        return f"{_short(location)}: {error.message}" if error.absolute_path else error.message
+        return f"{_shorten(location)}: {error.message}" if error.absolute_path else error.message
     if error.validator in ("type", "enum", "const", "anyOf", "oneOf"):
-        given_value = _short(json.dumps(error.instance, ensure_ascii=False, default=str))
-        return f"`{_short(location)}` must be {_expected(error.schema)}, not {given_value}"
-    return f"`{_short(location)}`: {_short(error.message, 200)}"
+        invalid_value = _shorten(json.dumps(error.instance, ensure_ascii=False, default=str))
+        return f"`{_shorten(location)}` must be {_describe_schema(error.schema)}, not {invalid_value}"
+    return f"`{_shorten(location)}`: {_shorten(error.message, 200)}"
 
 
-def _expected(schema: Any) -> str:
+def _describe_schema(schema: Any) -> str:
     """Return the values that a schema accepts, in a few words."""
     if not isinstance(schema, dict):
         return "any value"
@@ -236,14 +236,14 @@ def _expected(schema: Any) -> str:
         return json.dumps(schema["const"], ensure_ascii=False)
     for key in ("anyOf", "oneOf"):
         if key in schema:
-            return " or ".join(_expected(choice) for choice in schema[key])
-    kind = schema.get("type", "object" if "$ref" in schema else "any value")
-    if isinstance(kind, list):
-        return " or ".join(kind)
-    if kind == "array" and isinstance(schema.get("items"), dict) and schema["items"]:
-        return f"array of {_expected(schema['items'])}"
-    return kind
+            return " or ".join(_describe_schema(choice) for choice in schema[key])
+    type_name = schema.get("type", "object" if "$ref" in schema else "any value")
+    if isinstance(type_name, list):
+        return " or ".join(type_name)
+    if type_name == "array" and isinstance(schema.get("items"), dict) and schema["items"]:
+        return f"array of {_describe_schema(schema['items'])}"
+    return type_name
 
 
-def _short(text: str, limit: int = MAX_VALUE_CHARS) -> str:
+def _shorten(text: str, limit: int = MAX_VALUE_CHARS) -> str:
     return text if len(text) <= limit else text[:limit] + "..."

@@ -13,23 +13,23 @@ from TrainingFactory.common.event_loop import call_in_thread
 T = TypeVar("T")
 _jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
 # One permit per idle thread. Adding a job acquires a permit or starts a thread, so no job waits behind a hung one.
-_idle = threading.Semaphore(0)
+_idle_threads = threading.Semaphore(0)
 
 
 async def in_thread(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run the function on a thread and return its result. Cancelling the wait does not stop the thread."""
-    return await call_in_thread(_start, function, *args, **kwargs)
+    return await call_in_thread(_start_job, function, *args, **kwargs)
 
 
-def _start(job: Callable[[], None]) -> None:
-    if not _idle.acquire(blocking=False):
-        threading.Thread(target=_work, daemon=True, name="tool").start()
+def _start_job(job: Callable[[], None]) -> None:
+    if not _idle_threads.acquire(blocking=False):
+        threading.Thread(target=_run_jobs, daemon=True, name="tool").start()
     _jobs.put(job)
 
 
-def _work() -> None:
+def _run_jobs() -> None:
     while True:
         job = _jobs.get()
         job()
         del job  # otherwise the objects it references stay alive until the next job
-        _idle.release()
+        _idle_threads.release()

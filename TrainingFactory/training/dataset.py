@@ -17,7 +17,7 @@ from TrainingFactory.data.examples import Examples, Form, load_examples
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
-from TrainingFactory.tools.schema import check_schema, make_validator, schema_problems
+from TrainingFactory.tools.schema import check_arguments, check_schema, make_validator
 from TrainingFactory.types import Task, ToolSpec
 
 DEFAULT_TASKS = 16
@@ -173,7 +173,7 @@ def argument_problem(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
         check_schema(spec)
     except ValueError:
         return None
-    return schema_problems(spec, make_validator(spec.parameters), arguments)
+    return check_arguments(spec, make_validator(spec.parameters), arguments)
 
 
 def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Dataset) -> None:

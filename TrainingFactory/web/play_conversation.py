@@ -17,7 +17,7 @@ from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.rewards import check_group_size, make_reward, open_reward
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.common.image_parts import openai_content
-from TrainingFactory.common.images import moved
+from TrainingFactory.common.images import shift_images
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.common.user_code import as_value_error
@@ -140,7 +140,7 @@ class PlayConversation(ABC):
         step = await self.environment.step(message)
         contents = [truncate(reply.content, max_tokens) for reply in step.replies]
         return [
-            replace(reply, content=content, images=moved(reply.images, reply.content, content))
+            replace(reply, content=content, images=shift_images(reply.images, reply.content, content))
             for reply, content in zip(step.replies, contents, strict=True)
         ]
 

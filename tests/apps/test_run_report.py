@@ -17,7 +17,7 @@ from tests.kits.run import small, train
 from TrainingFactory.apps.views.run_report import charts, run_page
 from TrainingFactory.assembly import trackers
 from TrainingFactory.cli.display import plot, sparkline
-from TrainingFactory.common.charts import Chart, Curve, thinned
+from TrainingFactory.common.charts import Chart, Curve, thin
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.runs.episode_texts import best_and_worst
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder
@@ -54,14 +54,14 @@ def test_places_on_the_sheet() -> None:
     chart = Chart(
         "x", [Curve("a", [(1, 0.0), (2, float("nan")), (3, 1.0)], low=[(1, -1.0)], high=[(3, 1.0)])]
     )
-    assert (chart.bottom, chart.top, chart.first, chart.last) == (-1.0, 1.0, 1, 3)
-    (left, middle), (right, top) = chart.places(chart.lines[0].points)
+    assert (chart.bottom, chart.top, chart.first_step, chart.last_step) == (-1.0, 1.0, 1, 3)
+    (left, middle), (right, top) = chart.to_pixels(chart.lines[0].points)
     assert (
         left < right
         and [height for height, _ in chart.marks] == [196, middle, top]
         and middle == (196 + top) / 2
     )
-    many = thinned([(step, float(step)) for step in range(9_600)])
+    many = thin([(step, float(step)) for step in range(9_600)])
     assert len(many) == 320 and sum(value for _, value in many) / 320 == 4799.5
 
 

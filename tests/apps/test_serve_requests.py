@@ -132,7 +132,7 @@ def test_what_is_no_request_at_all_is_told_too(client: httpx.Client) -> None:
     for content in (b"{", b"[1]", b"\xff\xfe", b"", b"[" * 100_000, b'{"messages": NaN}'):
         answer = client.post(CHAT, content=content, headers=as_json)
         assert answer.status_code == 400 and answer.json()["error"]["param"] in ("body", "messages"), content
-    huge = b'"' + b"x" * api.MAX_BODY + b'"'
+    huge = b'"' + b"x" * api.MAX_BODY_BYTES + b'"'
     assert client.post(CHAT, content=huge, headers=as_json).status_code == 413
     assert client.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}).status_code == 415
     assert client.get(CHAT).status_code == 405 and "error" in client.get("/v1/nothing").json()

@@ -21,9 +21,9 @@ from TrainingFactory.common.images import (
     images_to_rows,
     is_image,
     join_pieces,
-    limited,
-    moved,
+    limit_images,
     read_image,
+    shift_images,
     split_text,
 )
 from TrainingFactory.types import Image, Message, PlacedImage, ToolResult
@@ -112,21 +112,21 @@ def test_images_move_with_a_truncated_text() -> None:
     old = "0123456789" * 4
     new = old[:10] + "[cut]" + old[-8:]
     placed = [PlacedImage(place, image) for place, image in ((3, A), (20, B), (36, C))]
-    shown = split_text(new, moved(placed, old, new))
+    shown = split_text(new, shift_images(placed, old, new))
     assert shown == ["012", A, "3456789[cut]", B, "2345", C, "6789"]
-    assert moved(placed, old, old) == placed
+    assert shift_images(placed, old, old) == placed
     # equal text on both sides of the cut: places stay within the text
     for place in range(7):
-        [(at, _)] = moved([PlacedImage(place, A)], "aaaaaa", "aaaa")
+        [(at, _)] = shift_images([PlacedImage(place, A)], "aaaaaa", "aaaa")
         assert 0 <= at <= 4
 
 
 def test_at_most_so_many_images_are_shown() -> None:
-    content, placed = limited([PlacedImage(0, A), PlacedImage(1, B), PlacedImage(3, C)], "xyz", 1)
+    content, placed = limit_images([PlacedImage(0, A), PlacedImage(1, B), PlacedImage(3, C)], "xyz", 1)
     note = "[image not shown: at most 8 images a turn]"
     assert split_text(content, placed) == [A, f"x{note}yz{note}"]
-    assert limited([PlacedImage(1, A)], "xyz", 1) == ("xyz", [PlacedImage(1, A)])
-    assert limited([PlacedImage(1, A)], "xyz", 0) == (f"x{note}yz", [])
+    assert limit_images([PlacedImage(1, A)], "xyz", 1) == ("xyz", [PlacedImage(1, A)])
+    assert limit_images([PlacedImage(1, A)], "xyz", 0) == (f"x{note}yz", [])
 
 
 def test_repr_names_digests_only_where_there_are_images() -> None:

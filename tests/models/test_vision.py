@@ -18,14 +18,14 @@ from TrainingFactory.common import image_tokens
 from TrainingFactory.common.image_tokens import (
     VIRTUAL,
     find_image,
+    find_image_end,
     from_disk,
     has_images,
     images_in,
     number_image,
     picture_of,
-    process_independent,
+    renumber_images,
     to_disk,
-    whole_image_end,
 )
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
@@ -254,14 +254,14 @@ def test_rows_are_sorted_by_digests() -> None:
     rows = sorted(
         (number_image(picture(60 + n), 4) for n in range(6)), key=lambda tokens: tokens.image.digest
     )
-    keys = process_independent([[1, *tokens.ids, n] for n, tokens in enumerate(rows)])
+    keys = renumber_images([[1, *tokens.ids, n] for n, tokens in enumerate(rows)])
     assert keys == sorted(keys)
-    assert process_independent([[1, 2], [0]]) == [[1, 2], [0]]
+    assert renumber_images([[1, 2], [0]]) == [[1, 2], [0]]
 
 
 def test_old_pictures_leave_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_tokens, "_numbers", image_tokens._Numbers())
-    monkeypatch.setattr(image_tokens, "KEPT_BYTES", 1)
+    monkeypatch.setattr(image_tokens, "_image_ids", image_tokens._ImageIds())
+    monkeypatch.setattr(image_tokens, "MAX_MEMORY_BYTES", 1)
     first, second = (number_image(picture(seed), 3) for seed in (80, 81))
     assert find_image(first.first).image.data == b""
     assert picture_of(find_image(first.first)).data == picture(80).data
@@ -272,8 +272,8 @@ def test_old_pictures_leave_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_part_of_a_row_ends_outside_images() -> None:
     image = number_image(picture(70), 5).ids
     row = [1, 2, *image, *image, 3]
-    assert [whole_image_end(row, 0, end) for end in range(1, 14)] == [1, 2, 2, 2, 2, 2, 7, 7, 7, 7, 7, 12, 13]
-    assert whole_image_end(row, 2, 4) == 7  # a part is at least one image
+    assert [find_image_end(row, 0, end) for end in range(1, 14)] == [1, 2, 2, 2, 2, 2, 7, 7, 7, 7, 7, 12, 13]
+    assert find_image_end(row, 2, 4) == 7  # a part is at least one image
 
 
 @pytest.mark.slow

@@ -117,9 +117,9 @@ def test_the_form_with_one_tool() -> None:
     as_object = {"name": "again", "mcp_server": ECHO, "tfactory": {"timeout": 3}}
     first, second, third = servers([search, other, program, as_object]).values()
     assert first.url == "http://h:1/mcp"
-    assert first.texts is not None and first.texts["search"].description == "Look it up."
-    assert first.texts["search"].parameters == schema
-    assert list(first.texts) == ["search", "fetch"]  # one connection for both
+    assert first.overrides is not None and first.overrides["search"].description == "Look it up."
+    assert first.overrides["search"].parameters == schema
+    assert list(first.overrides) == ["search", "fetch"]  # one connection for both
     assert (second.command, second.args) == (sys.executable, ("-m", "a server"))
     assert third.settings.timeout == 3
     assert len({first.name, second.name, third.name}) == 3
@@ -262,12 +262,12 @@ def test_secrets_are_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_another_launch_is_another_server_whatever_its_name(tmp_path: Path) -> None:
     def launch(**changes: Any) -> str:
-        return servers(entry(**changes))["one"].launch
+        return servers(entry(**changes))["one"].digest
 
     def remote(**changes: Any) -> str:
-        return servers({"mcpServers": {"x": {"url": "http://h/mcp"} | changes}})["x"].launch
+        return servers({"mcpServers": {"x": {"url": "http://h/mcp"} | changes}})["x"].digest
 
-    assert launch() == servers({"mcpServers": {"other": ECHO}})["other"].launch == launch(tfactory={"max": 3})
+    assert launch() == servers({"mcpServers": {"other": ECHO}})["other"].digest == launch(tfactory={"max": 3})
     others = [launch(args=["-VV"]), launch(args=["-V", "-V"]), launch(cwd=str(tmp_path))]
     others += [launch(env={"A": "1"}), launch(env={"A": "2"}), launch(env={"B": "1"})]
     others += [launch(tfactory={"error_text": "x"}), remote(), remote(headers={"K": "v"})]

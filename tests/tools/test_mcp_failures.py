@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("started")]
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls wait for a restart however slow the machine is."""
-    monkeypatch.setattr(mcp_servers, "PATIENCE", 60.0)
+    monkeypatch.setattr(mcp_servers, "RECONNECT_SECONDS", 60.0)
 
 
 @pytest.mark.usefixtures("patient")
@@ -60,7 +60,7 @@ async def test_a_server_killed_from_outside_is_noticed_without_a_call(started: S
 async def test_a_server_that_stays_away_answers_unavailable_until_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(mcp_servers, "PATIENCE", 0.1)
+    monkeypatch.setattr(mcp_servers, "RECONNECT_SECONDS", 0.1)
     monkeypatch.setattr(mcp_servers, "LONGEST_PAUSE", 0.2)
     port = kit.free_port()
     process = kit.start_plain("streamable-http", port)

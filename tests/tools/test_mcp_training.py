@@ -105,7 +105,7 @@ class Asking(ToolEnvironment):
 
 def test_it_survives_the_death_of_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     no_turn_is_cut(monkeypatch)
-    monkeypatch.setattr(servers, "PATIENCE", 300.0)  # a busy machine starts a server slowly
+    monkeypatch.setattr(servers, "RECONNECT_SECONDS", 300.0)  # a busy machine starts a server slowly
     pid_file, hold, held = (tmp_path / name for name in ("pid", "hold", "held"))
 
     class Holding(Quiet):

@@ -303,7 +303,7 @@ LOCKED = ["PRAGMA busy_timeout = 1"]
 def test_a_store_that_fails_in_mid_run_only_costs_its_hits(
     tmp_path: Path, trouble: list[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(cache_module, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(cache_module, "STORE_PAUSE_SECONDS", 0.0)
     lookup, path = Lookup(), tmp_path / "tools.sqlite"
     lookup.answer = ToolResult("x" * 100_000)
     cache = ToolCache(path, [lookup], memory_bytes=0)

@@ -86,7 +86,7 @@ def test_a_redis_that_dies_only_costs_its_hits(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(cache_module, "REST_SECONDS", 0.0)
+    monkeypatch.setattr(cache_module, "STORE_PAUSE_SECONDS", 0.0)
     cache = ToolCache(server[0], [lookup], memory_bytes=0)
     assert ask(cache, "Bern").ok
     server[1].kill()

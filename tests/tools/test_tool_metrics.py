@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from TrainingFactory.tools import AsyncToolExecutor, tool
-from TrainingFactory.tools.metrics import MAX_TIMES, ToolMetrics
+from TrainingFactory.tools.metrics import MAX_DURATIONS, ToolMetrics
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolResult
 
@@ -83,10 +83,10 @@ def test_memory_is_bounded():
     """The percentiles are those of the latest calls: slow ones that are long past count no more."""
     metrics = ToolMetrics()
     for took in (1000.0, 0.0):
-        for _ in range(MAX_TIMES):
+        for _ in range(MAX_DURATIONS):
             metrics.finish_call("act", metrics.start_call("act") - took, ToolResult("a"))
         assert (metrics.totals()["tools/act/p95"] >= 1000) == bool(took)
-    assert metrics.totals()["tools/act/calls"] == 2 * MAX_TIMES
+    assert metrics.totals()["tools/act/calls"] == 2 * MAX_DURATIONS
 
 
 def test_episodes_that_nobody_reports_are_forgotten(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from TrainingFactory.common.endpoints.openai import ChatEndpoint
 from TrainingFactory.tools import AsyncToolExecutor, ToolCache, as_tool, tool
 from TrainingFactory.tools.custom_tools import AgentTool, PythonTool, SearchTool, SqlTool, calculator
 from TrainingFactory.tools.making import make_tool
-from TrainingFactory.tools.recording import CALLS_FILE, Recorder, recorded_tools
+from TrainingFactory.tools.recording import CALLS_FILE, Recorder, load_recorded_tools
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.types import ToolResult, ToolSpec
 
@@ -153,7 +153,7 @@ FILES: list[Mistake] = [
     (recording("{\n"), "tool_calls.jsonl:1: invalid"),
     (recording('{"step": 1}\n'), "tool_calls.jsonl:1: invalid"),
     (
-        lambda folder: recorded_tools(written(folder, "tools.json", json.dumps([{"nam": 1}])).parent),
+        lambda folder: load_recorded_tools(written(folder, "tools.json", json.dumps([{"nam": 1}])).parent),
         "tools.json: cannot read",
     ),
 ]

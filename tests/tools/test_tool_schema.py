@@ -18,7 +18,7 @@ from TrainingFactory.tools import FunctionTool, ToolOptions, as_tool, tool
 from TrainingFactory.tools.custom_tools import SearchTool, SqlTool, calculator
 from TrainingFactory.tools.decorator import ToolKeywords
 from TrainingFactory.tools.making import make_tool
-from TrainingFactory.tools.schema import check_schema, make_validator, schema_problems
+from TrainingFactory.tools.schema import check_arguments, check_schema, make_validator
 from TrainingFactory.types import ToolSpec
 
 
@@ -272,5 +272,5 @@ def test_a_quick_look_at_arguments_says_what_the_validator_says() -> None:
         for rest in around:
             schema = {"type": "object", "properties": {"a": a}} | rest
             for arguments in [*given, {}, {"c": 1}, {"a": "xyz", "b": 1}, [], None]:
-                right = schema_problems(ToolSpec("t", "", schema), make_validator(schema), arguments) is None
+                right = check_arguments(ToolSpec("t", "", schema), make_validator(schema), arguments) is None
                 assert right == make_validator(schema).is_valid(arguments), (schema, arguments)

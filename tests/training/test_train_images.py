@@ -66,7 +66,7 @@ def test_a_resumed_run_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert training(tmp_path, "whole").train().state == "finished"
     with pytest.raises(RuntimeError, match="broken off"):
         training(tmp_path, "broken", Quiet(fail_at=3)).train()
-    monkeypatch.setattr(image_tokens, "_numbers", image_tokens._Numbers())
+    monkeypatch.setattr(image_tokens, "_image_ids", image_tokens._ImageIds())
     for seed in reversed(range(40)):
         image_tokens.number_image(picture(seed, 32, 32), 4)
     assert go_on(tmp_path / "broken", Shown).state == "finished"

@@ -22,7 +22,7 @@ from tests.kits.waiting import wait_until
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.cli import ui
 from TrainingFactory.common.http import api
-from TrainingFactory.common.http.site import POLICY, event, json_text
+from TrainingFactory.common.http.site import POLICY, event, to_json
 from TrainingFactory.runs.folder import METRICS
 from TrainingFactory.web import site
 
@@ -96,7 +96,7 @@ def test_changes_need_a_header_that_no_other_site_can_send(page: Served) -> None
 def test_a_body_is_json_and_not_too_long(page: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked(page, "/api/check", "POST", b"{}", x_tfactory_page="1", content_type="text/plain")[0] == 415
     assert page.client.post("/api/check", content=b"{", headers=JSON).status_code == 422
-    monkeypatch.setattr(api, "MAX_BODY", 1000)
+    monkeypatch.setattr(api, "MAX_BODY_BYTES", 1000)
     answer = page.client.post("/api/check", content=b" " * 1001, headers=JSON)
     assert (answer.status_code, answer.json()["error"]["param"]) == (413, "body")
 
@@ -270,7 +270,7 @@ def test_a_client_that_hangs_up_in_its_body_is_no_failure(
 def test_what_json_has_not_can_be_sent() -> None:
     odd = {"name": "\udcff", "reward": float("nan"), "far": [-float("inf")]}
     view = shapes.ConfigView(yaml="", options=odd, changed=[])
-    for text in (json_text(view), json_text(view.model_dump()), event("done", view)["data"]):
+    for text in (to_json(view), to_json(view.model_dump()), event("done", view)["data"]):
         assert json.loads(text)["options"] == {"name": "\udcff", "reward": None, "far": [None]}
 
 

@@ -36,7 +36,7 @@ class MessagesEndpoint(Endpoint):
         return {"anthropic-version": API_VERSION} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def body(self, request: ModelRequest) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self.model, "messages": _dialogue(request)}
+        body: dict[str, Any] = {"model": self.model, "messages": _merge_roles(request)}
         if request.system_text:
             body["system"] = request.system_text
         if request.tools:
@@ -56,18 +56,18 @@ class MessagesEndpoint(Endpoint):
             elif block["type"] == "tool_use":
                 message.tool_calls.append(ToolCall(block["name"], dict(block["input"]), block["id"]))
         usage = answer.get("usage") or {}
-        counts = [usage.get(name) or 0 for name in INPUT_COUNTS]
-        prompt = sum(counts) if isinstance(usage.get("input_tokens"), int) else None
+        input_counts = [usage.get(name) or 0 for name in INPUT_COUNTS]
+        prompt_tokens = sum(input_counts) if isinstance(usage.get("input_tokens"), int) else None
         fault = FAULTS.get(answer.get("stop_reason"))
-        return reply_with_usage(request, message, prompt, usage.get("output_tokens"), fault, blocks)
+        return reply_with_usage(request, message, prompt_tokens, usage.get("output_tokens"), fault, blocks)
 
 
-def _dialogue(request: ModelRequest) -> list[dict[str, Any]]:
+def _merge_roles(request: ModelRequest) -> list[dict[str, Any]]:
     """Return the messages with alternating roles, user and assistant. Consecutive messages of one role are merged."""
     rows: list[dict[str, Any]] = []
-    for number, message in request.dialogue:
+    for position, message in request.dialogue:
         role = "assistant" if message.role == "assistant" else "user"
-        blocks = request.originals.get(number) or _blocks(message)
+        blocks = request.originals.get(position) or _to_blocks(message)
         if rows and rows[-1]["role"] == role:
             rows[-1]["content"] = rows[-1]["content"] + blocks
         elif blocks:
@@ -78,7 +78,7 @@ def _dialogue(request: ModelRequest) -> list[dict[str, Any]]:
     return rows
 
 
-def _blocks(message: Message) -> list[dict[str, Any]]:
+def _to_blocks(message: Message) -> list[dict[str, Any]]:
     if message.role == "tool":
         content = anthropic_blocks(message) if message.images else message.content
         return [{"type": "tool_result", "tool_use_id": message.tool_call_id, "content": content}]

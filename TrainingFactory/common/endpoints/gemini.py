@@ -34,12 +34,12 @@ class GeminiEndpoint(Endpoint):
         if request.system_text:
             body["systemInstruction"] = {"parts": [{"text": request.system_text}], "role": "user"}
         if request.tools:
-            body["tools"] = [{"functionDeclarations": [declaration(spec) for spec in request.tools]}]
+            body["tools"] = [{"functionDeclarations": [declare_function(spec) for spec in request.tools]}]
         fields = {"temperature": request.temperature, "maxOutputTokens": request.max_tokens}
-        config = without_nulls(without_nulls(fields) | self.options)
-        if isinstance(config.get("seed"), int):
-            config["seed"] += request.number
-        return body | ({"generationConfig": config} if config else {})
+        generation_config = without_nulls(without_nulls(fields) | self.options)
+        if isinstance(generation_config.get("seed"), int):
+            generation_config["seed"] += request.number
+        return body | ({"generationConfig": generation_config} if generation_config else {})
 
     def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
         usage = answer.get("usageMetadata") or {}
@@ -49,13 +49,13 @@ class GeminiEndpoint(Endpoint):
                 request, Message("assistant"), usage.get("promptTokenCount"), 0, "refused"
             )
         content: dict[str, Any] = candidates[0].get("content") or {"role": "model"}
-        message, calls = Message("assistant"), 0
+        message, num_calls = Message("assistant"), 0
         for part in content.get("parts") or []:
             if part.get("thought"):
                 message.reasoning = (message.reasoning or "") + part.get("text", "")
             elif call := part.get("functionCall"):
-                call.setdefault("id", call_id(request, calls))  # so that the response can name it
-                calls += 1
+                call.setdefault("id", call_id(request, num_calls))  # so that the response can name it
+                num_calls += 1
                 message.tool_calls.append(ToolCall(call["name"], dict(call.get("args") or {}), call["id"]))
             else:
                 message.content += part.get("text", "")
@@ -68,9 +68,9 @@ class GeminiEndpoint(Endpoint):
 def gemini_contents(request: ModelRequest) -> list[dict[str, Any]]:
     """Return the messages with alternating roles, user and model. Consecutive messages of one role are merged."""
     contents: list[dict[str, Any]] = []
-    for number, message in request.dialogue:
+    for position, message in request.dialogue:
         role = "model" if message.role == "assistant" else "user"
-        original = request.originals.get(number)
+        original = request.originals.get(position)
         parts = original.get("parts", []) if original else gemini_parts(message)
         if contents and contents[-1]["role"] == role:
             contents[-1]["parts"] = contents[-1]["parts"] + parts
@@ -93,5 +93,5 @@ def gemini_parts(message: Message) -> list[dict[str, Any]]:
     return [*gemini_content_parts(message), *calls]
 
 
-def declaration(spec: ToolSpec) -> dict[str, Any]:
+def declare_function(spec: ToolSpec) -> dict[str, Any]:
     return {"name": spec.name, "description": spec.description, "parameters_json_schema": spec.parameters}

@@ -34,7 +34,7 @@ class ModelRequest:
     @property
     def dialogue(self) -> list[tuple[int, Message]]:
         """Return all messages except those of the system, with their positions."""
-        return [(n, message) for n, message in enumerate(self.messages) if message.role != "system"]
+        return [(index, message) for index, message in enumerate(self.messages) if message.role != "system"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,33 +61,33 @@ class ModelReply:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> ModelReply:
         message = message_from_dict(row["message"])
-        prompt, output = row["tokens"]
-        return cls(message, prompt, output, row["estimated"], row["fault"], row.get("original"))
+        prompt_tokens, output_tokens = row["tokens"]
+        return cls(message, prompt_tokens, output_tokens, row["estimated"], row["fault"], row.get("original"))
 
 
 def reply_with_usage(
     request: ModelRequest,
     message: Message,
-    prompt: Any,
-    output: Any,
+    prompt_tokens: Any,
+    output_tokens: Any,
     fault: Fault | None,
     original: Any = None,
 ) -> ModelReply:
     """Return the reply with the endpoint's token counts, or with estimates if it reports none."""
-    for number, call in enumerate(message.tool_calls):
-        call.id = call.id or call_id(request, number)
-    if isinstance(prompt, int) and isinstance(output, int):
-        return ModelReply(message, prompt, output, fault=fault, original=original)
-    characters = sum(len(text.content) for text in request.messages)
-    characters += sum(len(text.images) for text in request.messages) * TOKENS_PER_IMAGE * CHARS_PER_TOKEN
-    written = len(message.content) + sum(len(str(call.arguments)) for call in message.tool_calls)
-    tokens = characters // CHARS_PER_TOKEN + 1, written // CHARS_PER_TOKEN + 1
-    return ModelReply(message, *tokens, estimated=True, fault=fault, original=original)
+    for index, call in enumerate(message.tool_calls):
+        call.id = call.id or call_id(request, index)
+    if isinstance(prompt_tokens, int) and isinstance(output_tokens, int):
+        return ModelReply(message, prompt_tokens, output_tokens, fault=fault, original=original)
+    prompt_chars = sum(len(entry.content) for entry in request.messages)
+    prompt_chars += sum(len(entry.images) for entry in request.messages) * TOKENS_PER_IMAGE * CHARS_PER_TOKEN
+    reply_chars = len(message.content) + sum(len(str(call.arguments)) for call in message.tool_calls)
+    estimates = prompt_chars // CHARS_PER_TOKEN + 1, reply_chars // CHARS_PER_TOKEN + 1
+    return ModelReply(message, *estimates, estimated=True, fault=fault, original=original)
 
 
-def call_id(request: ModelRequest, number: int) -> str:
+def call_id(request: ModelRequest, index: int) -> str:
     """Return an id for a call without one, unique in its conversation."""
-    return f"call_{len(request.messages)}_{number}"
+    return f"call_{len(request.messages)}_{index}"
 
 
 def without_nulls(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ Api = Literal["openai", "anthropic", "gemini"]
 
 
 class WireFormat(NamedTuple):
-    kind: type[Endpoint]
+    endpoint_class: type[Endpoint]
     base_url: str  # of the provider
 
 
@@ -106,9 +106,9 @@ def make_endpoint(
 ) -> Endpoint:
     """Return the client of a model. A `model` such as gemini:MODEL needs no `base_url`, because it names its
     provider."""
-    named = None if base_url else _parse(model)
-    address = named or ModelAddress(api, model, base_url)
-    kind = APIS[address.api].kind
+    parsed_address = None if base_url else _parse_address(model)
+    address = parsed_address or ModelAddress(api, model, base_url)
+    kind = APIS[address.api].endpoint_class
     return kind(address.base_url, address.model, api_key_env=api_key_env, timeout=timeout, options=options)
 
 
@@ -122,15 +122,15 @@ def check_key(endpoint: Endpoint) -> None:
 
 
 def is_endpoint(name: str) -> bool:
-    return _parse(name) is not None or _is_settings_file(name)
+    return _parse_address(name) is not None or _is_settings_file(name)
 
 
 def find_endpoint(name: str, **options: Any) -> EndpointSettings:
     """Return the settings of the endpoint with this name. Each of `options` that is not None replaces the endpoint's
     own value."""
     options = {option: value for option, value in options.items() if value is not None}
-    if (named := _parse(name)) is not None:
-        return make_from(EndpointSettings, named._asdict() | options, f"the endpoint {name}")
+    if (address := _parse_address(name)) is not None:
+        return make_from(EndpointSettings, address._asdict() | options, f"the endpoint {name}")
     if not _is_settings_file(name):
         raise ValueError(
             f"{name!r} is not an endpoint. Write openai:MODEL, anthropic:MODEL or gemini:MODEL, with @URL for another "
@@ -138,13 +138,13 @@ def find_endpoint(name: str, **options: Any) -> EndpointSettings:
         )
     path = Path(name).expanduser()
     try:
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+        file_options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
-    settings: EndpointSettings = make_from(EndpointSettings, rows, f"the endpoint in {path}")
+    settings: EndpointSettings = make_from(EndpointSettings, file_options, f"the endpoint in {path}")
     if settings.cache is not None and ":" not in settings.cache:
         settings = replace(settings, cache=str(path.parent / Path(settings.cache).expanduser()))
-    return make_from(EndpointSettings, vars_of(settings) | options, f"the endpoint {name}")
+    return make_from(EndpointSettings, options_of(settings) | options, f"the endpoint {name}")
 
 
 def endpoint_files(folder: Path) -> list[Path]:
@@ -158,18 +158,18 @@ def _has_endpoint_options(path: Path) -> bool:
     try:
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             return False
-        rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
         return False
-    model = rows.get("model") if isinstance(rows, dict) else None
-    return isinstance(model, str) and ("base_url" in rows or _parse(model) is not None)
+    model = options.get("model") if isinstance(options, dict) else None
+    return isinstance(model, str) and ("base_url" in options or _parse_address(model) is not None)
 
 
-def vars_of(settings: EndpointSettings) -> dict[str, Any]:
+def options_of(settings: EndpointSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in EndpointSettings.__dataclass_fields__}
 
 
-def _parse(name: str) -> ModelAddress | None:
+def _parse_address(name: str) -> ModelAddress | None:
     match = NAME.fullmatch(name)
     if match is None:
         return None

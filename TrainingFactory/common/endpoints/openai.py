@@ -36,8 +36,8 @@ class ChatEndpoint(Endpoint):
         }
         if request.tools:
             body["tools"] = [spec_to_dict(spec) for spec in request.tools]
-        limit = "max_completion_tokens" if self.host == OPENAI_HOST else "max_tokens"
-        fields = {"temperature": request.temperature, limit: request.max_tokens}
+        limit_key = "max_completion_tokens" if self.host == OPENAI_HOST else "max_tokens"
+        fields = {"temperature": request.temperature, limit_key: request.max_tokens}
         body |= without_nulls(without_nulls(fields) | self.options)
         if isinstance(body.get("seed"), int):  # a fixed seed would make all samples of a prompt equal
             body["seed"] += request.number
@@ -45,10 +45,10 @@ class ChatEndpoint(Endpoint):
 
     def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
         [choice, *_] = answer["choices"]
-        row, finish = choice["message"], choice.get("finish_reason")
+        row, finish_reason = choice["message"], choice.get("finish_reason")
         message = message_from_dict({"role": "assistant"} | row)
-        fault: Fault | None = "cut" if finish == "length" else None
-        if finish == "content_filter" or row.get("refusal"):
+        fault: Fault | None = "cut" if finish_reason == "length" else None
+        if finish_reason == "content_filter" or row.get("refusal"):
             fault = "refused"
             message.content = message.content or str(row.get("refusal") or "")
         usage = answer.get("usage") or {}
@@ -61,12 +61,12 @@ def with_images_of_tools(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield the messages, with the images of tool results moved to a user message after the results, because chat
     completions accept images from users only."""
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
-        run = list(group)
-        if not is_result or not any(message.images for message in run):
-            yield from run
+        messages_of_role = list(group)
+        if not is_result or not any(message.images for message in messages_of_role):
+            yield from messages_of_role
             continue
         pieces: list[str | Image] = []
-        for message in run:
+        for message in messages_of_role:
             yield replace(message, content=as_text(message.content, message.images), images=[])
             if message.images:
                 pieces += [f"Images of the result of {message.name or 'the tool'}:"]

@@ -72,7 +72,7 @@ class Endpoint(ABC):
         check_base_url(base_url)
         address = urlsplit(base_url)
         if api_key_env == KEY_BY_HOST:
-            api_key_env = _key_variable(f"{address.scheme}://{address.hostname}")
+            api_key_env = _find_key_variable(f"{address.scheme}://{address.hostname}")
         if api_key_env is not None and not _is_variable(api_key_env):
             raise ValueError(
                 "api_key_env must be the name of the environment variable that holds the key, such as OPENAI_API_KEY, "
@@ -109,17 +109,17 @@ class Endpoint(ABC):
         return json.dumps([self.url, self.model, self.options], sort_keys=True, default=str)
 
     async def ask(self, request: ModelRequest) -> ModelReply:
-        data = await self.exchange(self.body(request))
-        return self.read(data, lambda answer: self.reply(answer, request))
+        response_body = await self.exchange(self.body(request))
+        return self.read(response_body, lambda answer: self.reply(answer, request))
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
         return (await self.ask(ModelRequest(messages, tools))).message
 
     async def exchange(self, body: dict[str, Any]) -> bytes:
         """Send a request and return the response body. Raise ModelError unless the status is 200."""
-        key = self._key()
+        key = self._read_key()
         try:
-            status, headers, data = await self._post(body, key)
+            status, headers, response_body = await self._post(body, key)
         except (httpx.TimeoutException, TimeoutError):
             text = f"{self.host} did not answer within {self.timeout:g} s"
             raise ModelError(text, temporary=True) from None
@@ -127,13 +127,13 @@ class Endpoint(ABC):
             text = f"{self.host} could not be reached ({type(error).__name__})"
             raise ModelError(text, temporary=True) from None
         if status != 200:
-            text = " ".join(data.decode("utf-8", errors="replace").split())
-            message = redact(text, _secrets(key))[:MAX_ERROR_CHARS]
+            text = " ".join(response_body.decode("utf-8", errors="replace").split())
+            message = redact(text, _echoed_forms(key))[:MAX_ERROR_CHARS]
             temporary = status in (408, 409, 425, 429) or status >= 500
             retry_after = parse_retry_after(headers.get("retry-after"))
             text = f"{self.host} answered with status {status}: {message}{self._hint(status)}"
             raise ModelError(text, temporary, retry_after, denied=status in (401, 402, 403, 404))
-        return data
+        return response_body
 
     def _hint(self, status: int) -> str:
         if status in (401, 403):
@@ -141,17 +141,17 @@ class Endpoint(ABC):
             return f" (key sent: {variable})"
         return f" (model {self.model}; check its name and base_url)" if status == 404 else ""
 
-    def read(self, data: bytes, extract: Callable[[Any], T]) -> T:
+    def read(self, response_body: bytes, extract: Callable[[Any], T]) -> T:
         """Remove the key from a response and parse the response with `extract`. Raise ModelError if it has another
         structure."""
         try:
             key = os.environ.get(self.api_key_env) if self.api_key_env else None
-            return extract(redact(json.loads(data), _secrets(key)))
+            return extract(redact(json.loads(response_body), _echoed_forms(key)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             text = f"{self.host} did not return {self.CONTENT} ({describe(error)[:100]})"
             raise ModelError(text) from None
 
-    def _key(self) -> str | None:
+    def _read_key(self) -> str | None:
         if self.api_key_env is None:
             return None
         if not (key := os.environ.get(self.api_key_env)):
@@ -164,21 +164,21 @@ class Endpoint(ABC):
         async with (
             asyncio.timeout(self.timeout),  # of the whole request; httpx's timeouts apply between bytes
             # Redirects are not followed, because they would receive the key.
-            self._open().stream("POST", self.url, json=body, headers=self.headers(key)) as response,
+            self._open_client().stream("POST", self.url, json=body, headers=self.headers(key)) as response,
         ):
-            data = bytearray()
+            response_body = bytearray()
             async for chunk in response.aiter_bytes():
-                data += chunk
-                if len(data) > MAX_BODY_BYTES:
+                response_body += chunk
+                if len(response_body) > MAX_BODY_BYTES:
                     raise ModelError(f"{self.host} sent more than {MAX_BODY_BYTES} bytes")
-            return response.status_code, response.headers, bytes(data)
+            return response.status_code, response.headers, bytes(response_body)
 
-    def _open(self) -> httpx.AsyncClient:
+    def _open_client(self) -> httpx.AsyncClient:
         """Return the client of the running event loop. All requests of a run share one client."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             limits = httpx.Limits(keepalive_expiry=KEEP_ALIVE_SECONDS)  # callers limit the concurrency
-            self._client = httpx.AsyncClient(verify=_certificates(), timeout=self.timeout, limits=limits)
+            self._client = httpx.AsyncClient(verify=_load_certificates(), timeout=self.timeout, limits=limits)
             self._loop = loop
         return self._client
 
@@ -193,15 +193,15 @@ def check_base_url(base_url: str) -> None:
     """Raise ValueError for an invalid URL, and for one that may contain a key, which logs would show."""
     try:
         parts = urlsplit(base_url)
-        valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
     except ValueError:
         raise ValueError("base_url is not a valid URL; write it like https://host/v1") from None
-    if any(sign in base_url for sign in "?#@"):
+    if any(character in base_url for character in "?#@"):
         raise ValueError(
             "base_url must not contain a password, a query (?) or a fragment (#); put the key into an environment "
             "variable and name that in api_key_env"
         )
-    if not valid:
+    if not is_valid:
         raise ValueError(f"base_url must be a URL such as https://host/v1, not {base_url!r:.100}")
 
 
@@ -221,20 +221,20 @@ def _is_variable(name: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)) and not looks_like_a_key
 
 
-def _secrets(key: str | None) -> list[str]:
+def _echoed_forms(key: str | None) -> list[str]:
     """Return the forms in which a server may echo the key: plain, JSON-escaped, URL-encoded."""
     if key is None or len(key) < MIN_SECRET_CHARS:
         return []
     return [key, json.dumps(key)[1:-1], quote(key), quote_plus(key)]
 
 
-def _key_variable(address: str) -> str | None:
+def _find_key_variable(address: str) -> str | None:
     """Return the name of the environment variable with the key for an address; None for addresses that get no key."""
     variables = KEYS.get(address, (None,))
     return next((name for name in variables if name and os.environ.get(name)), variables[-1])
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def _load_certificates() -> ssl.SSLContext:
     """Load the CA certificates once, because loading takes longer than a request."""
     return httpx.create_ssl_context()

@@ -19,8 +19,8 @@ from starlette.requests import ClientDisconnect
 from TrainingFactory.common.http.listen import is_loopback
 
 log = logging.getLogger(__name__)
-KEY_PLACES = "authorization: Bearer KEY, x-api-key: KEY, x-goog-api-key: KEY or ?key=KEY"
-MAX_BODY = 16 * 1024 * 1024  # bytes
+KEY_LOCATIONS = "authorization: Bearer KEY, x-api-key: KEY, x-goog-api-key: KEY or ?key=KEY"
+MAX_BODY_BYTES = 16 * 1024 * 1024  # bytes
 BODY_TIMEOUT = 60  # maximum seconds to receive a body
 ERROR_HEADERS = {408: {"connection": "close"}, 429: {"retry-after": "1"}}
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -34,8 +34,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.message, self.param, self.status, self.code = message, param, status, code
-        kind = ERROR_TYPES.get(status, "invalid_request_error")
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        error_type = ERROR_TYPES.get(status, "invalid_request_error")
+        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
 
 
 StreamEvent = str | dict[str, str]  # the data of a server-sent event, or its fields "event" and "data"
@@ -44,7 +44,7 @@ Handler = Callable[..., Awaitable[HandlerResult]]  # gets the body, and the vari
 
 
 class ErrorFormat(Protocol):
-    """The form of error responses in one API dialect."""
+    """Format of the error responses in one API dialect."""
 
     def error(self, error: ApiError) -> dict[str, Any]: ...
 
@@ -52,8 +52,7 @@ class ErrorFormat(Protocol):
 
 
 def encode_events(events: Iterable[StreamEvent]) -> bytes:
-    """Encode server-sent events as bytes for a response body. The data of an event must be a single line, such as
-    JSON."""
+    """Encode server-sent events as bytes. The data of an event must be a single line, such as JSON."""
     texts = [
         f"data: {event}\n\n"
         if isinstance(event, str)
@@ -75,13 +74,13 @@ OPENAI_ERRORS = OpenAIErrors()
 
 
 class Api:
-    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_PLACES`. With `local`, the API accepts only
+    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_LOCATIONS`. With `local`, the API accepts only
     requests to a loopback host name, which prevents DNS rebinding by web pages."""
 
     def __init__(self, key: str | None = None, local: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-        self._pages: list[str] = []
-        self.app.add_exception_handler(HTTPException, partial(not_found_response, pages=self._pages))
+        self._routes: list[str] = []
+        self.app.add_exception_handler(HTTPException, partial(not_found_response, routes=self._routes))
         self._key, self._local = key, local
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within `SHUTDOWN_SECONDS` after Ctrl-C
 
@@ -89,7 +88,7 @@ class Api:
         async def handler(request: Request) -> Response:
             self._check_host(request)
             if keyed and not self._is_valid_key(request):
-                raise _wrong_key()
+                raise _wrong_key_error()
             return json_response(answer())
 
         self._add("GET", path, handler)
@@ -114,9 +113,9 @@ class Api:
         async def handler(request: Request) -> Response:
             self._check_host(request)
             if (answer := find_handler(request)) is None:
-                raise _wrong_key()
-            work = answer(await json_body(request), **request.path_params)
-            result = await _unless_disconnected(request, work)
+                raise _wrong_key_error()
+            handler_call = answer(await read_json_body(request), **request.path_params)
+            result = await _run_unless_disconnected(request, handler_call)
             if result is None:
                 return Response(status_code=499)  # the client has disconnected
             return json_response(result) if isinstance(result, dict) else EventStreamResponse(result, errors)
@@ -130,24 +129,24 @@ class Api:
         handler: Callable[[Request], Awaitable[Response]],
         errors: ErrorFormat = OPENAI_ERRORS,
     ) -> None:
-        async def guarded(request: Request) -> Response:
+        async def handle_errors(request: Request) -> Response:
             """Convert every exception into a JSON response."""
             try:
                 return await handler(request)
             except asyncio.CancelledError:  # only when `SHUTDOWN_SECONDS` have passed after Ctrl-C
                 error: BaseException = _stopping_error()
-            except Exception as caught:
-                error = caught
+            except Exception as exception:
+                error = exception
             response = as_api_error(error)
             return json_response(errors.error(response), response.status, ERROR_HEADERS.get(response.status))
 
-        self._pages.append(f"{method} {path}")
-        self.app.add_api_route(path, guarded, methods=[method], response_model=None)
+        self._routes.append(f"{method} {path}")
+        self.app.add_api_route(path, handle_errors, methods=[method], response_model=None)
 
     def _check_host(self, request: Request) -> None:
-        host = re.match(r"\[([^\]]*)\]|([^:]*)", request.headers.get("host", ""))
-        assert host is not None  # the pattern also matches an empty header
-        if self._local and not is_loopback(host[1] or host[2] or ""):
+        host_match = re.match(r"\[([^\]]*)\]|([^:]*)", request.headers.get("host", ""))
+        assert host_match is not None  # the pattern also matches an empty header
+        if self._local and not is_loopback(host_match[1] or host_match[2] or ""):
             text = "this server accepts only local requests; use the host name 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
 
@@ -175,16 +174,16 @@ class EventStreamResponse(EventSourceResponse):
 
 
 def _key_of_request(request: Request) -> str:
-    """Return the API key from the first of `KEY_PLACES` in which the request has one, else ""."""
+    """Return the API key from the first of `KEY_LOCATIONS` in which the request has one, else ""."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    bearer = key.strip() if scheme.lower() == "bearer" else ""
-    headers = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key")
-    in_address = request.query_params.get("key", "").encode("utf-8", "surrogatepass")
-    return bearer or headers or in_address.decode("latin-1")  # as headers are decoded
+    bearer_key = key.strip() if scheme.lower() == "bearer" else ""
+    header_key = request.headers.get("x-api-key") or request.headers.get("x-goog-api-key")
+    query_key = request.query_params.get("key", "").encode("utf-8", "surrogatepass")
+    return bearer_key or header_key or query_key.decode("latin-1")  # as headers are decoded
 
 
-def _wrong_key() -> ApiError:
-    text = f"missing or invalid API key; send it as {KEY_PLACES}"
+def _wrong_key_error() -> ApiError:
+    text = f"missing or invalid API key; send it as {KEY_LOCATIONS}"
     return ApiError(text, "authorization", status=401, code="invalid_api_key")
 
 
@@ -203,36 +202,38 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(text, status=500, code="internal_error")
 
 
-async def _unless_disconnected(request: Request, handler: Awaitable[HandlerResult]) -> HandlerResult | None:
+async def _run_unless_disconnected(
+    request: Request, handler: Awaitable[HandlerResult]
+) -> HandlerResult | None:
     """Return the result of the handler. If the client disconnects first, cancel the handler and return None."""
 
-    async def disconnected() -> None:
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(handler), asyncio.create_task(disconnected())
+    task, disconnect_task = asyncio.ensure_future(handler), asyncio.create_task(wait_for_disconnect())
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
         task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        disconnect_task.cancel()
+        await asyncio.gather(task, disconnect_task, return_exceptions=True)
 
 
-async def not_found_response(request: Request, error: Exception, pages: Sequence[str] = ()) -> Response:
-    """Return a 404 response that lists the available `pages`."""
+async def not_found_response(request: Request, error: Exception, routes: Sequence[str] = ()) -> Response:
+    """Return a 404 response that lists the available `routes`."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path[:80]}: {error.detail}"
-    text += f"; available: {', '.join(pages)}" if pages else ""
+    text += f"; available: {', '.join(routes)}" if routes else ""
     response = ApiError(text, status=error.status_code, code="not_found")
     return json_response(response.body, response.status)
 
 
-async def json_body(request: Request) -> bytes:
+async def read_json_body(request: Request) -> bytes:
     """Return the request body. Raise ApiError if it is not declared as JSON, too long or too slow."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json":
         text = "the body must be JSON, sent with the header content-type: application/json"
         raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
     body = bytearray()
@@ -240,8 +241,8 @@ async def json_body(request: Request) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT):
             async for chunk in request.stream():
                 body += chunk
-                if len(body) > MAX_BODY:
-                    text = f"the body is longer than the limit of {MAX_BODY} bytes"
+                if len(body) > MAX_BODY_BYTES:
+                    text = f"the body is longer than the limit of {MAX_BODY_BYTES} bytes"
                     raise ApiError(text, "body", status=413, code="request_too_large")
     except TimeoutError:
         text = f"the body did not arrive within {BODY_TIMEOUT} seconds"

@@ -42,15 +42,15 @@ def bind(host: str, port: int) -> socket.socket:
         raise ValueError(text) from error
 
 
-def address_of(bound: socket.socket) -> str:
-    host, port = bound.getsockname()[:2]
+def address_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 class _Connection(H11Protocol):
     """Connection that times out if the request's headers do not arrive, because uvicorn itself would wait forever."""
 
-    _is_late: asyncio.TimerHandle | None = None
+    _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -61,11 +61,11 @@ class _Connection(H11Protocol):
         self._wait_for_head()
 
     def _wait_for_head(self) -> None:
-        if self._is_late is None and self.conn.their_state is h11.IDLE:
-            self._is_late = self.loop.call_later(HEADER_TIMEOUT, self.timeout_keep_alive_handler)
-        elif self._is_late is not None and self.conn.their_state is not h11.IDLE:
-            self._is_late.cancel()
-            self._is_late = None
+        if self._header_timer is None and self.conn.their_state is h11.IDLE:
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT, self.timeout_keep_alive_handler)
+        elif self._header_timer is not None and self.conn.their_state is not h11.IDLE:
+            self._header_timer.cancel()
+            self._header_timer = None
 
 
 def make_server(app: Any) -> uvicorn.Server:

@@ -28,15 +28,15 @@ from TrainingFactory.common.http.api import (
     ApiError,
     EventStreamResponse,
     as_api_error,
-    json_body,
     json_response,
     not_found_response,
+    read_json_body,
 )
 from TrainingFactory.common.http.listen import is_loopback
 
 PAGE_HEADER = "x-tfactory-page"  # with any value: browsers do not send custom headers across sites
 READ_TIMEOUT = 60.0  # maximum seconds of a GET handler in a thread
-SAFE = ("GET", "HEAD")  # methods that change nothing
+SAFE_METHODS = ("GET", "HEAD")  # methods that change nothing
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
@@ -58,7 +58,7 @@ SIGN_IN_PAGE = (
     "<!doctype html><title>TrainingFactory</title><link rel=icon href='data:,'>"
     "<meta http-equiv=refresh content='0; url=/'>"
 )
-NO_TOKEN = (
+NO_TOKEN_TEXT = (
     "Missing or invalid token. Open the address that `tfactory ui` printed, which ends in /?token=..., or restart "
     "`tfactory ui` to get a new one. Scripts send the token as the header `authorization: Bearer TOKEN`."
 )
@@ -84,16 +84,16 @@ PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable", "con
 
 
 def event(name: str, data: BaseModel | dict[str, Any]) -> Event:
-    return {"event": name, "data": json_text(data)}
+    return {"event": name, "data": to_json(data)}
 
 
-def json_text(data: BaseModel | dict[str, Any]) -> str:
+def to_json(data: BaseModel | dict[str, Any]) -> str:
     """Serialize to JSON. NaN becomes null; lone surrogates, which file names may contain, are escaped."""
     with contextlib.suppress(PydanticSerializationError):
         if isinstance(data, BaseModel):
             return data.model_dump_json()
-    text = json.dumps(data.model_dump() if isinstance(data, BaseModel) else data)
-    return json.dumps(json.loads(text, parse_constant=lambda _: None))
+    encoded = json.dumps(data.model_dump() if isinstance(data, BaseModel) else data)
+    return json.dumps(json.loads(encoded, parse_constant=lambda _: None))
 
 
 class Site:
@@ -104,51 +104,51 @@ class Site:
         self._static = static
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
         self._api.add_exception_handler(HTTPException, not_found_response)
-        self._api.add_exception_handler(RequestValidationError, _validation_error)
+        self._api.add_exception_handler(RequestValidationError, _validation_response)
         self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
         """Add a handler that returns a pydantic object or a generator of events. FastAPI fills its arguments from the
         path, the query string and, for a pydantic type, the JSON body. A handler that is not a coroutine function runs
-        in a thread, with a limit of `READ_TIME` seconds for GET."""
-        seconds = READ_TIMEOUT if method == "GET" else None
+        in a thread, with a limit of `READ_TIMEOUT` seconds for GET."""
+        timeout = READ_TIMEOUT if method == "GET" else None
         is_async = inspect.iscoroutinefunction(answer)
-        handler = answer if is_async else functools.partial(_in_thread, seconds, answer)
+        handler = answer if is_async else functools.partial(_run_in_thread, timeout, answer)
 
         @functools.wraps(answer)
-        async def guarded(*args: Any, **kwargs: Any) -> Response:
+        async def handle(*args: Any, **kwargs: Any) -> Response:
             try:
                 result = await handler(*args, **kwargs)
                 if isinstance(result, Picture):
                     return Response(result.content, media_type="image/png", headers=PICTURE_HEADERS)
                 if isinstance(result, AsyncGenerator):
                     return EventStreamResponse(_with_error(result))
-                return Response(json_text(result), media_type="application/json")
+                return Response(to_json(result), media_type="application/json")
             except Exception as error:
-                response = _api_error(error)
+                response = _as_error(error)
                 return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
 
-        kind = get_type_hints(answer).get("return")
-        model = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-        text = " ".join((inspect.getdoc(answer) or "").split())
+        return_type = get_type_hints(answer).get("return")
+        model = return_type if isinstance(return_type, type) and issubclass(return_type, BaseModel) else None
+        description = " ".join((inspect.getdoc(answer) or "").split())
         route_options: Any = {
             "response_model": model,
-            "description": text,
+            "description": description,
             "responses": {"4XX": {"model": ErrorResponse}},
         }
-        self._api.add_api_route(path, guarded, methods=[method], **route_options)
+        self._api.add_api_route(path, handle, methods=[method], **route_options)
 
     def add_files(self) -> None:
         """Serve the static files and the OpenAPI description. Call after all other routes have been added."""
         self._api.add_api_route("/api/openapi.json", lambda: self._api.openapi(), include_in_schema=False)
-        self._api.add_api_route("/{path:path}", self._file, methods=["GET", "HEAD"], include_in_schema=False)
+        self._api.add_api_route("/{path:path}", self._serve, methods=["GET", "HEAD"], include_in_schema=False)
         # Only files that exist at start-up are served, by exact name, which rules out path traversal.
         files = [
             path for path in self._static.rglob("*.*") if path.suffix in CONTENT_TYPES and path.is_file()
         ]
         self._files = {path.relative_to(self._static).as_posix(): _load_file(path) for path in files}
 
-    async def _file(self, request: Request, path: str) -> Response:
+    async def _serve(self, request: Request, path: str) -> Response:
         name = {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
         file = self._files.get(name)
         if file is None:
@@ -166,7 +166,7 @@ def _load_file(file: Path) -> tuple[bytes, dict[str, str]]:
     return content, {"etag": etag, "cache-control": "no-cache", "content-type": CONTENT_TYPES[file.suffix]}
 
 
-async def _in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _run_in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         async with asyncio.timeout(seconds):
             return await asyncio.to_thread(answer, *args, **kwargs)
@@ -178,21 +178,21 @@ async def _in_thread(seconds: float | None, answer: Callable[..., Any], *args: A
 async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
     """Yield the events. Convert an exception into a last event named error."""
     try:
-        async for item in events:
-            yield item
+        async for streamed_event in events:
+            yield streamed_event
     except Exception as error:
-        yield event("error", _api_error(error).body)
+        yield event("error", _as_error(error).body)
     finally:
         await events.aclose()
 
 
-def _api_error(error: BaseException) -> ApiError:
+def _as_error(error: BaseException) -> ApiError:
     """Convert an exception into an error response. Messages of ValueError and OSError are written for users."""
     is_user_error = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
     return ApiError(str(error)) if is_user_error else as_api_error(error)
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
+async def _validation_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
     field = ".".join(str(part) for part in detail["loc"][1:]) or str(detail["loc"][0])
@@ -216,19 +216,19 @@ class _Guard:
 
         request = Request(scope, receive)
         try:
-            self._check_names(request)
-            answer = self._sign_in(request)
-            if answer is None and request.method not in SAFE:
-                receive = await self._checked_body(request)
+            self._check_origin(request)
+            early_response = self._sign_in(request)
+            if early_response is None and request.method not in SAFE_METHODS:
+                receive = await self._check_body(request)
         except ApiError as error:
-            answer = json_response(error.body, error.status, ERROR_HEADERS.get(error.status))
-        await (answer or self._app)(scope, receive, send_with_headers)
+            early_response = json_response(error.body, error.status, ERROR_HEADERS.get(error.status))
+        await (early_response or self._app)(scope, receive, send_with_headers)
 
-    def _check_names(self, request: Request) -> None:
+    def _check_origin(self, request: Request) -> None:
         """Check the Host header, to prevent DNS rebinding, and the Origin header, to reject requests from other
         sites."""
         host = request.headers.get("host", "").lower()
-        if not self._is_ours(host):
+        if not self._is_own_host(host):
             text = f"unknown host name {host[:80]!r}; open the address that tfactory ui printed"
             raise ApiError(text, "host", status=403, code="forbidden")
         origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
@@ -236,7 +236,7 @@ class _Guard:
         if is_cross_site or origin not in (None, f"http://{host}"):
             raise ApiError("cross-site requests are not allowed", "origin", status=403, code="forbidden")
 
-    def _is_ours(self, host: str) -> bool:
+    def _is_own_host(self, host: str) -> bool:
         match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:]+))(?::\d+)?", host)
         name = match and (match[1] or match[2])
         if not match or not name or is_loopback(name) or name == self._host:
@@ -246,30 +246,28 @@ class _Guard:
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
     def _sign_in(self, request: Request) -> Response | None:
-        """Check the token in the cookie or header. Return None if it is valid. For a URL with ?token=, return a page
-        that sets the cookie. For a browser without a token, return a text that explains how to sign in. Raise ApiError
-        for API requests."""
+        """Check the token. Return None if it is valid, a sign-in page, or a hint; raise ApiError for API requests."""
         authorization = request.headers.get("authorization", "")
-        if self._token is None or _equal(authorization, f"Bearer {self._token}"):
+        if self._token is None or _is_equal(authorization, f"Bearer {self._token}"):
             return None
         cookie = f"tfactory-{request.scope['server'][1]}"  # per port: browsers share cookies across ports
-        if request.url.path == "/" and _equal(request.query_params.get("token", ""), self._token):
+        if request.url.path == "/" and _is_equal(request.query_params.get("token", ""), self._token):
             # Not a redirect: browsers send no SameSite=strict cookie with a redirect that began on another site.
             response = Response(SIGN_IN_PAGE, media_type="text/html")
             response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
             return response
-        if _equal(request.cookies.get(cookie, ""), self._token):
+        if _is_equal(request.cookies.get(cookie, ""), self._token):
             return None
         if request.url.path.startswith("/api/"):
-            raise ApiError(NO_TOKEN, "token", status=401, code="unauthorized")
-        return Response(f"{NO_TOKEN}\n", 401, media_type="text/plain")
+            raise ApiError(NO_TOKEN_TEXT, "token", status=401, code="unauthorized")
+        return Response(f"{NO_TOKEN_TEXT}\n", 401, media_type="text/plain")
 
-    async def _checked_body(self, request: Request) -> Callable[[], Awaitable[Any]]:
+    async def _check_body(self, request: Request) -> Callable[[], Awaitable[Any]]:
         """Check that the site's own page sent the request. Return a `receive` function that replays the read body."""
         if PAGE_HEADER not in request.headers:
             text = f"Requests that change something must send the header {PAGE_HEADER}: 1."
             raise ApiError(text, PAGE_HEADER, status=403, code="forbidden")
-        messages = [{"type": "http.request", "body": await json_body(request), "more_body": False}]
+        messages = [{"type": "http.request", "body": await read_json_body(request), "more_body": False}]
 
         async def receive() -> Any:
             return messages.pop() if messages else await request.receive()
@@ -277,5 +275,5 @@ class _Guard:
         return receive
 
 
-def _equal(value: str, secret: str) -> bool:
+def _is_equal(value: str, secret: str) -> bool:
     return hmac.compare_digest(value.encode("utf-8", "surrogateescape"), secret.encode())

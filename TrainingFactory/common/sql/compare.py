@@ -23,20 +23,19 @@ RunQuery = Callable[[str], Awaitable[ToolResult]]
 
 @dataclass(slots=True)
 class ResultRows:
-    """Rows of a result. `is_truncated`: rows or parts of values were left out. `columns`: number of columns, 0 if
-    unknown."""
+    """Rows of a result. `is_truncated`: rows or parts of values were left out. `num_columns` is 0 if unknown."""
 
     rows: list[tuple[Any, ...]]
     is_truncated: bool = False
-    columns: int = 0
+    num_columns: int = 0
 
 
-async def same_result(ask: RunQuery, query: str, reference: str) -> bool:
+async def rows_match(run_query: RunQuery, query: str, reference: str) -> bool:
     """Return whether `query` returns the same rows as the query `reference`; in the same order if `reference` has an
     ORDER BY. Column names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns
     more than the tool shows. Raise ValueError if the reference query itself fails or its rows cannot be read
     completely."""
-    reference_result = await ask(reference)  # first, because the other query may change the data
+    reference_result = await run_query(reference)  # first, because the other query may change the data
     if not reference_result.ok:
         raise ValueError(f"the reference query failed: {reference_result.content[:200]}")
     expected = parse_result_rows(reference_result.content)
@@ -44,11 +43,11 @@ async def same_result(ask: RunQuery, query: str, reference: str) -> bool:
         raise ValueError(UNREADABLE_ROWS)
     if expected.is_truncated:
         raise ValueError("the reference query returns more than the tool shows; raise max_rows or narrow it")
-    result = await ask(query)
+    result = await run_query(query)
     actual = parse_result_rows(result.content) if result.ok else None
     if actual is None or actual.is_truncated:
         return False
-    if actual.columns and expected.columns and actual.columns != expected.columns:
+    if actual.num_columns and expected.num_columns and actual.num_columns != expected.num_columns:
         return False
     if orders_rows(reference):
         return actual.rows == expected.rows
@@ -56,7 +55,7 @@ async def same_result(ask: RunQuery, query: str, reference: str) -> bool:
 
 
 def parse_result_rows(content: str) -> ResultRows | None:
-    """Parse `{"rows": [[1, "a"], ...]}`, the JSON format of `Database`. Return None for other or truncated texts."""
+    """Parse `{"rows": [[1, "a"], ...]}`, the JSON format of `SqlDatabase`. Return None for other or truncated texts."""
     try:
         table = json.loads(content)
     except (ValueError, RecursionError):
@@ -69,34 +68,33 @@ def parse_result_rows(content: str) -> ResultRows | None:
     is_truncated = is_truncated or any(
         isinstance(value, str) and TRUNCATED_VALUE.search(value) for row in rows for value in row
     )
-    comparable = [tuple(_make_comparable(value) for value in row) for row in rows]
-    return ResultRows(comparable, is_truncated, len(columns) if isinstance(columns, list) else 0)
+    comparable_rows = [tuple(_make_comparable(value) for value in row) for row in rows]
+    return ResultRows(comparable_rows, is_truncated, len(columns) if isinstance(columns, list) else 0)
 
 
 def orders_rows(query: str) -> bool:
     """Return whether the query has an ORDER BY at its top level, not in a subquery, a window or a string."""
     depth = 0
-    for match in _PIECES.finditer(query):
-        piece = match.group().lower()
-        depth += (piece == "(") - (piece == ")")
-        if depth == 0 and piece.startswith("order"):
+    for match in _SQL_TOKENS.finditer(query):
+        token = match.group().lower()
+        depth += (token == "(") - (token == ")")
+        if depth == 0 and token.startswith("order"):
             return True
     return False
 
 
-_PIECES = re.compile(
+_SQL_TOKENS = re.compile(
     r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`]*`|\[[^\]]*\]|--[^\n]*|/\*.*?\*/|[()]|\border\s+by\b""",
     re.I | re.S,
 )
 
 
 def _make_comparable(value: Any) -> Any:
-    """Return the value in a form for comparison, with floats rounded, because sums in another order differ in their
-    last digits."""
+    """Return the value with floats rounded, because sums in another order differ in their last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
-            round_numbers = round(value)
-            if math.isclose(value, round_numbers, rel_tol=1e-12, abs_tol=1e-15):
-                return round_numbers
+            rounded = round(value)
+            if math.isclose(value, rounded, rel_tol=1e-12, abs_tol=1e-15):
+                return rounded
         return ("float", f"{value:.12g}")
     return value if value is None or type(value) is int else (type(value).__name__, json.dumps(value))

@@ -1,4 +1,4 @@
-"""`Database`: untrusted queries on a SQLite file, with a time limit and no access to other files."""
+"""`SqlDatabase`: untrusted queries on a SQLite file, with a time limit and no access to other files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS_PER_TIME_CHECK = 1000  # SQLite virtual machine instructions between two c
 
 READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 DENIED_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
-PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
+PRAGMAS = {"table_info", "table_xinfo", "text", "index_list", "index_info", "foreign_key_list"}
 DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
 
 
@@ -67,12 +67,12 @@ class SqlDatabase:
                 cursor = connection.execute(query)
                 shorten = _digest_long if self.format == "exact" else _truncate
                 rows = [[shorten(value) for value in row] for row in islice(cursor, self.max_rows + 1)]
-                names = [column[0] for column in cursor.description or ()]
+                column_names = [column[0] for column in cursor.description or ()]
                 num_changed = cursor.rowcount
                 cursor.close()
             except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
                 return self._failure_result(error, time.monotonic() > deadline)
-        if not names:
+        if not column_names:
             text = (
                 f"done, {num_changed} row{'' if num_changed == 1 else 's'} changed"
                 if num_changed >= 0
@@ -81,17 +81,17 @@ class SqlDatabase:
             return ToolResult(text)
         is_truncated = len(rows) > self.max_rows
         render = as_table if self.format == "table" else as_json
-        return ToolResult(render(names, rows[: self.max_rows], is_truncated))
+        return ToolResult(render(column_names, rows[: self.max_rows], is_truncated))
 
     def tables(self, limit: int) -> str:
         """List tables and columns in at most `limit` characters. Raise ValueError if the file is not a database."""
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
         try:
-            with contextlib.closing(_read_only(self.path)) as connection:
+            with contextlib.closing(_open_read_only(self.path)) as connection:
                 tables = []
                 for (table,) in connection.execute(query + " ORDER BY name").fetchall():
                     columns = connection.execute("SELECT name, type FROM pragma_table_info(?)", (table,))
-                    column_list = ", ".join(f"{column} {kind}".strip() for column, kind in columns)
+                    column_list = ", ".join(f"{column} {type_name}".strip() for column, type_name in columns)
                     tables.append(f"{table}({column_list})")
         except sqlite3.Error as error:
             raise ValueError(f"{self.path} is not a readable SQLite file: {error}") from error
@@ -126,7 +126,7 @@ class SqlDatabase:
     def _open(self) -> sqlite3.Connection:
         if self._closed:
             raise ValueError("the episode is over")
-        connection = _read_only(self.path)
+        connection = _open_read_only(self.path)
         if self.write:
             self._folder = tempfile.TemporaryDirectory(prefix="tf-sql-", ignore_cleanup_errors=True)
             connection = _copy_to(connection, f"{self._folder.name}/copy.db")
@@ -138,7 +138,7 @@ class SqlDatabase:
         return connection
 
 
-def _read_only(path: Path) -> sqlite3.Connection:
+def _open_read_only(path: Path) -> sqlite3.Connection:
     uri = f"{path.resolve().as_uri()}?mode=ro"
     connection = sqlite3.connect(uri, uri=True, check_same_thread=False, isolation_level=None)
     connection.execute("PRAGMA query_only = ON")
@@ -151,8 +151,8 @@ def _copy_to(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
         connection.backup(copy)  # includes the write-ahead log
     copy.execute("PRAGMA journal_mode = MEMORY")
     copy.execute("PRAGMA synchronous = OFF")  # the copy is temporary
-    pages = copy.execute("PRAGMA page_count").fetchone()[0]
-    copy.execute(f"PRAGMA max_page_count = {pages + GROWTH_PAGES}")
+    num_pages = copy.execute("PRAGMA page_count").fetchone()[0]
+    copy.execute(f"PRAGMA max_page_count = {num_pages + GROWTH_PAGES}")
     return copy
 
 
@@ -171,20 +171,20 @@ def _may_write(action: int, name: str | None, detail: str | None, *_: Any) -> in
     return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
 
 
-def as_table(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
-    lines = [" | ".join(map(_cell, row)) for row in [names, *rows]]
+def as_table(column_names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
+    lines = [" | ".join(map(_format_cell, row)) for row in [column_names, *rows]]
     count = len(rows)
-    note = (
+    footer = (
         f"(the first {count} rows; there are more)"
         if is_truncated
         else f"({count} row{'' if count == 1 else 's'})"
     )
-    return "\n".join([*lines, note])
+    return "\n".join([*lines, footer])
 
 
-def as_json(names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
+def as_json(column_names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
     return json.dumps(
-        {"columns": names, "rows": rows, "count": len(rows), "more": is_truncated}, ensure_ascii=False
+        {"columns": column_names, "rows": rows, "count": len(rows), "more": is_truncated}, ensure_ascii=False
     )
 
 
@@ -207,6 +207,6 @@ def _digest_long(value: Any) -> Any:
     return [type(value).__name__, hashlib.sha256(data).hexdigest()]
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     text = "NULL" if value is None else str(value)
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")

@@ -24,16 +24,15 @@ MAX_ANSWER_BYTES = 64 * 2**20  # default for trusted functions
 
 
 class WorkerError(Exception):
-    """The function raised an exception, or could not be loaded."""
+    """Raised if the function raised an exception or could not be loaded."""
 
 
 class WorkerDied(Exception):
-    """The process ended without an answer. The message continues a sentence that begins with the worker's name: "died
-    of SIGSEGV"."""
+    """Raised if the process ended without an answer. The message follows the worker's name: "died of SIGSEGV"."""
 
 
 class WorkerTooSlow(Exception):
-    """No answer arrived within the time limit; the process was killed."""
+    """Raised if no answer arrived within the time limit; the process was killed."""
 
 
 class Worker:
@@ -51,14 +50,14 @@ class Worker:
         path: Sequence[str] | None = None,  # prepended to the process's sys.path; None: the parent's sys.path
         flags: Sequence[str] = (),  # of the Python interpreter
         max_answer: int = MAX_ANSWER_BYTES,
-        **launch: Any,  # arguments of subprocess.Popen: env, cwd, stderr
+        **popen_args: Any,  # arguments of subprocess.Popen: env, cwd, stderr
     ) -> None:
         self.target, self.settings, self.start_seconds = target, settings, start_seconds
-        self._path, self._flags, self._launch, self._max_answer = path, flags, launch, max_answer
+        self._path, self._flags, self._popen_args, self._max_answer = path, flags, popen_args, max_answer
         self._child: _Child | None = None
-        self._exit_text: Callable[[], Any] = lambda: None
+        self._end_child: Callable[[], Any] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._closed = False
 
     @property
@@ -74,19 +73,19 @@ class Worker:
         With `on_event`, the worker's function gets a callback as its second argument, and the events that it reports
         are passed to `on_event` before the answer."""
         if self._loop is not (loop := asyncio.get_running_loop()):  # a worker may outlive a run and its loop
-            self._loop, self._turn = loop, asyncio.Lock()
-        async with self._turn:
+            self._loop, self._lock = loop, asyncio.Lock()
+        async with self._lock:
             if self._closed:
                 raise WorkerDied("was closed")
             if self._child is None:
                 self._child = _Child(
-                    [sys.executable, "-P", *self._flags, str(CHILD)], self._launch, self._max_answer
+                    [sys.executable, "-P", *self._flags, str(CHILD)], self._popen_args, self._max_answer
                 )
-                self._exit_text = weakref.finalize(self, self._child.end)
+                self._end_child = weakref.finalize(self, self._child.kill_and_wait)
                 path = [p or os.getcwd() for p in sys.path] if self._path is None else list(self._path)
                 setup = {"target": self.target, "settings": self.settings, "path": path}
                 try:
-                    await self._answer(setup | {"life": self._child.life}, self.start_seconds)
+                    await self._answer(setup | {"life": self._child.life_pipe}, self.start_seconds)
                 except WorkerTooSlow:
                     raise WorkerDied(f"did not start within {self.start_seconds:g} s") from None
                 except WorkerError:
@@ -111,12 +110,12 @@ class Worker:
 
     def _drop(self) -> None:
         self._child = None
-        self._exit_text()
+        self._end_child()
 
     def kill(self) -> None:
         """Kill the process and its subprocesses immediately. A running call raises WorkerDied."""
-        if self._turn.locked() and self._child is not None:
-            self._child.signal()  # the running call then drops it
+        if self._lock.locked() and self._child is not None:
+            self._child.kill_group()  # the running call then drops it
         else:
             self._drop()
 
@@ -124,7 +123,7 @@ class Worker:
         """Kill the process and do not restart it. Later calls raise WorkerDied."""
         self._closed = True
         if (child := self._child) is not None:
-            child.signal()
+            child.kill_group()
             try:
                 await asyncio.to_thread(child.process.wait)  # the kernel may take a while to free its memory
             finally:
@@ -132,26 +131,26 @@ class Worker:
 
 
 class _Child:
-    """One process and its pipes."""
+    """A worker process and its pipes."""
 
-    def __init__(self, command: list[str], launch: Mapping[str, Any], max_answer: int) -> None:
-        commands, self.commands = os.pipe()
-        self.answers, answers = os.pipe()
-        self.life, self._alive = os.pipe()  # the process is killed when the parent's end closes
+    def __init__(self, command: list[str], popen_args: Mapping[str, Any], max_answer: int) -> None:
+        child_commands, self.commands = os.pipe()
+        self.answers, child_answers = os.pipe()
+        self.life_pipe, self._own_life_end = os.pipe()  # the process is killed when the parent's end closes
         try:
             self.process = subprocess.Popen(
                 command,
-                stdin=commands,
-                stdout=answers,
-                pass_fds=[self.life],
+                stdin=child_commands,
+                stdout=child_answers,
+                pass_fds=[self.life_pipe],
                 start_new_session=True,  # a process group, to kill it with its subprocesses
-                **launch,
+                **popen_args,
             )
         except BaseException:
             self._close_pipes()
             raise
         finally:
-            for pipe_end in (commands, answers, self.life):
+            for pipe_end in (child_commands, child_answers, self.life_pipe):
                 os.close(pipe_end)
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
@@ -186,22 +185,22 @@ class _Child:
             try:
                 unsent = unsent[os.write(self.commands, unsent) :]
             except BlockingIOError:
-                await self._ready(self.commands, writing=True)
+                await self._wait_ready(self.commands, writing=True)
 
     async def _read_line(self) -> bytes:
-        parts, size = [self._unparsed], len(self._unparsed)
-        while b"\n" not in parts[-1]:
-            await self._ready(self.answers)  # yields to other tasks, however fast the process writes
-            parts.append(os.read(self.answers, 65536))
-            size += len(parts[-1])
-            if not parts[-1]:
+        chunks, num_bytes = [self._unparsed], len(self._unparsed)
+        while b"\n" not in chunks[-1]:
+            await self._wait_ready(self.answers)  # yields to other tasks, however fast the process writes
+            chunks.append(os.read(self.answers, 65536))
+            num_bytes += len(chunks[-1])
+            if not chunks[-1]:
                 raise BrokenPipeError
-            if size > self._max_answer:
+            if num_bytes > self._max_answer:
                 raise WorkerDied(f"was stopped, because it answered with more than {self._max_answer} bytes")
-        line_end, _, self._unparsed = parts.pop().partition(b"\n")
-        return b"".join([*parts, line_end])
+        line_end, _, self._unparsed = chunks.pop().partition(b"\n")
+        return b"".join([*chunks, line_end])
 
-    async def _ready(self, pipe: int, writing: bool = False) -> None:
+    async def _wait_ready(self, pipe: int, writing: bool = False) -> None:
         loop = asyncio.get_running_loop()
         ready_event = asyncio.Event()
         (loop.add_writer if writing else loop.add_reader)(pipe, ready_event.set)
@@ -213,22 +212,22 @@ class _Child:
     async def _exit_text(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
-        self.signal()
+        self.kill_group()
         status = await asyncio.to_thread(self.process.wait)
         if status == -signal.SIGKILL:
             return "was killed"
         return f"died of {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
 
-    def signal(self) -> None:
+    def kill_group(self) -> None:
         """Kill the process group: the process, if it still runs, and its subprocesses."""
         with suppress(ProcessLookupError, PermissionError):  # macOS raises the latter if the group has ended
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def end(self) -> None:
-        self.signal()
+    def kill_and_wait(self) -> None:
+        self.kill_group()
         self.process.wait()
         self._close_pipes()
 
     def _close_pipes(self) -> None:
-        for pipe in (self.commands, self.answers, self._alive):
+        for pipe in (self.commands, self.answers, self._own_life_end):
             os.close(pipe)

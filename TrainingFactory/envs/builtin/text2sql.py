@@ -24,7 +24,7 @@ from itertools import count as endlessly
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from TrainingFactory.common.sql.compare import same_result
+from TrainingFactory.common.sql.compare import rows_match
 from TrainingFactory.common.sql.database import SqlDatabase
 from TrainingFactory.envs.base import ToolEnvironment
 from TrainingFactory.envs.builtin.splits import generate_tasks
@@ -128,7 +128,7 @@ class Text2SqlEnvironment(ToolEnvironment):
     async def _matches_reference(self, query: str, variant: int) -> bool:
         database = await self._open_database(variant, "exact", COMPARED_ROWS)
         try:
-            return await same_result(lambda text: in_thread(database.run, text), query, str(self.task.answer))
+            return await rows_match(lambda text: in_thread(database.run, text), query, str(self.task.answer))
         finally:
             await in_thread(database.close)
 

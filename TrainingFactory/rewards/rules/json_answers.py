@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import ExtractionRule, ExtractMode
-from TrainingFactory.tools.schema import make_validator, unknown_reference
+from TrainingFactory.tools.schema import find_unknown_reference, make_validator
 from TrainingFactory.types import Reward
 
 MAX_JSON_CHARS = 200_000
@@ -82,7 +82,7 @@ def validated_schema(schema: Any) -> dict[str, Any]:
     except (SchemaError, TypeError, AttributeError) as error:
         message = getattr(error, "message", str(error))
         raise ValueError(f"is not a valid JSON schema ({str(message)[:120]})") from error
-    if unknown := unknown_reference(schema):
+    if unknown := find_unknown_reference(schema):
         raise ValueError(f"has the reference {unknown}, which the schema does not define")
     return schema
 

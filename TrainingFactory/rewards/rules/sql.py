@@ -10,7 +10,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from TrainingFactory.common.options import STRICT, Count, Text
-from TrainingFactory.common.sql.compare import same_result
+from TrainingFactory.common.sql.compare import rows_match
 from TrainingFactory.common.sql.database import SqlDatabase
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.rules.answers import reference_answers
@@ -52,7 +52,7 @@ class SqlExecution(ToolRule):
         paths = episode.task.metadata.get("database")
         if paths is None:
             if (database := _find_database(episode.environment, self.tool)) is None:
-                return await same_result(tool_caller(episode, self.tool, "query"), query, reference)
+                return await rows_match(tool_caller(episode, self.tool, "query"), query, reference)
             return await self._same_result_in(database.path, database.timeout, query, reference)
         files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:
@@ -62,7 +62,7 @@ class SqlExecution(ToolRule):
     async def _same_result_in(self, path: Path, timeout: float, query: str, reference: str) -> bool:
         database = await in_thread(SqlDatabase, path, timeout=timeout, max_rows=self.max_rows, format="exact")
         try:
-            return await same_result(partial(in_thread, database.run), query, reference)
+            return await rows_match(partial(in_thread, database.run), query, reference)
         finally:
             await in_thread(database.close)
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.common.arithmetic import calculate, tokens
+from TrainingFactory.common.arithmetic import calculate, split_tokens
 from TrainingFactory.common.options import STRICT, make_named
 from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Episode, RewardFunction
@@ -135,7 +135,7 @@ def _allowed_numbers_of(task: Task) -> Counter[Fraction] | None:
 def _uses_only(answer: str, allowed_numbers: Counter[Fraction]) -> bool:
     """Return whether a side of the answer is an expression of these numbers, each used at most as often as listed."""
     used_numbers = [
-        Counter(map(Fraction, filter(_DIGIT.search, tokens(side)))) for side in _calculate_sides(answer)
+        Counter(map(Fraction, filter(_DIGIT.search, split_tokens(side)))) for side in _calculate_sides(answer)
     ]
     return any(side and side <= allowed_numbers for side in used_numbers)
 

@@ -61,10 +61,10 @@ class AgentTool:
             make_tool(entry) if isinstance(entry, str | Mapping) else as_tool(entry) for entry in tools
         ]
         self._runtime = ToolRuntime()  # one for all calls, so that they share the limits of the tools
-        self._calls = count()
+        self._call_numbers = count()
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
         self.spec = ToolSpec(name, description, PROMPT_SCHEMA)
-        tool_versions = [_version(tool) for tool in self.tools]
+        tool_versions = [_fingerprint_of(tool) for tool in self.tools]
         version = digest(object_fingerprint(model), system_prompt, f"{max_turns}", *tool_versions)
         # Neither pure nor idempotent: a retry would repeat the side effects of the agent's tools.
         self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
@@ -79,7 +79,7 @@ class AgentTool:
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         executor = AsyncToolExecutor(self.tools, self.tool_timeout)
-        executor.attach(self._runtime, next(self._calls))
+        executor.attach(self._runtime, next(self._call_numbers))
         try:
             return await self._converse(executor, opening_messages(self.system_prompt, arguments["prompt"]))
         except ModelError as error:
@@ -100,8 +100,8 @@ class AgentTool:
             message = await self.model.complete(messages, specs)
             if not message.tool_calls:
                 return ToolResult(message.content)
-            for number, call in enumerate(message.tool_calls):
-                call.id = call.id or f"call_{len(messages)}_{number}"  # some endpoints send none
+            for index, call in enumerate(message.tool_calls):
+                call.id = call.id or f"call_{len(messages)}_{index}"  # some endpoints send none
             results = await executor.batch_execute(message.tool_calls)
             if outage := next((result for result in results if result.error == "unavailable"), None):
                 raise ModelError(outage.content, temporary=True)  # an outage must not influence the answer
@@ -111,7 +111,7 @@ class AgentTool:
         return ToolResult(text, ok=False, error="exception")
 
 
-def _version(tool: Any) -> str:
+def _fingerprint_of(tool: Any) -> str:
     """Return the fingerprint of one of the agent's tools or tool sources."""
     if not hasattr(tool, "spec"):  # a source of several tools
         return object_fingerprint(tool)

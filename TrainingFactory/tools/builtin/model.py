@@ -88,8 +88,8 @@ class SingleToolSession:
 
 def opening_messages(system_prompt: str, prompt: str) -> list[Message]:
     """Return the first messages: the system prompt unless it is empty, then the user's prompt."""
-    system = [Message("system", system_prompt)] if system_prompt else []
-    return [*system, Message("user", prompt)]
+    system_messages = [Message("system", system_prompt)] if system_prompt else []
+    return [*system_messages, Message("user", prompt)]
 
 
 def failed_result(name: str, error: ModelError) -> ToolResult:

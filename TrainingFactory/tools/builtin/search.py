@@ -29,11 +29,11 @@ MAX_TERMS = 64  # of a query
 MAX_RESULTS = 20
 # Chinese, Japanese and Korean have no spaces between words, or words with many endings: single characters and pairs
 # of neighbours are the terms. In other scripts a term is a run of letters and digits.
-_RUNS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
+_TERMS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
 
 
 class PassageTool(ABC):
-    """Base class of search tools, which show the model the passages that `find` returns."""
+    """Base class of search tools: formats the passages that `find` returns for the model."""
 
     top_k: int  # of a call that does not say how many
     max_chars: int  # of each passage
@@ -83,26 +83,25 @@ class SearchTool(PassageTool):
         if not terms:
             return []
         # Quoted, so that no term is read as FTS syntax.
-        match = " OR ".join(f'"{term}"' for term in terms)
+        fts_query = " OR ".join(f'"{term}"' for term in terms)
         with contextlib.closing(_open_index(self.index)) as connection:
             rows = connection.execute(
                 "SELECT name, title, text, -score FROM documents JOIN (SELECT rowid AS number, bm25(terms) AS score "
                 "FROM terms WHERE terms MATCH ? ORDER BY score, number LIMIT ?) USING (number) "
                 "ORDER BY score, number",
-                (match, top_k),
+                (fts_query, top_k),
             )
             return rows.fetchall()
 
 
 class Passages:
-    """The passages of a corpus, in the order of its files. They are read from the database that `ensure_index`
-    builds."""
+    """The passages of a corpus in the order of its files, read from the database that `ensure_index` builds."""
 
     def __init__(
-        self, path: Path, fields: tuple[str, str, str], index_dir: str | Path | None, name: str
+        self, path: Path, field_names: tuple[str, str, str], index_dir: str | Path | None, name: str
     ) -> None:
         self.path = path
-        self.index = ensure_index(path, fields, Path(index_dir) if index_dir else _cache_folder(), name)
+        self.index = ensure_index(path, field_names, Path(index_dir) if index_dir else _cache_folder(), name)
         with contextlib.closing(_open_index(self.index)) as connection:
             self.count: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             self.state: str  # digest of the files' names, sizes and times
@@ -114,7 +113,7 @@ class Passages:
         with contextlib.closing(_open_index(self.index)) as connection:
             yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
 
-    def at(self, index: int) -> tuple[str, str, str]:
+    def passage_at(self, index: int) -> tuple[str, str, str]:
         """Return (id, title, text) of the passage at this index, counted from 0."""
         with contextlib.closing(_open_index(self.index)) as connection:
             query = "SELECT name, title, text FROM documents WHERE number = ?"
@@ -124,9 +123,9 @@ class Passages:
 def show_passages(matches: Sequence[tuple[str, str, str, float]], max_chars: int) -> str:
     """Return the text that the model reads for matches (id, title, text, score), which are listed best first."""
     passages = []
-    for rank, (document, title, text, _) in enumerate(matches, 1):
+    for rank, (document_id, title, text, _) in enumerate(matches, 1):
         excerpt = text if len(text) <= max_chars else text[:max_chars] + " [...]"
-        heading = f"[{rank}] {title} ({document})" if title else f"[{rank}] {document}"
+        heading = f"[{rank}] {title} ({document_id})" if title else f"[{rank}] {document_id}"
         passages.append(f"{heading}\n{excerpt}")
     return "\n\n".join(passages)
 
@@ -136,39 +135,38 @@ def split_terms(text: str) -> list[str]:
     scripts, are removed because they would split words."""
     text = unicodedata.normalize("NFKC", text).lower()
     if not text.isascii():
-        text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "M")
+        text = "".join(character for character in text if unicodedata.category(character)[0] != "M")
     terms = []
-    for match in _RUNS.finditer(text):
-        run, term = match.groups()
-        terms += [term] if term else [*run, *(run[index : index + 2] for index in range(len(run) - 1))]
+    for match in _TERMS.finditer(text):
+        cjk, term = match.groups()
+        terms += [term] if term else [*cjk, *(cjk[index : index + 2] for index in range(len(cjk) - 1))]
     return terms
 
 
-def ensure_index(path: Path, fields: tuple[str, str, str], folder: Path, name: str) -> Path:
-    """Return the path of the data's index; build the index if it is missing or the data has changed. It is written to a
-    temporary file and renamed, so that concurrent builds cannot corrupt it."""
+def ensure_index(path: Path, field_names: tuple[str, str, str], folder: Path, name: str) -> Path:
+    """Return the path of the data's index; build it if it is missing or outdated. Concurrent builds are safe."""
     path = path.resolve()
-    files = _files(path, name)
-    stats = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-    state = digest(FORMAT, *fields, json.dumps(stats))
-    index = folder / f"{path.stem[:40]}-{digest(str(path), *fields)[:20]}.sqlite"
-    if _read_state(index) == state:
-        return index
-    temporary = folder / f"{index.stem}.{secrets.token_hex(8)}.part"
+    files = _list_files(path, name)
+    file_stats = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    data_digest = digest(FORMAT, *field_names, json.dumps(file_stats))
+    index_path = folder / f"{path.stem[:40]}-{digest(str(path), *field_names)[:20]}.sqlite"
+    if _read_data_digest(index_path) == data_digest:
+        return index_path
+    temporary_path = folder / f"{index_path.stem}.{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _build(temporary, state, _documents(path, files, fields, name))
-        os.replace(temporary, index)
+        _build(temporary_path, data_digest, _read_documents(path, files, field_names, name))
+        os.replace(temporary_path, index_path)
     except (OSError, sqlite3.Error) as error:
         message = f"tool {name}: cannot build the index in {folder} ({error}); set another index_dir"
         raise ValueError(message) from error
     finally:
-        temporary.unlink(missing_ok=True)
-    return index
+        temporary_path.unlink(missing_ok=True)
+    return index_path
 
 
-def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) -> None:
-    with contextlib.closing(sqlite3.connect(target, isolation_level=None)) as connection:
+def _build(path: Path, data_digest: str, documents: Iterator[tuple[str, str, str]]) -> None:
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = OFF")
         connection.execute("PRAGMA synchronous = OFF")
         connection.execute("BEGIN")
@@ -176,33 +174,33 @@ def _build(target: Path, state: str, documents: Iterator[tuple[str, str, str]]) 
             "CREATE TABLE documents(number INTEGER PRIMARY KEY, name TEXT, title TEXT, text TEXT)"
         )
         connection.execute("CREATE VIRTUAL TABLE terms USING fts5(words, content='', tokenize='unicode61')")
-        content = hashlib.sha256()
-        for count, (name, title, text) in enumerate(documents, 1):
-            content.update(json.dumps([name, title, text]).encode())
-            connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (count, name, title, text))
+        content_hash = hashlib.sha256()
+        for row_id, (name, title, text) in enumerate(documents, 1):
+            content_hash.update(json.dumps([name, title, text]).encode())
+            connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (row_id, name, title, text))
             spaced_text = " ".join(split_terms(f"{title}\n{text}"))
-            connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (count, spaced_text))
+            connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (row_id, spaced_text))
         connection.execute("INSERT INTO terms(terms) VALUES ('optimize')")
         connection.execute("CREATE TABLE about(state TEXT, content TEXT)")
-        connection.execute("INSERT INTO about VALUES (?, ?)", (state, content.hexdigest()))
+        connection.execute("INSERT INTO about VALUES (?, ?)", (data_digest, content_hash.hexdigest()))
         connection.execute("COMMIT")
 
 
-def _read_state(index: Path) -> str | None:
+def _read_data_digest(index_path: Path) -> str | None:
     """Return the digest of the data that the index was built from; None if the index is missing or unreadable."""
     try:
-        with contextlib.closing(_open_index(index)) as connection:
+        with contextlib.closing(_open_index(index_path)) as connection:
             return connection.execute("SELECT state FROM about").fetchone()[0]
     except (sqlite3.Error, TypeError):
         return None
 
 
-def _open_index(index: Path) -> sqlite3.Connection:
-    """Open an index read-only. `immutable` avoids locks, which network disks lack; index files are only replaced."""
-    return sqlite3.connect(f"{index.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
+def _open_index(index_path: Path) -> sqlite3.Connection:
+    """Open an index read-only, without locks, because network disks lack them and nothing changes index files."""
+    return sqlite3.connect(f"{index_path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)
 
 
-def _files(path: Path, name: str) -> list[Path]:
+def _list_files(path: Path, name: str) -> list[Path]:
     if path.is_file():
         return [path]
     if not path.is_dir():
@@ -213,8 +211,8 @@ def _files(path: Path, name: str) -> list[Path]:
     return files
 
 
-def _documents(
-    path: Path, files: list[Path], fields: tuple[str, str, str], name: str
+def _read_documents(
+    path: Path, files: list[Path], field_names: tuple[str, str, str], name: str
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (id, title, text) of every document."""
     if path.is_dir():
@@ -223,32 +221,35 @@ def _documents(
             yield file.relative_to(path).as_posix(), "", text
         return
     with path.open(encoding="utf-8-sig") as lines:
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             if line.strip():
-                yield _document(line, fields, number, f"tool {name}: {path}:{number}")
+                yield _parse_row(line, field_names, line_number, f"tool {name}: {path}:{line_number}")
 
 
-def _document(line: str, fields: tuple[str, str, str], number: int, location: str) -> tuple[str, str, str]:
-    text_field, title_field, id_field = fields
+def _parse_row(
+    line: str, field_names: tuple[str, str, str], position: int, location: str
+) -> tuple[str, str, str]:
+    text_field, title_field, id_field = field_names
     try:
         row = dict(json.loads(line))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{location}: not a JSON object: {error}") from error
     if not isinstance(row.get(text_field), str):
         raise ValueError(f"{location}: no text in {text_field!r}; set text_field to one of {', '.join(row)}")
-    title, document = row.get(title_field), row.get(id_field)
-    return str(number if document is None else document), "" if title is None else str(title), row[text_field]
+    title, document_id = row.get(title_field), row.get(id_field)
+    document_id = position if document_id is None else document_id
+    return str(document_id), "" if title is None else str(title), row[text_field]
 
 
 def search_parameters(top_k: int) -> dict[str, Any]:
-    count = {"type": "integer", "description": "how many", "default": top_k, "minimum": 1}
+    count_schema = {"type": "integer", "description": "how many", "default": top_k, "minimum": 1}
     return {
         "type": "object",
-        "properties": {"query": {"type": "string"}, "top_k": count | {"maximum": MAX_RESULTS}},
+        "properties": {"query": {"type": "string"}, "top_k": count_schema | {"maximum": MAX_RESULTS}},
         "required": ["query"],
     }
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "training-factory" / "search"
+    cache_root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache_root) / "training-factory" / "search"

@@ -49,15 +49,15 @@ class SqlTool:
             tables = self.database().tables(schema_chars)
         except ValueError as error:
             raise ValueError(f"tool {name}: {error}; set path to an existing SQLite file") from error
-        allowed = "statement; reading and writing" if write else "query (read-only)"
-        self.spec = ToolSpec(name, description or f"Run one SQLite {allowed}. {tables}", _PARAMETERS)
+        statement = "statement; reading and writing" if write else "query (read-only)"
+        self.spec = ToolSpec(name, description or f"Run one SQLite {statement}. {tables}", _PARAMETERS)
         self.options = ToolOptions(
             timeout=timeout
             + 30.0,  # `timeout` stops the statement; the rest is for opening and copying the file
             ordered=write,
             pure=not write,
             stateful=write,
-            version=_fingerprint(self.path, write, max_rows, format),
+            version=_compute_version(self.path, write, max_rows, format),
         )
 
     def session(self) -> SqlSession:
@@ -70,7 +70,7 @@ class SqlTool:
 
 
 class SqlSession:
-    """The session of one episode, and its only tool, with its own database connection."""
+    """One episode's database connection, as a session and as its only tool."""
 
     def __init__(self, tool: SqlTool) -> None:
         self.spec, self.options = tool.spec, tool.options
@@ -87,8 +87,7 @@ class SqlSession:
         await in_thread(self.database.close)
 
 
-def _fingerprint(path: Path, *settings: Any) -> str:
-    """Return a version text that changes with the file, its content or the settings, so that a change invalidates
-    cached results."""
-    stats = [file.stat() for file in (path, Path(f"{path}-wal")) if file.exists()]
-    return digest(str(path), str([(stat.st_mtime_ns, stat.st_size) for stat in stats]), str(settings))
+def _compute_version(path: Path, *settings: Any) -> str:
+    """Return a digest of the file's state and the settings; a change invalidates cached results."""
+    file_stats = [file.stat() for file in (path, Path(f"{path}-wal")) if file.exists()]
+    return digest(str(path), str([(stat.st_mtime_ns, stat.st_size) for stat in file_stats]), str(settings))

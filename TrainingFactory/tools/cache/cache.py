@@ -28,10 +28,10 @@ from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolCall, ToolResult
 
 log = logging.getLogger(__name__)
-REST_SECONDS = 5.0  # the store is not used for this long after an error
+STORE_PAUSE_SECONDS = 5.0  # the store is not used for this long after an error
 MAX_ENTRY_BYTES = 4 << 20  # larger results are not cached: reading them would block the event loop
-MAX_WAITING = 10_000  # results waiting to be written; further ones are not stored
-MAX_USED = 1000  # uses waiting to be written
+MAX_QUEUED_RESULTS = 10_000  # results waiting to be written; further ones are not stored
+MAX_QUEUED_USES = 1000  # uses waiting to be written
 CANCELLED, FAILED = "cancelled", "failed"
 
 
@@ -54,8 +54,8 @@ class ToolCache:
         self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
         self._store = open_store(target, ttl, max_bytes)
         self._memory = _Memory(memory_bytes)
-        self._flights: dict[str, asyncio.Future[ToolResult | str]] = {}
-        self._writer = _Writer(self._store, self._failed)
+        self._in_flight: dict[str, asyncio.Future[ToolResult | str]] = {}
+        self._writer = _Writer(self._store, self._record_failure)
         self._store_paused_until = 0.0
         self.failures = 0
         self._tools = tools
@@ -68,8 +68,7 @@ class ToolCache:
         return executor
 
     async def execute_with_cache(self, call: ToolCall) -> ToolResult:
-        """Return the cached result of a call, or execute it. All calls by this method count as one episode of the
-        stateful tools."""
+        """Return the cached result of a call, or execute it. For stateful tools, all calls form one episode."""
         [result] = await self.executor.batch_execute([call])
         return result
 
@@ -84,11 +83,11 @@ class ToolCache:
         callers, only one executes `run`; if it is cancelled, the next one does. If it fails or is late, all others
         execute theirs too."""
         while True:
-            in_memory = self._memory.get(key)
-            cached = (self._use_entry(key, *in_memory) if in_memory else None) or await self._read_store(key)
+            entry = self._memory.get(key)
+            cached = (self._use_entry(key, *entry) if entry else None) or await self._read_store(key)
             if cached is not None:
                 return cached
-            future = self._flights.get(key)
+            future = self._in_flight.get(key)
             if future is None:
                 return await self._run_and_share(key, run)
             await asyncio.wait({future}, timeout=max(0.0, deadline - time.monotonic()))
@@ -99,7 +98,7 @@ class ToolCache:
                 return await self._run(key, run)
 
     async def _run_and_share(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        future = self._flights[key] = asyncio.get_running_loop().create_future()
+        future = self._in_flight[key] = asyncio.get_running_loop().create_future()
         answer: ToolResult | str = FAILED
         try:
             result = await self._run(key, run)
@@ -110,7 +109,7 @@ class ToolCache:
             answer = CANCELLED
             raise
         finally:
-            del self._flights[key]
+            del self._in_flight[key]
             future.set_result(answer)
 
     async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
@@ -137,14 +136,14 @@ class ToolCache:
                 return None
             result = self._use_entry(key, *entry)
         except Exception as error:  # of the store, or of an invalid entry
-            self._failed(error)
+            self._record_failure(error)
             return None
         if result is not None:
             self._memory.put(key, *entry)
         return result
 
-    def _use_entry(self, key: str, value: str, created: float) -> ToolResult | None:
-        if self._ttl is not None and time.time() - created > self._ttl:
+    def _use_entry(self, key: str, value: str, created_at: float) -> ToolResult | None:
+        if self._ttl is not None and time.time() - created_at > self._ttl:
             return None
         self._writer.record_use(key)
         return _decode(value)
@@ -156,74 +155,75 @@ class ToolCache:
             return
         if len(value) + len(key) > self._max_entry:
             return
-        created = time.time()
-        self._memory.put(key, value, created)
+        created_at = time.time()
+        self._memory.put(key, value, created_at)
         if time.monotonic() >= self._store_paused_until:
-            self._writer.add(key, value, created)
+            self._writer.add(key, value, created_at)
 
-    def _failed(self, error: BaseException) -> None:
+    def _record_failure(self, error: BaseException) -> None:
         if not self.failures:
             log.warning("tool cache error (%s); calls are executed without the cache", describe(error))
         self.failures += 1
-        self._store_paused_until = time.monotonic() + REST_SECONDS
+        self._store_paused_until = time.monotonic() + STORE_PAUSE_SECONDS
 
 
 class EpisodeToolCache:
-    """The cache of one episode. Pure calls are cached by fingerprint, stateful calls by all earlier calls as well."""
+    """Cache of one episode. It caches pure calls by fingerprint, and stateful calls also by all earlier calls."""
 
     def __init__(self, cache: ToolCache, scope: str) -> None:
         self._cache, self._scope = cache, scope
         # Digest of all calls so far, by server; None if the state of the server is unknown.
         self._histories: dict[str, str | None] = {}
-        self._started: Counter[str] = Counter()
+        self._num_started: Counter[str] = Counter()
 
     def fork(self) -> EpisodeToolCache:
         """Return a copy of the cache for an episode that continues this one."""
         copy = EpisodeToolCache(self._cache, self._scope)
-        copy._histories, copy._started = dict(self._histories), Counter(self._started)
+        copy._histories, copy._num_started = dict(self._histories), Counter(self._num_started)
         return copy
 
     async def obtain(self, call: PendingCall) -> ToolResult:
         deadline = time.monotonic() + call.seconds
-        name = call_fingerprint(call.tool, call.options, call.arguments)
+        fingerprint = call_fingerprint(call.tool, call.options, call.arguments)
         if not call.options.pure and call.state is not None and call.state.stateful:
-            return await self._obtain_stateful(call, call.state, name, deadline)
+            return await self._obtain_stateful(call, call.state, fingerprint, deadline)
 
         async def execute() -> ToolResult:
-            return (await call.make(call, deadline)).result
+            return (await call.execute(call, deadline)).result
 
-        return await self._call_cached(name if call.options.pure else None, call, execute, deadline)
+        return await self._call_cached(fingerprint if call.options.pure else None, call, execute, deadline)
 
     async def _obtain_stateful(
-        self, call: PendingCall, state: ToolState, name: str | None, deadline: float
+        self, call: PendingCall, state: ToolState, fingerprint: str | None, deadline: float
     ) -> ToolResult:
-        """Return the result of a call that depends on earlier calls, or that changes the results of later ones."""
+        """Return the result of a call whose result depends on earlier calls, or that changes later results."""
         server, is_lost = state.server, False
 
         async def execute() -> ToolResult:
             nonlocal is_lost
             await state.catch_up()
-            outcome = await call.make(call, deadline)
+            outcome = await call.execute(call, deadline)
             is_lost = outcome.is_lost
             return outcome.result
 
         # Servers start in the same state for all episodes; objects of this process, such as an environment, may not.
-        start = digest("start", server, "" if server else self._scope)
-        history = self._histories.get(server, start)
+        initial_history = digest("start", server, "" if server else self._scope)
+        history = self._histories.get(server, initial_history)
         self._histories[server] = None  # remains None if this call raises or makes further calls
-        self._started[server] += 1
-        number = self._started[server]
-        key = digest(history, name) if call.options.stateful and history and name else None
+        self._num_started[server] += 1
+        call_number = self._num_started[server]
+        key = digest(history, fingerprint) if call.options.stateful and history and fingerprint else None
         result = await self._call_cached(key, call, execute, deadline)
         if result.cached:
             state.skip(call, result.content)
-        if is_lost or history is None or name is None or self._started[server] != number:
+        if is_lost or history is None or fingerprint is None or self._num_started[server] != call_number:
             return result
         if result.error in ("schema", "unavailable"):  # the call never reached the tool
             self._histories[server] = history
         else:
             # A failure may be accidental, so its text is part of the history: only equal failures share results.
-            self._histories[server] = digest(history, name if result.ok else digest(name, result.content))
+            outcome = fingerprint if result.ok else digest(fingerprint, result.content)
+            self._histories[server] = digest(history, outcome)
         return result
 
     async def _call_cached(
@@ -238,8 +238,8 @@ class EpisodeToolCache:
 class _Memory:
     """The most recently used results, as JSON: decoding is fast, and every caller gets its own copy."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._size = limit, 0  # characters
+    def __init__(self, max_chars: int) -> None:
+        self._limit, self._size = max_chars, 0  # characters
         self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def get(self, key: str) -> tuple[str, float] | None:
@@ -248,33 +248,33 @@ class _Memory:
             self._entries.move_to_end(key)
         return entry
 
-    def put(self, key: str, value: str, created: float) -> None:
+    def put(self, key: str, value: str, created_at: float) -> None:
         old_entry = self._entries.pop(key, ("", 0.0))
         self._size += len(value) - len(old_entry[0])
-        self._entries[key] = (value, created)
+        self._entries[key] = (value, created_at)
         while self._size > self._limit:
-            _, (evicted, _) = self._entries.popitem(last=False)
-            self._size -= len(evicted)
+            _, (evicted_value, _) = self._entries.popitem(last=False)
+            self._size -= len(evicted_value)
 
 
 class _Writer:
     """Writes entries to the store in batches, on its own thread, so that the event loop never waits for the disk."""
 
-    def __init__(self, store: Store, on_failed: Callable[[BaseException], None]) -> None:
-        self._store, self._failed = store, on_failed
+    def __init__(self, store: Store, on_failure: Callable[[BaseException], None]) -> None:
+        self._store, self._on_failure = store, on_failure
         self._entries: deque[tuple[str, str, float]] = deque()
-        self._used: dict[str, float] = {}
+        self._used_at: dict[str, float] = {}
         self._thread = ThreadPoolExecutor(1, "tool-cache")
 
-    def add(self, key: str, value: str, created: float) -> None:
-        if len(self._entries) < MAX_WAITING:
-            self._entries.append((key, value, created))
+    def add(self, key: str, value: str, created_at: float) -> None:
+        if len(self._entries) < MAX_QUEUED_RESULTS:
+            self._entries.append((key, value, created_at))
             self._thread.submit(self._write)
 
     def record_use(self, key: str) -> None:
-        """Record the time of use for eviction. Written with the next entry, or after `MAX_USED` uses."""
-        self._used[key] = time.time()
-        if len(self._used) > MAX_USED:
+        """Record the time of use for eviction. Written with the next entry, or after `MAX_QUEUED_USES` uses."""
+        self._used_at[key] = time.time()
+        if len(self._used_at) > MAX_QUEUED_USES:
             self._thread.submit(self._write)
 
     def flush(self) -> None:
@@ -286,22 +286,22 @@ class _Writer:
 
     def _write(self) -> None:
         entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        used_at, self._used = self._used, {}
+        used_at, self._used_at = self._used_at, {}
         try:
             if entries or used_at:
                 self._store.write(entries, used_at.items())
         except Exception as error:
-            self._failed(error)
+            self._on_failure(error)
 
 
 def _encode(result: ToolResult) -> str:
-    value: dict[str, Any] = {"content": result.content, "attachments": result.attachments}
+    row: dict[str, Any] = {"content": result.content, "attachments": result.attachments}
     if result.images:
-        value["images"] = images_to_rows(result.images, None)
-    return json.dumps(value, ensure_ascii=False)
+        row["images"] = images_to_rows(result.images, None)
+    return json.dumps(row, ensure_ascii=False)
 
 
-def _decode(value: str) -> ToolResult:
-    row = json.loads(value)
+def _decode(encoded: str) -> ToolResult:
+    row = json.loads(encoded)
     images = images_from_rows(row.get("images", ()), None)
     return ToolResult(row["content"], attachments=row["attachments"], images=images, cached=True)

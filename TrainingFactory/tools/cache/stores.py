@@ -34,8 +34,7 @@ CREATE TRIGGER IF NOT EXISTS changed AFTER UPDATE OF size ON entries BEGIN
 
 
 class SQLiteStore:
-    """An SQLite file in WAL mode: many processes read while one writes. It does not work on network drives, because
-    SQLite needs locks."""
+    """SQLite file in WAL mode: many processes read while one writes. Network drives lack the locks that it needs."""
 
     quick = True  # `get` is fast enough for the event loop
 
@@ -82,10 +81,13 @@ class SQLiteStore:
             query = "SELECT value, made FROM entries WHERE key = ?"
             return self._reader.execute(query, (key,)).fetchone()
 
-    def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
+    def write(
+        self, entries: Sequence[tuple[str, str, float]], last_uses: Iterable[tuple[str, float]]
+    ) -> None:
         """Insert entries (key, value, creation time) and update the last use of keys."""
         rows = [
-            (key, value, len(key) + len(value.encode()), created, created) for key, value, created in entries
+            (key, value, len(key) + len(value.encode()), created_at, created_at)
+            for key, value, created_at in entries
         ]
         with self._write_lock, self._writer:  # one transaction, rolled back on an error
             self._writer.execute("BEGIN IMMEDIATE")
@@ -94,24 +96,24 @@ class SQLiteStore:
                 "value = excluded.value, size = excluded.size, made = excluded.made, used = excluded.used",
                 rows,
             )
-            changes = [(used, key, used) for key, used in used_at]
+            changes = [(used_at, key, used_at) for key, used_at in last_uses]
             self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", changes)
             self._evict()
 
     def _evict(self) -> None:
         """Delete expired entries, then the least recently used ones."""
-        if self._size() <= self._max_bytes:
+        if self._total_bytes() <= self._max_bytes:
             return
         if self._ttl is not None:
             self._writer.execute("DELETE FROM entries WHERE made < ?", (time.time() - self._ttl,))
-        if self._size() > self._max_bytes * EVICTION_TARGET:
+        if self._total_bytes() > self._max_bytes * EVICTION_TARGET:
             self._writer.execute(
                 "DELETE FROM entries WHERE key IN (SELECT key FROM (SELECT key, sum(size) OVER "
                 "(ORDER BY used DESC, key) AS so_far FROM entries) WHERE so_far > ?)",
                 (self._max_bytes * EVICTION_TARGET,),
             )
 
-    def _size(self) -> int:
+    def _total_bytes(self) -> int:
         return self._writer.execute("SELECT bytes FROM total").fetchone()[0]
 
     def close(self) -> None:
@@ -141,8 +143,7 @@ def _set_up(connection: sqlite3.Connection) -> None:
 
 
 def _check_owner(path: Path) -> None:
-    """Raise ValueError if the path is a folder or another program's file, because this cache must neither change nor
-    move it."""
+    """Raise ValueError for a folder or another program's file, because the cache must not change it."""
     header = b""
     if path.is_file():
         with path.open("rb") as file:
@@ -180,13 +181,15 @@ class RedisStore:
         entry = self._client.get(self.PREFIX + key)
         if not entry:
             return None
-        created, _, value = entry.partition(" ")
-        return value, float(created)
+        created_at, _, value = entry.partition(" ")
+        return value, float(created_at)
 
-    def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
+    def write(
+        self, entries: Sequence[tuple[str, str, float]], last_uses: Iterable[tuple[str, float]]
+    ) -> None:
         with self._client.pipeline(transaction=False) as pipe:
-            for key, value, created in entries:
-                pipe.set(self.PREFIX + key, f"{created!r} {value}", px=self._ttl_ms)
+            for key, value, created_at in entries:
+                pipe.set(self.PREFIX + key, f"{created_at!r} {value}", px=self._ttl_ms)
             pipe.execute()
 
     def close(self) -> None:
@@ -194,14 +197,16 @@ class RedisStore:
 
 
 class NoStore:
-    """Stores nothing: the cache keeps the latest results in memory only."""
+    """Store without entries: the cache keeps the latest results in memory only."""
 
     quick = True
 
     def get(self, key: str) -> None:
         return None
 
-    def write(self, entries: Sequence[tuple[str, str, float]], used_at: Iterable[tuple[str, float]]) -> None:
+    def write(
+        self, entries: Sequence[tuple[str, str, float]], last_uses: Iterable[tuple[str, float]]
+    ) -> None:
         """Do nothing."""
 
     def close(self) -> None:
@@ -215,5 +220,5 @@ def open_store(target: str | Path | None, ttl: float | None, max_bytes: int) -> 
     """Return the store for a file path or a Redis address; None: results stay in memory."""
     if target is None:
         return NoStore()
-    redis = REDIS_URL.match(str(target))
-    return RedisStore(str(target), ttl) if redis else SQLiteStore(Path(target), ttl, max_bytes)
+    is_redis = REDIS_URL.match(str(target))
+    return RedisStore(str(target), ttl) if is_redis else SQLiteStore(Path(target), ttl, max_bytes)

@@ -25,7 +25,7 @@ from TrainingFactory.types import ToolResult
 MAX_BACKOFF = 30.0  # seconds of backoff between attempts
 MAX_RETRY_AFTER = 120.0  # seconds that an endpoint can request with Retry-After
 IN_FLIGHT_TIMEOUT = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
-_chance = random.Random()  # jitter of the retries; does not affect results
+_jitter = random.Random()  # of the retries; does not affect results
 FailureKind = Literal[
     "unavailable", "refused", "cut", "unreadable", "out_of_range", "budget", "error", "not_recorded"
 ]
@@ -33,7 +33,7 @@ Send = Callable[[], Awaitable[ModelReply]]
 
 
 class ModelFailure(Exception):
-    """Raised when there is no usable reply. `stops`: further requests would fail too."""
+    """Raised for a request without a usable reply. `stops`: further requests would fail too."""
 
     def __init__(self, text: str, kind: FailureKind, denied: bool = False) -> None:
         super().__init__(text)
@@ -58,7 +58,7 @@ class EndpointClient:
     earlier: Usage | None = None  # spending of earlier processes that counts for the budget
 
     def __post_init__(self) -> None:
-        self._opened: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
+        self._open_cache: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
         if isinstance(self.cache, str | Path):
             open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
         self.usage = Usage()
@@ -80,7 +80,7 @@ class EndpointClient:
             reply = await self._with_retries(send)
             check(reply)
             return reply
-        task = asyncio.ensure_future(self._through_cache(digest(*key), send, check))
+        task = asyncio.ensure_future(self._ask_cached(digest(*key), send, check))
         self._in_flight.add(task)
         task.add_done_callback(self._remove_finished)
         return await asyncio.shield(task)
@@ -90,7 +90,7 @@ class EndpointClient:
         if not task.cancelled():
             task.exception()  # the caller may be gone: retrieved, so that asyncio does not log it
 
-    async def _through_cache(self, key: str, send: Send, check: Callable[[ModelReply], object]) -> ModelReply:
+    async def _ask_cached(self, key: str, send: Send, check: Callable[[ModelReply], object]) -> ModelReply:
         async def run() -> ToolResult:
             if self.replay:
                 text = f"{self.cache} has no reply to a request of this episode; record it first with replay: false"
@@ -99,10 +99,10 @@ class EndpointClient:
             check(reply)
             return ToolResult(json.dumps(reply.as_json()))
 
-        if isinstance(self.cache, str | Path) and self._opened is None:
-            self._opened = open_cache(self.cache)
-        assert self._opened is not None
-        result = await self._opened.get_or_execute(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
+        if isinstance(self.cache, str | Path) and self._open_cache is None:
+            self._open_cache = open_cache(self.cache)
+        assert self._open_cache is not None
+        result = await self._open_cache.get_or_execute(key, run, time.monotonic() + IN_FLIGHT_TIMEOUT)
         reply = ModelReply.from_json(json.loads(result.content))
         if result.cached:
             self.usage.cached += 1
@@ -122,7 +122,7 @@ class EndpointClient:
                     attempts = f" ({attempt + 1} attempts)" if attempt else ""
                     raise ModelFailure(f"{error}{attempts}", "unavailable") from error
                 delay = min(error.wait or 0.0, MAX_RETRY_AFTER)
-            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _chance.uniform(0.5, 1), delay)
+            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _jitter.uniform(0.5, 1), delay)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(pause)
@@ -164,9 +164,9 @@ class EndpointClient:
             await asyncio.wait(self._in_flight, timeout=getattr(self.model, "timeout", None))
             self._closing = False
         await self.model.close()
-        if isinstance(self.cache, str | Path) and self._opened is not None:
-            client, self._opened = self._opened, None
-            await in_thread(client.close)
+        if isinstance(self.cache, str | Path) and self._open_cache is not None:
+            cache, self._open_cache = self._open_cache, None
+            await in_thread(cache.close)
 
 
 def open_cache(target: str | Path) -> ToolCache:

@@ -23,15 +23,15 @@ def read_config(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
     """Return the servers of a config file, and the names of catalog tools: strings in its list, as RL-Factory writes
     them. A .pydata file holds a Python literal, which is parsed and never executed."""
     path = Path(path).expanduser()
-    data = _load(path)
-    names = [item for item in data if isinstance(item, str)] if isinstance(data, list) else []
-    entries = [item for item in data if not isinstance(item, str)] if names else data
-    if names and not entries:
-        return [], names
-    return parse_config(entries, str(path), path.resolve().parent), names
+    config = _load_file(path)
+    tool_names = [entry for entry in config if isinstance(entry, str)] if isinstance(config, list) else []
+    entries = [entry for entry in config if not isinstance(entry, str)] if tool_names else config
+    if tool_names and not entries:
+        return [], tool_names
+    return parse_config(entries, str(path), path.resolve().parent), tool_names
 
 
-def _load(path: Path) -> Any:
+def _load_file(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
         return ast.literal_eval(text.strip()) if path.suffix == ".pydata" else parse_json(text)
@@ -46,10 +46,10 @@ def parse_json(text: str) -> Any:
     return json.loads(text)
 
 
-def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
+def parse_config(config: Any, origin: str, folder: Path) -> list[ServerConfig]:
     """Return the servers of a loaded config. `origin` names it in errors; relative paths start at `folder`."""
     servers: dict[str, ServerConfig] = {}
-    for name, entry, tool in _entries(data, origin):
+    for name, entry, tool in _iterate_entries(config, origin):
         server = server_config(name, origin, folder, entry)
         if tool is not None:
             _add_tool(servers, server, tool)
@@ -62,20 +62,20 @@ def parse_config(data: Any, origin: str, folder: Path) -> list[ServerConfig]:
     return list(servers.values())
 
 
-def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
+def _iterate_entries(loaded_config: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
     """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
-    if isinstance(data, list):
-        for item in data:
-            yield from _entries(item, origin)
+    if isinstance(loaded_config, list):
+        for element in loaded_config:
+            yield from _iterate_entries(element, origin)
         return
-    config = data if isinstance(data, dict) else {}
+    config = loaded_config if isinstance(loaded_config, dict) else {}
     if "mcp_server" in config:
-        yield _single_tool(config, origin)
+        yield _parse_single_tool(config, origin)
         return
     section = config["mcp"] if isinstance(config.get("mcp"), dict) else config
     servers = section.get("mcpServers", section.get("servers"))
     if not isinstance(servers, dict):
-        keys = ", ".join(map(repr, list(config)[:8])) or type(data).__name__
+        keys = ", ".join(map(repr, list(config)[:8])) or type(loaded_config).__name__
         expected = 'expected an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
         raise ValueError(f"{origin}: {expected}; found {keys}")
     for name, entry in servers.items():
@@ -87,13 +87,13 @@ def _entries(data: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | 
             yield name, entry, None
 
 
-def _single_tool(data: dict[str, Any], origin: str) -> tuple[str, Any, ToolOverride]:
+def _parse_single_tool(raw_entry: dict[str, Any], origin: str) -> tuple[str, Any, ToolOverride]:
     """Parse the entry of a single tool, `{"name", "description", "parameters", "mcp_server"}`. Return the tool's name,
     the entry of its server, and the override of its description."""
     try:
-        tool: ToolOverride = make_from(ToolOverride, data, "a tool")
+        tool: ToolOverride = make_from(ToolOverride, raw_entry, "a tool")
     except OptionError as error:
-        raise ValueError(f"{origin}: tool {data.get('name')!r}: {error}") from None
+        raise ValueError(f"{origin}: tool {raw_entry.get('name')!r}: {error}") from None
     entry = tool.mcp_server
     if isinstance(entry, str) and "://" in entry:
         entry = {"url": entry}
@@ -111,11 +111,11 @@ def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: Tool
     if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema
         required = [key for key, schema in parameters.items() if "default" not in schema]
         parameters = {"type": "object", "properties": parameters, "required": required}
-    if any(tool.name in (entry.texts or {}) for entry in servers.values()):
+    if any(tool.name in (other.overrides or {}) for other in servers.values()):
         raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
-    texts = {tool.name: replace(tool, parameters=parameters)}
-    for name, entry in servers.items():
-        if entry.texts and replace(entry, name=server.name, texts=None) == server:
-            servers[name] = replace(entry, texts=entry.texts | texts)
+    overrides = {tool.name: replace(tool, parameters=parameters)}
+    for name, other in servers.items():
+        if other.overrides and replace(other, name=server.name, overrides=None) == server:
+            servers[name] = replace(other, overrides=other.overrides | overrides)
             return
-    servers[server.name] = replace(server, texts=texts)
+    servers[server.name] = replace(server, overrides=overrides)

@@ -33,10 +33,10 @@ CHECK_SECONDS = 30.0  # for a health check; at least the time-out of a call, whi
 MAX_PAGES = 100
 # Texts of the SDK for connection errors, which it reports like answers of the server.
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
-ENDS = {"Connection closed": "it closed the connection", SESSION_GONE: "it has dropped the session"}
+END_REASONS = {"Connection closed": "it closed the connection", SESSION_GONE: "it has dropped the session"}
 CUT_OFF = "SSE stream ended without a response"  # ends one call, not the connection
 HTTP_ERROR = "Server returned an error response"
-LONG = 24 * 3600.0  # seconds; an idle stream is no error, and calls have their own time-outs
+IDLE_TIMEOUT = 24 * 3600.0  # seconds; an idle stream is no error, and calls have their own time-outs
 _RAW_ANSWER: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 
 # Our own errors report what the SDK logs, and the logs of its HTTP client contain URLs with secrets.
@@ -50,17 +50,17 @@ class Connection:
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the end
-        self.busy = 0  # calls in flight
-        self.served = False  # whether any call was answered
+        self.num_in_flight = 0  # calls in flight
+        self.has_answered = False  # whether any call was answered
         self._on_tools = on_tools
-        self._outputs: dict[str, Validator] = {}  # of structured results, by tool
+        self._output_validators: dict[str, Validator] = {}  # of structured results, by tool
         self._client: Client | None = None
         self._server_output = ServerOutput()
-        self._reason = ""  # why the connection ended
+        self._end_reason = ""  # why the connection ended
         self._has_session = False
         self._num_messages = 0  # received so far
-        self._checking: asyncio.Task[None] | None = None
-        self._relisting: asyncio.Task[None] | None = None
+        self._check_task: asyncio.Task[None] | None = None
+        self._relist_task: asyncio.Task[None] | None = None
         self._scope = anyio.CancelScope()
         self._run_task: asyncio.Task[None] | None = None
         self._secrets = config.secrets
@@ -89,20 +89,22 @@ class Connection:
         except BaseException as error:  # the SDK also raises CancelledError and exception groups
             problem = error
         self._client = None
-        for task in (self._relisting, self._checking):
+        for task in (self._relist_task, self._check_task):
             if task is not None:
                 task.cancel()
         reason = (
-            f"no answer within {limit:g} s (tfactory.connect_timeout)" if problem is None else _cause(problem)
+            f"no answer within {limit:g} s (tfactory.connect_timeout)"
+            if problem is None
+            else _root_cause(problem)
         )
         self._mark_lost(reason)
         if not ready.done():
-            self._reason = reason  # more specific than the reason that `_mark_lost` may have kept
+            self._end_reason = reason  # more specific than the reason that `_mark_lost` may have kept
             ready.set_exception(self.down_error("failed to connect", sent=False))
             ready.exception()  # mark it as retrieved, in case `open` no longer waits
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
-        transport = await self._transport(stack)
+        transport = await self._open_transport(stack)
         # Private sessions need the handshake of older protocols: the newest has no sessions over HTTP.
         private_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
@@ -118,16 +120,16 @@ class Connection:
         self._client = client
         changes = client.server_capabilities.tools
         if changes is not None and changes.list_changed and client.protocol_version >= "2026":
-            self._relisting = asyncio.create_task(self._relist(client, subscribe=True))
+            self._relist_task = asyncio.create_task(self._relist(client, subscribe=True))
 
-    async def _transport(self, stack: contextlib.AsyncExitStack) -> Any:
+    async def _open_transport(self, stack: contextlib.AsyncExitStack) -> Any:
         config = self.config
         if config.transport == "sse":
-            return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=LONG)
+            return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=IDLE_TIMEOUT)
         if config.transport == "http":
             http = httpx2.AsyncClient(
                 headers=config.headers,
-                timeout=httpx2.Timeout(30.0, read=LONG, pool=LONG),
+                timeout=httpx2.Timeout(30.0, read=IDLE_TIMEOUT, pool=IDLE_TIMEOUT),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
                 event_hooks={"response": [self._on_response]},
             )
@@ -135,7 +137,7 @@ class Connection:
             return streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
             )
-        return stdio_transport(config, stack.enter_context(self._server_output.stderr()))
+        return stdio_transport(config, stack.enter_context(self._server_output.open_stderr()))
 
     # messages from the server
 
@@ -145,10 +147,10 @@ class Connection:
             on_end = partial(self._mark_lost, "it closed the connection")
             yield _WatchedReader(reader, self._on_item, on_end), writer
 
-    def _on_item(self, item: Any) -> None:
+    def _on_item(self, message: Any) -> None:
         self._num_messages += 1
-        if isinstance(item, ValidationError):
-            self._server_output.count(item)
+        if isinstance(message, ValidationError):
+            self._server_output.count_invalid_line(message)
 
     async def _on_response(self, response: httpx2.Response) -> None:
         self._has_session = self._has_session or "mcp-session-id" in response.headers
@@ -156,11 +158,11 @@ class Connection:
             response.stream = _BoundedStream(response.stream)
 
     async def _on_message(self, message: Any) -> None:
-        changed = getattr(message, "method", None) == "notifications/tools/list_changed"
-        if changed and self._client is not None:
-            if self._relisting is not None:
-                self._relisting.cancel()
-            self._relisting = asyncio.create_task(self._relist(self._client))
+        tools_changed = getattr(message, "method", None) == "notifications/tools/list_changed"
+        if tools_changed and self._client is not None:
+            if self._relist_task is not None:
+                self._relist_task.cancel()
+            self._relist_task = asyncio.create_task(self._relist(self._client))
 
     async def _relist(self, client: Client, subscribe: bool = False) -> None:
         """List the tools again: once, or with `subscribe` at every change, as the newest protocol requires."""
@@ -183,12 +185,12 @@ class Connection:
                 tools.append(OfferedTool(tool.name, tool.description or "", *schemas, idempotent, version))
             if (cursor := page.next_cursor) is None:
                 break
-        self._outputs = {}
+        self._output_validators = {}
         for tool in tools:
             with contextlib.suppress(ValueError):  # ignore an invalid output schema
-                if tool.output is not None:
-                    check_schema(ToolSpec(tool.name, parameters=tool.output))
-                    self._outputs[tool.name] = make_validator(tool.output)
+                if tool.output_schema is not None:
+                    check_schema(ToolSpec(tool.name, parameters=tool.output_schema))
+                    self._output_validators[tool.name] = make_validator(tool.output_schema)
         self._on_tools(tools)
 
     # calls
@@ -199,28 +201,28 @@ class Connection:
         client = self._client
         if client is None or self.lost.done():
             raise self.down_error("is not available", sent=False)
-        self.busy += 1
+        self.num_in_flight += 1
         try:
-            answer = await self._answer(client, name, arguments)
+            answer = await self._request_answer(client, name, arguments)
         except MCPError as error:
             return self._error_result(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            self._mark_lost(_cause(error))
+            self._mark_lost(_root_cause(error))
             raise self.down_error("was lost during the call") from None
         except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
-            return self._invalid(name, str(error) or type(error).__name__)
+            return self._invalid_result(name, str(error) or type(error).__name__)
         finally:
-            self.busy -= 1
-        self.served = True
+            self.num_in_flight -= 1
+        self.has_answered = True
         if answer.get("resultType") == "input_required":
-            return self._invalid(name, "it requests user input, which is not supported")
-        output = None if answer.get("isError") else self._outputs.get(name)
-        if output is not None and not output.is_valid(answer.get("structuredContent")):
-            return self._invalid(name, "it does not match the output schema of the tool")
+            return self._invalid_result(name, "it requests user input, which is not supported")
+        validator = None if answer.get("isError") else self._output_validators.get(name)
+        if validator is not None and not validator.is_valid(answer.get("structuredContent")):
+            return self._invalid_result(name, "it does not match the output schema of the tool")
         convert = partial(tool_result, answer, self.config.settings.error_text, self._secrets)
         return await in_thread(convert) if has_images(answer) else convert()
 
-    async def _answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    async def _request_answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Send a call and return the server's raw answer. The request runs in its own task, because the SDK may cancel
         a waiting task when the connection breaks, or never wake it."""
         request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
@@ -232,8 +234,8 @@ class Connection:
             await asyncio.wait({request_task, self.lost}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # by the caller, usually after a time-out
             request_task.cancel()
-            if self._num_messages == num_before and self._checking is None:
-                self._checking = asyncio.create_task(self._check(client))
+            if self._num_messages == num_before and self._check_task is None:
+                self._check_task = asyncio.create_task(self._check(client))
             raise
         if not request_task.done() or request_task.cancelled():
             request_task.cancel()
@@ -242,28 +244,27 @@ class Connection:
         return request_task.result()
 
     async def _check(self, client: Client) -> None:
-        """Mark the connection as lost if the server sent nothing during a whole call and does not answer a request
-        now."""
+        """Mark the connection as lost if the server sent nothing during a whole call and ignores a new request."""
         num_before = self._num_messages
         limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
         with contextlib.suppress(Exception), anyio.move_on_after(limit):
             await client.list_tools()
-        self._checking = None
+        self._check_task = None
         if self._num_messages == num_before:
             self._mark_lost("it stopped answering")
 
     def _error_result(self, name: str, error: MCPError) -> ToolResult:
         """Return the server's error as a result; raise ServerDown if the connection ended with it."""
-        if error.message in (*ENDS, CUT_OFF):
+        if error.message in (*END_REASONS, CUT_OFF):
             if error.message != CUT_OFF:
-                self._mark_lost(_cause(error))
+                self._mark_lost(_root_cause(error))
             raise self.down_error("was lost during the call", sent=error.message != SESSION_GONE)
-        self.served = True
+        self.has_answered = True
         text = self.config.hide(error.message)
         kind = "unavailable" if error.message == HTTP_ERROR else "exception"
         return ToolResult(f"{name} failed: {text}", ok=False, error=kind)
 
-    def _invalid(self, name: str, problem: str) -> ToolResult:
+    def _invalid_result(self, name: str, problem: str) -> ToolResult:
         text = self.config.hide(problem.splitlines()[0][:300])
         return ToolResult(f"{name} returned an invalid answer: {text}", ok=False, error="exception")
 
@@ -271,12 +272,12 @@ class Connection:
 
     def _mark_lost(self, reason: str) -> None:
         if not self.lost.done():
-            self._reason = reason
+            self._end_reason = reason
             self.lost.set_result(None)
 
     def down_error(self, event: str = "was lost", sent: bool = True) -> ServerDown:
-        """Return an error with the event and its reason, to be raised or logged."""
-        reason = f": {self._reason}" if self._reason else ""
+        """Return a ServerDown error that names the event and its reason."""
+        reason = f": {self._end_reason}" if self._end_reason else ""
         text = (
             f"server {self.config.name!r} ({self.config.target}) {event}{reason}{self._server_output.quote()}"
         )
@@ -284,9 +285,9 @@ class Connection:
 
     async def close(self) -> None:
         """Close the connection and wait until it has ended, and with it the server's process if we started it."""
-        connected = self._client is not None
+        was_connected = self._client is not None
         self._mark_lost("it was closed")
-        if not connected:
+        if not was_connected:
             self._scope.cancel()
         if self._run_task is not None:
             # If need be, cancel the scope, not the task: the SDK shields its clean-up from scopes only.
@@ -297,53 +298,52 @@ class Connection:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an HTTP response, with a size limit. The SDK answers the request with the error that is raised above
-    the limit."""
+    """Body of an HTTP response with a size limit; above it, the stream raises an error, which the SDK returns."""
 
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         size = 0
-        async for data in self.inner:
-            size += len(data)
+        async for chunk in self.stream:
+            size += len(chunk)
             if size > MAX_MESSAGE_BYTES:
                 raise httpx2.StreamError(TOO_LONG)
-            yield data
+            yield chunk
 
     async def aclose(self) -> None:
-        await self.inner.aclose()
+        await self.stream.aclose()
 
 
 class _WatchedReader:
-    """The read stream of a transport, with callbacks for every item and for the end of the stream."""
+    """Read stream of a transport with callbacks for every item and for the end of the stream."""
 
-    def __init__(self, inner: Any, on_item: Callable[[Any], None], on_end: Callable[[], None]) -> None:
-        self.inner, self.on_item, self.on_end = inner, on_item, on_end
+    def __init__(self, stream: Any, on_item: Callable[[Any], None], on_end: Callable[[], None]) -> None:
+        self.stream, self.on_item, self.on_end = stream, on_item, on_end
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self.stream, name)
 
     def __aiter__(self) -> _WatchedReader:
         return self
 
     async def __anext__(self) -> Any:
         try:
-            item = await self.inner.__anext__()
+            message = await self.stream.__anext__()
         except (StopAsyncIteration, anyio.ClosedResourceError):
             self.on_end()
             raise
-        self.on_item(item)
-        return item
+        self.on_item(message)
+        return message
 
     async def __aenter__(self) -> _WatchedReader:
         return self
 
-    async def __aexit__(self, *problem: Any) -> None:
-        await self.inner.aclose()
+    async def __aexit__(self, *exc_info: Any) -> None:
+        await self.stream.aclose()
 
 
-def _cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -351,8 +351,8 @@ def _cause(error: BaseException) -> str:
         return "the connection broke"
     if isinstance(error, httpx2.ConnectError):
         return "nothing answers at that address; start the server, or correct its url"
-    if isinstance(error, MCPError) and error.message in ENDS:
-        return ENDS[error.message]
+    if isinstance(error, MCPError) and error.message in END_REASONS:
+        return END_REASONS[error.message]
     if isinstance(error, ServerDown):
         return str(error)
     first_line = str(error).partition("\n")[0]

@@ -8,34 +8,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from TrainingFactory.common.image_parts import image_of_base64
-from TrainingFactory.common.images import join_pieces, rejected
+from TrainingFactory.common.images import join_pieces, rejection_text
 from TrainingFactory.common.texts import redact
 from TrainingFactory.types import Image, ToolResult
 
 
 def has_images(answer: dict[str, Any]) -> bool:
-    """Return whether a raw CallToolResult has images, which take long to decode."""
+    """Return whether a raw CallToolResult has images, because decoding them takes long."""
     return any(_image_data(part) is not None for part in answer.get("content") or [])
 
 
 def tool_result(
     answer: dict[str, Any], error_text: re.Pattern[str] | None, secrets: Sequence[str]
 ) -> ToolResult:
-    """Convert a raw CallToolResult. It is a failure if the server sets isError or the text matches `error_text`."""
+    """Convert a raw CallToolResult. It failed if the server sets isError or the text matches `error_text`."""
     attachments: list[dict[str, Any]] = []
-    pieces = [_piece(part, attachments) for part in answer.get("content") or []]
-    structured = answer.get("structuredContent")
+    contents = [_text_or_image(part, attachments) for part in answer.get("content") or []]
+    structured_content = answer.get("structuredContent")
     # Most servers repeat structured content as text, for clients that support only text.
-    if structured is not None and not pieces:
-        pieces = [json.dumps(structured, ensure_ascii=False)]
-    contents = [piece if isinstance(piece, Image) else redact(piece, secrets) for piece in pieces]
-    content, images = join_pieces(contents, "\n")
-    failed = bool(answer.get("isError")) or (
+    if structured_content is not None and not contents:
+        contents = [json.dumps(structured_content, ensure_ascii=False)]
+    redacted = [item if isinstance(item, Image) else redact(item, secrets) for item in contents]
+    content, images = join_pieces(redacted, "\n")
+    is_failed = bool(answer.get("isError")) or (
         error_text is not None and error_text.search(content) is not None
     )
     attachments = redact(attachments, secrets)
-    error = "exception" if failed else None
-    return ToolResult(content, ok=not failed, error=error, attachments=attachments, images=images)
+    error = "exception" if is_failed else None
+    return ToolResult(content, ok=not is_failed, error=error, attachments=attachments, images=images)
 
 
 def _image_data(part: dict[str, Any]) -> Any:
@@ -46,7 +46,7 @@ def _image_data(part: dict[str, Any]) -> Any:
     return part.get("data") if part.get("type") == "image" else None
 
 
-def _piece(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str | Image:
+def _text_or_image(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str | Image:
     """Return a content part as text or image. Append other parts to `attachments`; the model sees a placeholder."""
     kind = part.get("type")
     if kind == "text":
@@ -57,12 +57,12 @@ def _piece(part: dict[str, Any], attachments: list[dict[str, Any]]) -> str | Ima
             return image_of_base64(data)
         except ValueError as error:
             attachments.append(attachment)
-            return rejected(error)
+            return rejection_text(error)
     attachments.append(attachment)
     if "text" in attachment:
         return f"[{kind} {attachment.get('uri', '')}]\n{attachment['text']}"
-    words = ["resource" if kind == "resource_link" else kind]
-    words += [attachment[key] for key in ("uri", "name", "mimeType") if attachment.get(key)]
+    labels = ["resource" if kind == "resource_link" else kind]
+    labels += [attachment[key] for key in ("uri", "name", "mimeType") if attachment.get(key)]
     size = len(str(attachment.get("data", attachment.get("blob", "")))) * 3 // 4  # bytes; the data is base64
     size_text = "" if not size else f", {size} bytes" if size < 1000 else f", {size // 1000} kB"
-    return f"[{' '.join(map(str, words))}{size_text}]"
+    return f"[{' '.join(map(str, labels))}{size_text}]"

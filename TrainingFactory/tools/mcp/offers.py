@@ -27,14 +27,14 @@ class OfferedTool:
     name: str
     description: str
     parameters: dict[str, Any]
-    output: dict[str, Any] | None = None  # the schema of structured results
+    output_schema: dict[str, Any] | None = None  # the schema of structured results
     idempotent: bool = False  # according to the server's hints
     version: str = ""
 
 
 @dataclass(slots=True)
 class Offer:
-    """A tool as models see it; never changes during the life of its `MCPTools`."""
+    """A server's tool as models see it. It does not change during the lifetime of its `MCPTools`."""
 
     server: str  # empty for a catalog tool that the config names
     remote_name: str  # its name on the server
@@ -44,23 +44,23 @@ class Offer:
 
 def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]:
     """Return the tools of one server that the config selects; raise ValueError if one is unusable for models."""
-    by_name = {tool.name: tool for tool in offered}
+    tools_by_name = {tool.name: tool for tool in offered}
     for name in sorted(name for name, count in Counter(tool.name for tool in offered).items() if count > 1):
         log.warning(
-            "%s offers several tools called %r; using the last one", config.where, escape_control(name)
+            "%s offers several tools called %r; using the last one", config.location, escape_control(name)
         )
-    texts = config.texts or {}
+    overrides = config.overrides or {}
     settings = config.settings
-    lists = (texts, settings.tools, settings.pure, settings.stateful, settings.idempotent)
-    for name in [name for names in lists if isinstance(names, list | dict) for name in names]:
-        if name not in by_name:
-            hint = did_you_mean(nearest(name, by_name)) or f"; its tools are {', '.join(by_name)}"
-            raise ValueError(f"{config.where} offers no tool {name!r}{hint}")
-    selected = texts or [name for name in by_name if name in (settings.tools or by_name)]
-    return [_offer(config, by_name[name], texts.get(name)) for name in selected]
+    name_lists = (overrides, settings.tools, settings.pure, settings.stateful, settings.idempotent)
+    for name in [name for names in name_lists if isinstance(names, list | dict) for name in names]:
+        if name not in tools_by_name:
+            hint = did_you_mean(nearest(name, tools_by_name)) or f"; its tools are {', '.join(tools_by_name)}"
+            raise ValueError(f"{config.location} offers no tool {name!r}{hint}")
+    selected = overrides or [name for name in tools_by_name if name in (settings.tools or tools_by_name)]
+    return [_make_offer(config, tools_by_name[name], overrides.get(name)) for name in selected]
 
 
-def _offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride | None) -> Offer:
+def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride | None) -> Offer:
     settings = config.settings
     prefix = settings.prefix
     if isinstance(prefix, bool):
@@ -68,36 +68,38 @@ def _offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride | Non
     name = prefix + tool.name
     if not re.fullmatch(r"[A-Za-z0-9_./-]{1,128}", name):
         raise ValueError(
-            f"{config.where}: invalid tool name {name!r}: models can call only names of 1 to 128 letters, digits and "
-            "_ . / -; list the other tools in tfactory.tools"
+            f"{config.location}: invalid tool name {name!r}: models can call only names of 1 to 128 letters, digits "
+            "and _ . / -; list the other tools in tfactory.tools"
         )
     idempotent = tool.idempotent if settings.idempotent is None else settings.idempotent
     options = ToolOptions(
         timeout=settings.timeout,
         ordered=settings.isolation != "shared",  # all calls of an episode share the state of its session
-        pure=marked(settings.pure, tool.name),
-        stateful=marked(settings.stateful, tool.name),
-        idempotent=marked(idempotent, tool.name),
+        pure=option_applies(settings.pure, tool.name),
+        stateful=option_applies(settings.stateful, tool.name),
+        idempotent=option_applies(idempotent, tool.name),
         retries=settings.retries,
         concurrency=settings.concurrency,
         rate=settings.rate,
         server=config.name,
-        version=f"{tool.version} {config.launch}".strip(),
+        version=f"{tool.version} {config.digest}".strip(),
     )
-    parameters, description = without_titles(tool.parameters), tool.description
+    schema, description = without_titles(tool.parameters), tool.description
     if override is not None:
-        parameters = parameters if override.parameters is None else override.parameters
+        schema = schema if override.parameters is None else override.parameters
         description = description if override.description is None else override.description
-    return Offer(config.name, tool.name, _spec(name, description.strip(), parameters, config.where), options)
+    return Offer(
+        config.name, tool.name, _as_spec(name, description.strip(), schema, config.location), options
+    )
 
 
-def marked(option: bool | list[str], tool: str) -> bool:
-    """Return whether an option such as `pure` applies to the tool: true, or a list that names it."""
+def option_applies(option: bool | list[str], tool: str) -> bool:
+    """Return whether an option such as `pure`, true or a list of tool names, applies to the tool."""
     return tool in option if isinstance(option, list) else option
 
 
-def _spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:
-    """Return a validated spec. Drops `$schema`, which is useless to a model, unless the schema is invalid without."""
+def _as_spec(name: str, description: str, parameters: dict[str, Any], location: str) -> ToolSpec:
+    """Return a validated spec. Drop `$schema`, which models do not need, unless the schema is invalid without it."""
     schema = {"type": "object", "properties": {}} | parameters
     short = ToolSpec(name, description, {key: value for key, value in schema.items() if key != "$schema"})
     with contextlib.suppress(ValueError):

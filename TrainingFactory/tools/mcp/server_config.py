@@ -78,7 +78,7 @@ class ServerSettings:
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
 class ToolOverride:
-    """An entry for one tool of a server, whose description and parameters replace those that the server sends."""
+    """Config entry of one tool, whose description and parameters replace the server's."""
 
     name: Text
     mcp_server: str | dict[str, Any]
@@ -98,7 +98,7 @@ class ServerDown(Exception):
 
 @dataclass(slots=True, frozen=True)
 class ServerConfig:
-    """One server, with variables filled in and paths resolved."""
+    """Config of one server, with variables filled in and paths resolved."""
 
     name: str
     origin: str  # the config file
@@ -111,11 +111,11 @@ class ServerConfig:
     headers: dict[str, str] = field(default_factory=dict, repr=False)
     settings: ServerSettings = field(default_factory=ServerSettings)
     # The only tools to offer, by name.
-    texts: dict[str, ToolOverride] | None = field(default=None, repr=False)
-    filled: dict[str, str] = field(default_factory=dict, repr=False)  # values of the variables in the entry
+    overrides: dict[str, ToolOverride] | None = field(default=None, repr=False)
+    variables: dict[str, str] = field(default_factory=dict, repr=False)  # values by name, in the entry
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         return f"{self.origin}: server {self.name!r}"
 
     @property
@@ -123,28 +123,28 @@ class ServerConfig:
         """Return the program or address of the server for error messages, without secrets."""
         if self.transport == "stdio":
             # The program and, if it comes first, its script; other arguments may be secrets.
-            script = [text for text in self.args[:1] if not text.startswith("-")]
-            return self.hide(" ".join(Path(text).name for text in (self.command, *script)))
+            script = [argument for argument in self.args[:1] if not argument.startswith("-")]
+            return self.hide(" ".join(Path(argument).name for argument in (self.command, *script)))
         parts = urlsplit(self.url)
         return self.hide(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
 
     def hide(self, text: str) -> str:
         """Redact the values of variables, environment and headers, and the password and query of the URL."""
         parts = urlsplit(self.url)
-        values = {*self.filled.values(), *self.env.values(), *self.headers.values(), *self.secrets}
-        values |= {parts.password or "", parts.query}
-        long_values = [value for value in values if len(value) >= MIN_HIDDEN_CHARS]
+        hidden_values = {*self.variables.values(), *self.env.values(), *self.headers.values(), *self.secrets}
+        hidden_values |= {parts.password or "", parts.query}
+        long_values = [value for value in hidden_values if len(value) >= MIN_HIDDEN_CHARS]
         return redact(text, sorted(long_values, key=len, reverse=True))
 
     @property
     def secrets(self) -> list[str]:
         """Return the values to redact in tool results. Other values that errors hide, such as paths, may appear
         there."""
-        variables = [*self.filled.items(), *self.env.items()]
-        return secret_values(variables, self.headers.values(), [self.url, *self.args])
+        variables = [*self.variables.items(), *self.env.items()]
+        return find_secrets(variables, self.headers.values(), [self.url, *self.args])
 
     @property
-    def launch(self) -> str:
+    def digest(self) -> str:
         """Return a digest of everything that determines the server's results; part of the version of its tools."""
         folder = (self.cwd or os.getcwd()) if self.transport == "stdio" else ""
         pattern = self.settings.error_text.pattern if self.settings.error_text else None
@@ -168,35 +168,35 @@ class _Entry:
     )
 
 
-def server_config(name: str, origin: str, folder: Path, raw: Mapping[str, Any]) -> ServerConfig:
+def server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[str, Any]) -> ServerConfig:
     """Return the config of the server that an entry describes; relative paths start at `folder`."""
     location = f"{origin}: server {name!r}"
-    values: dict[str, str] = {}
+    variables: dict[str, str] = {}
     try:
-        entry = _read(raw)
-        config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, filled=values)
-        fill = _make_filler(folder, values)
+        entry = _read_entry(raw_entry)
+        config = ServerConfig(name, origin, _transport(entry), settings=entry.tfactory, variables=variables)
+        fill = _make_filler(folder, variables)
         for key, value in (entry.env | entry.headers).items():
             if _SECRET_NAME.search(key):
                 SECRET_VARIABLES.update(match[1] for match in _VARIABLE.finditer(str(value)))
         if config.transport == "stdio":
-            return replace(config, **_process(entry, folder, fill))
+            return replace(config, **_process_options(entry, folder, fill))
         headers = {key: fill(str(value)) for key, value in entry.headers.items()}
         return replace(config, url=_checked_url(fill(entry.url)), headers=headers)
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from None
 
 
-def _read(raw: Mapping[str, Any]) -> _Entry:
-    options = {KEY_ALIASES.get(key, key): value for key, value in raw.items() if value is not None}
+def _read_entry(raw_entry: Mapping[str, Any]) -> _Entry:
+    options = {KEY_ALIASES.get(key, key): value for key, value in raw_entry.items() if value is not None}
     try:
         return make_from(_Entry, {key: options[key] for key in options if key not in IGNORED}, "a server")
     except OptionError as error:
         # Values under keys other than `tfactory` may be secrets.
         raise OptionError(
             *(
-                item if item.option.startswith("tfactory") else replace(item, value=...)
-                for item in error.invalid_options
+                invalid if invalid.option.startswith("tfactory") else replace(invalid, value=...)
+                for invalid in error.invalid_options
             )
         ) from None
 
@@ -221,7 +221,7 @@ def _checked_url(url: str) -> str:
     return url if parts.path else parts._replace(path="/mcp").geturl()
 
 
-def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
+def _process_options(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
     """Return command, args, env and cwd of the server's process."""
     cwd = str(folder / Path(fill(entry.cwd)).expanduser()) if entry.cwd else None
     env = {key: fill(str(value)) for key, value in entry.env.items()}
@@ -229,7 +229,7 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
     if "/" in command:
         # A relative path may start at cwd, at the folder of the config file, or at the current folder.
         candidates = (
-            shutil.which(Path(start) / Path(command).expanduser()) for start in (cwd or folder, folder, ".")
+            shutil.which(Path(base) / Path(command).expanduser()) for base in (cwd or folder, folder, ".")
         )
         program = next((path for path in candidates if path), None)
     else:
@@ -240,8 +240,7 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
         raise ValueError(f"program {entry.command!r} not found; install it, or write its full path")
 
     def resolve(text: str) -> str:
-        """Return the full path of a file if the argument names one relative to the config; otherwise return the
-        argument."""
+        """Return the full path of a file that the argument names relative to the config, else the argument."""
         looks_like_a_path = not text.startswith("-") and ("/" in text or Path(text).suffix)
         if cwd is None and looks_like_a_path and not Path(text).exists() and (folder / text).exists():
             return str(folder / text)
@@ -251,8 +250,8 @@ def _process(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
     return {"command": os.path.abspath(program), "args": args, "env": env, "cwd": cwd}
 
 
-def _make_filler(folder: Path, values: dict[str, str]) -> Fill:
-    """Return a function that replaces ${NAME} by the value of the variable, and records the value in `values`."""
+def _make_filler(folder: Path, variables: dict[str, str]) -> Fill:
+    """Return a function that replaces ${NAME} by the variable's value and records the value in `variables`."""
     workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
     predefined = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
 
@@ -263,24 +262,24 @@ def _make_filler(folder: Path, values: dict[str, str]) -> Fill:
         value = os.environ.get(name, default)
         if value is None:
             raise ValueError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
-        values[name] = value
+        variables[name] = value
         return value
 
     return lambda text: _VARIABLE.sub(value_of, text)
 
 
-def secret_values(
+def find_secrets(
     variables: Iterable[tuple[str, str]], headers: Iterable[str], texts: Iterable[str]
 ) -> list[str]:
     """Return all headers, the values of variables and arguments (--api-key=x) with names of secrets, and the secret
     parts of URLs. The longest come first, because one may contain another."""
     variables, headers, texts = list(variables), list(headers), list(texts)
     headers += [value for _, value in secrets_in(texts) if "://" not in value]
-    values = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
-    values |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
+    secrets = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
+    secrets |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
     for text in (*texts, *(value for _, value in variables)):
-        values |= _secrets_in_url(text)
-    return sorted((value for value in values if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
+        secrets |= _secrets_in_url(text)
+    return sorted((value for value in secrets if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 
 def _secrets_in_url(text: str) -> set[str]:
@@ -289,5 +288,5 @@ def _secrets_in_url(text: str) -> set[str]:
     except ValueError:
         return set()
     password = parts.netloc.rpartition("@")[0].partition(":")[2]
-    in_query = {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}
-    return {password, unquote(password)} | in_query
+    query_secrets = {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}
+    return {password, unquote(password)} | query_secrets

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 FIRST_PAUSE = 0.5  # seconds before the second attempt to connect; doubles with every further attempt
 LONGEST_PAUSE = 30.0
-PATIENCE = 5.0  # seconds that calls wait for a reconnection, which is enough for most servers
+RECONNECT_SECONDS = 5.0  # seconds that calls wait for a reconnection, which is enough for most servers
 # Limited, because too many processes that start together slow each other down until all time out.
-STARTS_AT_ONCE = max(4, 2 * (os.cpu_count() or 1))
+MAX_CONCURRENT_STARTS = max(4, 2 * (os.cpu_count() or 1))
 
 
 def backoff_seconds(failures: int) -> float:
@@ -40,32 +40,32 @@ class Server:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
-        self.offered: list[OfferedTool] = []
+        self.offered_tools: list[OfferedTool] = []
         self._removed: set[str] = set()
-        self._starts = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._start_slots = asyncio.Semaphore(MAX_CONCURRENT_STARTS)
         self._tasks: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
 
     async def connect(self) -> Connection:
         from TrainingFactory.tools.mcp.connection import Connection
 
         connection = Connection(self.config, self._on_tools)
-        async with self._starts:
+        async with self._start_slots:
             await connection.open()
         return connection
 
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+    def start_task(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Start a background task; `close` waits for it."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _on_tools(self, tools: list[OfferedTool]) -> None:
-        self.offered = self.offered or tools
-        removed = {tool.name for tool in self.offered} - {tool.name for tool in tools}
+        self.offered_tools = self.offered_tools or tools
+        removed = {tool.name for tool in self.offered_tools} - {tool.name for tool in tools}
         if removed != self._removed:
-            names = escape_control(", ".join(sorted(removed))) or "none"
+            removed_names = escape_control(", ".join(sorted(removed))) or "none"
             text = "server %r changed its tools; this run keeps the tool list of its start (removed: %s)"
-            log.warning(text, self.config.name, names)
+            log.warning(text, self.config.name, removed_names)
         self._removed = removed
 
     def removed_error(self, tool: str) -> ToolResult | None:
@@ -83,7 +83,7 @@ class Server:
 
 class SharedConnection:
     """One shared connection, with a task that reconnects it. Calls wait for `settled`: until the first attempt to
-    connect has ended, and after a loss until the reconnection, for at most `PATIENCE` seconds."""
+    connect has ended, and after a loss until the reconnection, for at most `RECONNECT_SECONDS`."""
 
     def __init__(self, server: SharedServer) -> None:
         self.server = server
@@ -119,11 +119,11 @@ class SharedConnection:
                 self.connection, self.problem = None, connection.down_error()
                 log.warning("%s", self.problem)
                 # Calls do not wait for a server that keeps failing before it has answered a call.
-                failures = 0 if connection.served else failures + 1
+                failures = 0 if connection.has_answered else failures + 1
                 if failures < 2:
                     self.settled.clear()
-                    asyncio.get_running_loop().call_later(PATIENCE, self.settled.set)
-                self.server.start(connection.close())
+                    asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.settled.set)
+                self.server.start_task(connection.close())
         finally:
             self.settled.set()
             if self.connection is not None:
@@ -139,32 +139,32 @@ class SharedServer(Server):
 
     def __init__(self, config: ServerConfig) -> None:
         super().__init__(config)
-        self._lines = [SharedConnection(self) for _ in range(config.settings.instances)]
+        self._connections = [SharedConnection(self) for _ in range(config.settings.instances)]
 
     async def open(self) -> None:
         """Wait for all connections; raise ServerDown if one fails."""
-        for line in self._lines:
-            await line.settled.wait()
-            if line.connection is None:
-                raise line.problem
+        for link in self._connections:
+            await link.settled.wait()
+            if link.connection is None:
+                raise link.problem
 
     async def until_ready(self) -> None:
-        """Wait until a connection is up. Stop waiting when the first attempt to connect has ended, or `PATIENCE`
-        seconds after a loss."""
-        if any(line.live_connection for line in self._lines):
+        """Wait until a connection is up. Stop waiting when the first attempt to connect has ended, or
+        `RECONNECT_SECONDS` after a loss."""
+        if any(link.live_connection for link in self._connections):
             return
-        while any(line.connection is not None for line in self._lines):
+        while any(link.connection is not None for link in self._connections):
             await asyncio.sleep(0)  # let their tasks notice the loss
-        await self._lines[0].settled.wait()
+        await self._connections[0].settled.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         problem = None
         for _ in range(2):
             await self.until_ready()
-            live_connection = [connection for line in self._lines if (connection := line.live_connection)]
-            if not live_connection:
+            connections = [connection for link in self._connections if (connection := link.live_connection)]
+            if not connections:
                 break
-            connection = min(live_connection, key=lambda connection: connection.busy)
+            connection = min(connections, key=lambda connection: connection.num_in_flight)
             try:
                 return self.removed_error(tool) or await connection.call(tool, arguments)
             except ServerDown as error:
@@ -172,10 +172,10 @@ class SharedServer(Server):
                 # A call that never reached the server may be sent again, even if the tool is not idempotent.
                 if error.sent:
                     break
-        return self.unavailable_result(problem or self._lines[0].problem)
+        return self.unavailable_result(problem or self._connections[0].problem)
 
     async def close(self) -> None:
-        await asyncio.gather(*(line.close() for line in self._lines))
+        await asyncio.gather(*(link.close() for link in self._connections))
         await asyncio.gather(*self._tasks)
 
 
@@ -192,11 +192,11 @@ class EpisodeServer(Server):
     async def open(self) -> None:
         """Start the spare connections; raise ServerDown if the first one fails."""
         self._start_spares()
-        if not self.offered:
+        if not self.offered_tools:
             await asyncio.shield(self._spare_connections[0])
 
     def take(self) -> asyncio.Task[Connection]:
-        """Return a connection that is ready or starting. The caller must pass it to `release_connection` in the end."""
+        """Return a ready or starting connection; the caller must pass it to `release_connection` at the end."""
         while True:
             self._start_spares()
             connecting = self._spare_connections.popleft()
@@ -208,7 +208,7 @@ class EpisodeServer(Server):
 
     def release_connection(self, connection: asyncio.Task[Connection]) -> None:
         """Close the connection in the background; it is not reused, because an episode has changed its state."""
-        self.start(self._close_connection(connection))
+        self.start_task(self._close_connection(connection))
 
     async def close(self) -> None:
         self._spare_connections.clear()

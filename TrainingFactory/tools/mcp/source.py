@@ -35,8 +35,8 @@ class MCPTools:
     @classmethod
     def load_from_config(cls, path: str | Path) -> MCPTools:
         """Load a config file in any of the formats that docs/TOOLS.md lists."""
-        servers, names = read_config(path)
-        return cls(servers, {name: make_tool(name) for name in names})
+        servers, tool_names = read_config(path)
+        return cls(servers, {name: make_tool(name) for name in tool_names})
 
     @classmethod
     def from_dict(cls, data: Any, *, folder: str | Path = ".") -> MCPTools:
@@ -46,8 +46,8 @@ class MCPTools:
     @property
     def offers(self) -> list[Offer]:
         if self._offers is None:
-            names = ", ".join(self.configs)
-            raise ValueError(f"the tools of the servers {names} are not known yet; await open() first")
+            server_names = ", ".join(self.configs)
+            raise ValueError(f"the tools of the servers {server_names} are not known yet; await open() first")
         return self._offers
 
     @property
@@ -61,17 +61,18 @@ class MCPTools:
         await self.open()
         return self
 
-    async def __aexit__(self, *problem: object) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
     async def open(self) -> None:
-        """Connect to all servers and list their tools. Raise ValueError that lists all servers that failed."""
+        """Connect to all servers and list their tools; raise ValueError with the errors of all failed servers."""
         try:
             await self._connect()
             await asyncio.gather(*(source.open() for source in self._sources()))
             if self._offers is None:
-                by_server = [make_offers(server.config, server.offered) for server in self.here().values()]
-                self._offers = [offer for offers in by_server for offer in offers]
+                servers = self.here().values()
+                offers_by_server = [make_offers(server.config, server.offered_tools) for server in servers]
+                self._offers = [offer for offers in offers_by_server for offer in offers]
                 session = self.session()
                 self._offers += [
                     Offer("", tool.spec.name, tool.spec, getattr(tool, "options", ToolOptions()))
@@ -126,29 +127,29 @@ class MCPSession:
 
     def __init__(self, source: MCPTools) -> None:
         self._source = source
-        self._bindings: dict[str, EpisodeConnection] = {}
+        self._episode_connections: dict[str, EpisodeConnection] = {}
         self._sessions = [tool_source.session() for tool_source in source._sources()]
         self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
         self.named += [tool for session in self._sessions for tool in session.tools]
         self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
 
-    def connections(self, name: str) -> SharedServer | EpisodeConnection:
-        """Return the object that sends this episode's calls to the server."""
-        if name not in self._bindings:
-            server = self._source.here()[name]
+    def connection_to(self, server_name: str) -> SharedServer | EpisodeConnection:
+        """Return the connection that carries this episode's calls to the server."""
+        if server_name not in self._episode_connections:
+            server = self._source.here()[server_name]
             if isinstance(server, SharedServer):
                 return server
-            self._bindings[name] = EpisodeConnection(server)
-        return self._bindings[name]
+            self._episode_connections[server_name] = EpisodeConnection(server)
+        return self._episode_connections[server_name]
 
     async def close(self) -> None:
-        while self._bindings:
-            self._bindings.popitem()[1].release()
+        while self._episode_connections:
+            self._episode_connections.popitem()[1].release()
         await asyncio.gather(*(session.close() for session in self._sessions))
 
 
 class MCPTool:
-    """One tool of one server, for one episode."""
+    """One server's tool in one episode."""
 
     def __init__(self, offer: Offer, session: MCPSession) -> None:
         self.spec = offer.spec
@@ -158,7 +159,7 @@ class MCPTool:
 
     async def until_ready(self) -> None:
         """Wait until the server or the episode's session is ready; the time-out of a call does not cover this wait."""
-        await self._session.connections(self.options.server).until_ready()
+        await self._session.connection_to(self.options.server).until_ready()
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        return await self._session.connections(self.options.server).call(self._remote_name, arguments)
+        return await self._session.connection_to(self.options.server).call(self._remote_name, arguments)

@@ -35,13 +35,13 @@ _ID = re.compile(
 
 
 @contextlib.asynccontextmanager
-async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator[tuple[Any, Any]]:
+async def stdio_transport(config: ServerConfig, stderr_file: TextIO) -> AsyncIterator[tuple[Any, Any]]:
     """Start the server; yield the streams of incoming and outgoing messages."""
     process = await anyio.open_process(
         [config.command, *config.args],
         env=_environment(config),
         cwd=config.cwd,
-        stderr=errors,
+        stderr=stderr_file,
         start_new_session=True,
     )
     from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
@@ -55,7 +55,7 @@ async def stdio_transport(config: ServerConfig, errors: TextIO) -> AsyncIterator
         finally:
             incoming.close()
             with anyio.CancelScope(shield=True):
-                await _end(process, outgoing, may_end)
+                await _end_process(process, outgoing, may_end)
             tasks.cancel_scope.cancel()
     for stream in (from_server, to_server):
         stream.close()
@@ -72,20 +72,20 @@ def _environment(config: ServerConfig) -> dict[str, str]:
 async def _read(process: Process, from_server: Any) -> None:
     assert process.stdout is not None
     lines = LineSplitter()
-    closed = False
+    is_closed = False
     try:
-        async for data in process.stdout:
-            for line in () if closed else lines.feed(data):
+        async for chunk in process.stdout:
+            for line in () if is_closed else lines.feed(chunk):
                 try:
-                    await from_server.send(_message(line))
+                    await from_server.send(_parse_message(line))
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                    closed = True  # keep draining stdout: a process blocked on a full pipe would not exit
+                    is_closed = True  # keep draining stdout: a process blocked on a full pipe would not exit
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         pass
     from_server.close()
 
 
-def _message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
+def _parse_message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
     if isinstance(line, JSONRPCError):
         return SessionMessage(line)
     try:
@@ -98,8 +98,8 @@ def _message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
 async def _write(process: Process, to_server: Any, from_server: Any, may_end: anyio.Event) -> None:
     assert process.stdin is not None
     try:
-        async for item in to_server:
-            line = item.message.model_dump_json(by_alias=True, exclude_unset=True)
+        async for session_message in to_server:
+            line = session_message.message.model_dump_json(by_alias=True, exclude_unset=True)
             await process.stdin.send(line.encode(errors="replace") + b"\n")
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         from_server.close()  # no answers will come
@@ -109,7 +109,7 @@ async def _write(process: Process, to_server: Any, from_server: Any, may_end: an
         await process.stdin.aclose()
 
 
-async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
+async def _end_process(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
     """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
     children = await asyncio.to_thread(descendants, process.pid)
     may_end.set()
@@ -132,42 +132,41 @@ async def _end(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
 
 
 class LineSplitter:
-    """Splits bytes into lines. Of a line that is too long, keeps only the two ends, which hold the id of the call."""
+    """Splits bytes into lines; of a too long line, keeps both ends, because one of them holds the call's id."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._line_parts: list[bytes] = []
+        self._num_bytes = 0
 
-    def feed(self, data: bytes) -> Iterator[bytes | JSONRPCError]:
-        *line_ends, start = data.split(b"\n")
+    def feed(self, chunk: bytes) -> Iterator[bytes | JSONRPCError]:
+        *line_ends, line_start = chunk.split(b"\n")
         for line_end in line_ends:
             self._add(line_end)
-            line, self._parts = b"".join(self._parts), []
-            if self._size <= MAX_MESSAGE_BYTES:
+            line, self._line_parts = b"".join(self._line_parts), []
+            if self._num_bytes <= MAX_MESSAGE_BYTES:
                 yield line
             elif match := _ID.search(line[:_END_BYTES]) or _ID.search(line[-_END_BYTES:]):
                 error = ErrorData(code=-32603, message=TOO_LONG)
                 yield JSONRPCError(jsonrpc="2.0", id=int(match[1] or match[2]), error=error)
-            self._size = 0
-        self._add(start)
+            self._num_bytes = 0
+        self._add(line_start)
 
-    def _add(self, part: bytes) -> None:
-        self._parts.append(part)
-        self._size += len(part)
-        if self._size > MAX_MESSAGE_BYTES:
-            line = b"".join(self._parts)
-            self._parts = [line[:_END_BYTES], line[-_END_BYTES:]]
+    def _add(self, chunk: bytes) -> None:
+        self._line_parts.append(chunk)
+        self._num_bytes += len(chunk)
+        if self._num_bytes > MAX_MESSAGE_BYTES:
+            line = b"".join(self._line_parts)
+            self._line_parts = [line[:_END_BYTES], line[-_END_BYTES:]]
 
 
 class ServerOutput:
-    """Collects the output of a server for error messages: the end of its stderr, and the number of lines on its stdout
-    that are not messages."""
+    """Collector of a server's output for error messages: the end of stderr and the count of invalid stdout lines."""
 
     def __init__(self) -> None:
         self._stderr = b""
         self._invalid_lines, self._example = 0, ""
 
-    def count(self, error: ValidationError) -> None:
+    def count_invalid_line(self, error: ValidationError) -> None:
         """Count a line on stdout that is not a message."""
         self._invalid_lines += 1
         line = error.errors(include_url=False, include_context=False)[0].get("input")
@@ -181,24 +180,24 @@ class ServerOutput:
         return details + stderr_text(self._stderr)
 
     @contextlib.contextmanager
-    def stderr(self) -> Iterator[TextIO]:
+    def open_stderr(self) -> Iterator[TextIO]:
         """Yield a file to which the process writes its stderr. The running event loop reads from it."""
         loop = asyncio.get_running_loop()
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
 
-        def read() -> None:
+        def read_chunk() -> None:
             with contextlib.suppress(BlockingIOError):
-                data = os.read(reader, 65536)
-                self._stderr = (self._stderr + data)[-BYTES_KEPT:]
-                if not data:
+                chunk = os.read(reader, 65536)
+                self._stderr = (self._stderr + chunk)[-BYTES_KEPT:]
+                if not chunk:
                     loop.remove_reader(reader)
 
-        loop.add_reader(reader, read)
+        loop.add_reader(reader, read_chunk)
         try:
             with os.fdopen(writer, "w") as file:
                 yield file
         finally:
-            read()  # the last output is the most informative
+            read_chunk()  # the last output is the most informative
             loop.remove_reader(reader)
             os.close(reader)

@@ -15,7 +15,7 @@ import sys
 from glob import glob
 from typing import Any
 
-from syscalls import ALLOWED, ARCHITECTURES, PRETENDED, RULED, numbers
+from syscalls import ALLOWED_CALLS, ARCHITECTURES, CONDITIONAL_CALLS, PRETENDED_CALLS, parse_numbers
 
 libc = ctypes.CDLL(None, use_errno=True)
 MIB = 2**20
@@ -38,11 +38,11 @@ class Unavailable(Exception):
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
-    """Sandbox this process. Return how each restriction is enforced (None: not at all), and the "missing" layers."""
+    """Sandbox this process. Return the mechanism of each restriction (None: not enforced) and the "missing" layers."""
     missing: list[str] = []
     report: dict[str, Any] = {"missing": missing}
 
-    def layer(function: Any, *arguments: Any) -> Any:
+    def apply_layer(function: Any, *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except (Unavailable, OSError) as error:
@@ -50,49 +50,49 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
             return None
 
     folder, disk = settings["folder"], settings["disk_mb"]
-    limits(settings)
-    private = bool(layer(namespaces, disk, folder)) if sys.platform == "linux" else False
+    set_limits(settings)
+    is_private = bool(apply_layer(namespaces, disk, folder)) if sys.platform == "linux" else False
     os.chdir(folder)
-    abi = layer(landlock, folder, settings["readable"])
+    abi = apply_layer(landlock, folder, settings["readable"])
     drop_capabilities()
     if not settings["threads"]:
-        layer(no_new_processes)
-    filtered = layer(seccomp, settings["threads"])
+        apply_layer(no_new_processes)
+    has_filter = apply_layer(seccomp, settings["threads"])
     report["files"] = f"Landlock (version {abi})" if abi else None
-    network = [name for name, active in (("seccomp", filtered), ("network namespace", private)) if active]
+    network = [name for name, is_on in (("seccomp", has_filter), ("network namespace", is_private)) if is_on]
     report["network"] = " and ".join(network) or None
-    only_limit = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
-    report["processes"] = "seccomp" if filtered else only_limit  # root is exempt from the limit
-    report["signals"] = "seccomp" if filtered else None
+    fallback = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
+    report["processes"] = "seccomp" if has_filter else fallback  # root is exempt from the limit
+    report["signals"] = "seccomp" if has_filter else None
     report["memory"] = f"{settings['memory_mb']} MiB of address space (RLIMIT_AS)"
-    report["disk"] = f"{disk} MiB in all (tmpfs)" if private else f"{disk} MiB a file (RLIMIT_FSIZE)"
+    report["disk"] = f"{disk} MiB in all (tmpfs)" if is_private else f"{disk} MiB a file (RLIMIT_FSIZE)"
     return report
 
 
-def limits(settings: dict[str, Any]) -> None:
-    values = {
+def set_limits(settings: dict[str, Any]) -> None:
+    soft_limits = {
         resource.RLIMIT_CPU: settings["cpu_seconds"],
         resource.RLIMIT_AS: settings["memory_mb"] * MIB,
         resource.RLIMIT_FSIZE: settings["disk_mb"] * MIB,
         resource.RLIMIT_NOFILE: 64,
         resource.RLIMIT_CORE: 0,
     }
-    for kind, value in values.items():
+    for name, soft_limit in soft_limits.items():
         # For CPU time, the soft limit sends SIGXCPU one second before the hard limit kills the process.
-        hard_limit = value + 1 if kind == resource.RLIMIT_CPU else value
-        inherited = resource.getrlimit(kind)[1]
+        hard_limit = soft_limit + 1 if name == resource.RLIMIT_CPU else soft_limit
+        inherited = resource.getrlimit(name)[1]
         hard_limit = hard_limit if inherited == resource.RLIM_INFINITY else min(hard_limit, inherited)
         with contextlib.suppress(ValueError, OSError):  # macOS has no limit of the address space
-            resource.setrlimit(kind, (min(value, hard_limit), hard_limit))
+            resource.setrlimit(name, (min(soft_limit, hard_limit), hard_limit))
 
 
 def no_new_processes() -> None:
-    """Forbid new processes and threads: set their limit for this user to 0, which this process alone exceeds."""
+    """Forbid new processes and threads by a limit of 0 processes for this user."""
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 
 
 def namespaces(disk_mb: int, folder: str) -> bool:
-    """Enter an empty network namespace, and mount a tmpfs on the folder, which vanishes with the process."""
+    """Enter an empty network namespace and mount a tmpfs, which vanishes with the process, on the folder."""
     uid, gid = os.getuid(), os.getgid()
     _check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -125,28 +125,28 @@ def landlock(folder: str, readable: list[str], programs: bool = False) -> int:
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi < 1:
         raise Unavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
-    handled = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
+    all_rights = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
     # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
-    rules = struct.pack("=QQQ", handled, 0 if programs else 3, 3)
-    size = 8 if abi < 4 else 16 if abi < 6 else 24
-    ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(size), 0))
+    rules = struct.pack("=QQQ", all_rights, 0 if programs else 3, 3)
+    rules_size = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(rules_size), 0))
 
     def allow(path: str, rights: int) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
             if not os.path.isdir(path):
                 rights &= EXECUTE | WRITE_FILE | READ_FILE
-            rule = struct.pack("=Qi", rights & handled, descriptor)
+            rule = struct.pack("=Qi", rights & all_rights, descriptor)
             _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
             os.close(descriptor)
 
-    execute = EXECUTE if programs else 0
-    allow(folder, handled if programs else handled & ~(EXECUTE | SPECIAL_FILES))
+    execute_right = EXECUTE if programs else 0
+    allow(folder, all_rights if programs else all_rights & ~(EXECUTE | SPECIAL_FILES))
     allow("/dev/null", READ_FILE | WRITE_FILE)
     for path in ("/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_python_files()):
         allow(path, READ_FILE | READ_DIR)
     for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable):
-        allow(path, READ_FILE | READ_DIR | execute)
+        allow(path, READ_FILE | READ_DIR | execute_right)
     for path in sys.path:
         allow(path, READ_DIR)  # the import system lists these folders
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -157,9 +157,9 @@ def landlock(folder: str, readable: list[str], programs: bool = False) -> int:
 
 def _python_files() -> list[str]:
     """Return the paths of the standard library, without installed packages, and of the shared libraries next to it."""
-    library = os.path.dirname(os.__file__)
-    names = [name for name in os.listdir(library) if name not in ("site-packages", "dist-packages")]
-    return [os.path.join(library, name) for name in names] + glob(f"{sys.base_prefix}/lib/*.so*")
+    library_folder = os.path.dirname(os.__file__)
+    entries = set(os.listdir(library_folder)) - {"site-packages", "dist-packages"}
+    return [os.path.join(library_folder, entry) for entry in entries] + glob(f"{sys.base_prefix}/lib/*.so*")
 
 
 # The seccomp filter: a BPF program of (code, jump if true, jump if false, value) that returns a verdict.
@@ -168,63 +168,63 @@ ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 Instruction = tuple[int, int, int, int]
 
 
-def seccomp(threads: bool) -> bool:
+def seccomp(allow_threads: bool) -> bool:
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES or sys.maxsize < 2**32:
         raise Unavailable(f"there is no system-call filter for {sys.platform} on {machine}")
-    program = filter_program(machine, os.getpid(), threads)
-    raw = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
-    buffer = ctypes.create_string_buffer(raw, len(raw))
+    program = filter_program(machine, os.getpid(), allow_threads)
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HxxxxxxQ", len(program), ctypes.addressof(buffer))
     _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
     _check(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
     return True
 
 
-def filter_program(machine: str, pid: int, threads: bool) -> list[Instruction]:
+def filter_program(machine: str, pid: int, allow_threads: bool) -> list[Instruction]:
     """Return the BPF program: one block per system call, which returns a verdict or jumps to the next block."""
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
 
-    def block(number: int, *body: Instruction) -> None:
-        program.extend([(EQUAL, 0, len(body), number), *body])
+    def add_block(system_call: int, *body: Instruction) -> None:
+        program.extend([(EQUAL, 0, len(body), system_call), *body])
 
-    for number in numbers(ALLOWED, machine).values():
-        block(number, _verdict(ALLOW))
-    for number in numbers(PRETENDED, machine).values():
-        block(number, _verdict(ERRNO))  # errno 0 means success
-    for name, number in numbers(RULED, machine).items():
-        block(number, *_rule(name, pid, threads))
+    for call_number in parse_numbers(ALLOWED_CALLS, machine).values():
+        add_block(call_number, _verdict(ALLOW))
+    for call_number in parse_numbers(PRETENDED_CALLS, machine).values():
+        add_block(call_number, _verdict(ERRNO))  # errno 0 means success
+    for name, call_number in parse_numbers(CONDITIONAL_CALLS, machine).items():
+        add_block(call_number, *_rule_for(name, pid, allow_threads))
     return [*program, _verdict(ERRNO | errno.EPERM)]
 
 
-def _rule(name: str, pid: int, threads: bool) -> list[Instruction]:
-    denied = _verdict(ERRNO | errno.EPERM)
+def _rule_for(name: str, pid: int, allow_threads: bool) -> list[Instruction]:
+    deny = _verdict(ERRNO | errno.EPERM)
     if name in ("open", "openat"):  # deny O_TRUNC with O_RDONLY, which early Landlock versions allow
-        flags = _argument(1 if name == "open" else 2)
+        flags = _load_argument(1 if name == "open" else 2)
         mask = (AND, 0, 0, os.O_TRUNC | os.O_ACCMODE)
-        return [flags, mask, (EQUAL, 0, 1, os.O_TRUNC), denied, _verdict(ALLOW)]
+        return [flags, mask, (EQUAL, 0, 1, os.O_TRUNC), deny, _verdict(ALLOW)]
     if name == "fcntl":  # without signal owners and leases
-        return _one_of(_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], denied)
+        return _allow_values(_load_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], deny)
     if name == "ioctl":  # the requests of Python's io for files and pipes
         requests = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
-        return _one_of(_argument(1), requests, _verdict(ERRNO | errno.ENOTTY))
+        return _allow_values(_load_argument(1), requests, _verdict(ERRNO | errno.ENOTTY))
     if name == "socketpair":  # asyncio needs one; a stream socket cannot be reconnected to another address
-        family = [_argument(0), (EQUAL, 1, 0, 1), denied]
-        return [*family, _argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), denied]
+        check_family = [_load_argument(0), (EQUAL, 1, 0, 1), deny]
+        return [*check_family, _load_argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), deny]
     if name in ("kill", "tgkill", "prlimit64"):
-        return _one_of(_argument(0), [0 if name == "prlimit64" else pid], denied)
-    if name == "clone" and threads:
-        return [_argument(0), (ANY_BIT, 0, 1, 0x00010000), _verdict(ALLOW), denied]
+        return _allow_values(_load_argument(0), [0 if name == "prlimit64" else pid], deny)
+    if name == "clone" and allow_threads:
+        return [_load_argument(0), (ANY_BIT, 0, 1, 0x00010000), _verdict(ALLOW), deny]
     # The filter cannot see the flags of clone3. After ENOSYS, the C library falls back to clone.
-    return [_verdict(ERRNO | errno.ENOSYS)] if name == "clone3" and threads else [denied]
+    return [_verdict(ERRNO | errno.ENOSYS)] if name == "clone3" and allow_threads else [deny]
 
 
-def _one_of(load: Instruction, values: list[int], next_instruction: Instruction) -> list[Instruction]:
-    allowed = [step for value in values for step in ((EQUAL, 0, 1, value), _verdict(ALLOW))]
-    return [load, *allowed, next_instruction]
+def _allow_values(load: Instruction, values: list[int], next_instruction: Instruction) -> list[Instruction]:
+    comparisons = [instruction for value in values for instruction in ((EQUAL, 0, 1, value), _verdict(ALLOW))]
+    return [load, *comparisons, next_instruction]
 
 
-def _argument(index: int) -> Instruction:
+def _load_argument(index: int) -> Instruction:
     return (LOAD, 0, 0, 16 + 8 * index)  # the low 32 bits: the kernel reads these arguments as int
 
 
@@ -234,6 +234,6 @@ def _verdict(value: int) -> Instruction:
 
 def _check(result: int) -> int:
     if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
     return result

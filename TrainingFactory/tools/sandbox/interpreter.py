@@ -20,14 +20,14 @@ from confine import confine
 
 MAX_TRACEBACK_CHARS = 2000
 FRAMES = 6  # of a traceback, counted from the innermost
-SPARE_BYTES = 8 * 2**20  # reserve that is freed after a MemoryError, so that the answer can still be written
+RESERVE_BYTES = 8 * 2**20  # freed after a MemoryError, so that the answer can still be written
 
 
 class CappedOutput(io.RawIOBase):
-    """A stream of unlimited length that keeps `limit` bytes: the beginning and the end."""
+    """Stream of unlimited length that keeps only `limit` bytes: the beginning and the end."""
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.head = limit, limit * 3 // 4
+        self.limit, self.head_bytes = limit, limit * 3 // 4
         self.clear()
 
     def clear(self) -> None:
@@ -37,20 +37,20 @@ class CappedOutput(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Stay open for the next call, even if the wrapper around this stream is closed."""
+        """Do nothing, because the next call uses the stream again."""
 
     def write(self, data: Any, /) -> int:
         data = bytes(data)
         self.buffer += data
         excess = max(len(self.buffer) - self.limit, 0)
-        del self.buffer[self.head : self.head + excess]
+        del self.buffer[self.head_bytes : self.head_bytes + excess]
         self.cut_bytes += excess
         return len(data)
 
     def text(self) -> str:
         marker = f"\n[... {self.cut_bytes} bytes cut ...]\n".encode() if self.cut_bytes else b""
-        data = self.buffer[: self.head] + marker + self.buffer[self.head :]
-        return data.decode("utf-8", errors="replace")
+        output = self.buffer[: self.head_bytes] + marker + self.buffer[self.head_bytes :]
+        return output.decode("utf-8", errors="replace")
 
 
 class Interpreter:
@@ -59,14 +59,12 @@ class Interpreter:
     def __init__(self, limit: int, stray_output: int) -> None:
         self.output = CappedOutput(limit)
         self.limit = limit
-        self.stray = (
-            stray_output  # descriptor to read what code writes to descriptors 1 and 2, bypassing sys.stdout
-        )
+        self.stray_output = stray_output  # descriptor to read what code writes to descriptors 1 and 2
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
         self.calls = 0
-        self.spare: bytearray | None = bytearray(SPARE_BYTES)
+        self.memory_reserve: bytearray | None = bytearray(RESERVE_BYTES)
 
     def run(self, code: str) -> dict[str, Any]:
         self.calls += 1
@@ -74,32 +72,32 @@ class Interpreter:
         sys.stdout = sys.stderr = io.TextIOWrapper(
             io.BufferedWriter(self.output), "utf-8", errors="replace", write_through=True
         )
-        name = f"<call {self.calls}>"
-        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        source_name = f"<call {self.calls}>"
+        linecache.cache[source_name] = (len(code), None, code.splitlines(keepends=True), source_name)
         error = None
         try:
-            self._execute(code, name)
+            self._execute(code, source_name)
         except BaseException as exception:  # SystemExit too: only the parent may end this process
             if isinstance(exception, MemoryError):
-                self.spare = None
-            error = self._error_text(exception)
-        return self._answer(error)
+                self.memory_reserve = None
+            error = self._format_error(exception)
+        return self._make_answer(error)
 
-    def _execute(self, code: str, name: str) -> None:
+    def _execute(self, code: str, source_name: str) -> None:
         """Run the statements, and print the value of a final expression, as at a prompt."""
-        tree = ast.parse(code, name)
+        tree = ast.parse(code, source_name)
         namespace = self.module.__dict__
         last_expression = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
             last_expression = ast.Expression(tree.body[-1].value)
             del tree.body[-1]
-        exec(compile(tree, name, "exec"), namespace)
+        exec(compile(tree, source_name, "exec"), namespace)
         if last_expression is not None:
-            value = eval(compile(last_expression, name, "eval"), namespace)
+            value = eval(compile(last_expression, source_name, "eval"), namespace)
             if value is not None:
                 print(repr(value)[: self.limit + 1000])
 
-    def _error_text(self, error: BaseException) -> str:
+    def _format_error(self, error: BaseException) -> str:
         try:
             if isinstance(error, SystemExit):
                 code = str(error.code)[:MAX_TRACEBACK_CHARS]
@@ -114,25 +112,25 @@ class Interpreter:
         half = MAX_TRACEBACK_CHARS // 2
         return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
 
-    def _answer(self, error: str | None) -> dict[str, Any]:
+    def _make_answer(self, error: str | None) -> dict[str, Any]:
         try:
             sys.stdout.flush()
         except BaseException:  # the code closed or replaced it
             error = error or "the output could not be read: sys.stdout was closed or replaced"
         with contextlib.suppress(OSError):  # the pipe is empty
-            self.output.write(os.read(self.stray, 65536))
+            self.output.write(os.read(self.stray_output, 65536))
         answer = {"text": self.output.text(), "error": error, "spent": False}
-        if self.spare is None:
+        if self.memory_reserve is None:
             answer["spent"] = not self._recover_memory()
         return answer
 
     def _recover_memory(self) -> bool:
-        """Return whether memory is available again after a MemoryError; if not, the process must be replaced."""
+        """Free memory after a MemoryError; return False if the process must be replaced."""
         gc.collect()
         try:
-            probe = bytearray(4 * SPARE_BYTES)
+            probe = bytearray(4 * RESERVE_BYTES)
             del probe
-            self.spare = bytearray(SPARE_BYTES)
+            self.memory_reserve = bytearray(RESERVE_BYTES)
         except MemoryError:
             return False
         return True

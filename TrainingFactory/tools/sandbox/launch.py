@@ -14,7 +14,7 @@ from confine import Unavailable, landlock
 
 # What programs of the system and their libraries read. Of /proc only the process itself, because /proc/PID/environ of
 # the run has its secrets.
-SYSTEM = [
+SYSTEM_PATHS = [
     "/usr",
     "/bin",
     "/sbin",
@@ -27,12 +27,12 @@ SYSTEM = [
     "/dev/zero",
 ]
 UNRESTRICTED = "unrestricted:"
-PROC = "self cpuinfo filesystems loadavg meminfo stat sys uptime version".split()
+PROC_FILES = "self cpuinfo filesystems loadavg meminfo stat sys uptime version".split()
 
 
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
-    readable = [*SYSTEM, *(f"/proc/{name}" for name in PROC), *settings["readable"]]
+    readable = [*SYSTEM_PATHS, *(f"/proc/{name}" for name in PROC_FILES), *settings["readable"]]
     try:
         landlock(settings["folder"], readable, programs=True)
     except (Unavailable, OSError) as error:

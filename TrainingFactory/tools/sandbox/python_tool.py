@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 START_SECONDS = 60.0  # usually a few hundredths of a second; long, for loaded machines
 # The executor's time-out exceeds the interpreter's by this, so that the interpreter's comes first: endless code is an
 # error of the model, a time-out of the executor is not.
-ALLOWANCE = START_SECONDS + 30.0
+EXTRA_SECONDS = START_SECONDS + 30.0
 BYTES_PER_CHAR = 6  # in an answer: a byte may become "\\ufffd"
 EXTRA_BYTES = 2**16  # bytes of an answer for the error and the isolation report
 HALF_OF_MEMORY_MB = psutil.virtual_memory().total // 2**21  # MiB
 START_ERRORS = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
 START_FAILED = "cannot start the interpreter of the python tool: %s"
-GONE = "Variables and files are gone; the next call begins with a fresh interpreter."
+STATE_LOST = "Variables and files are gone; the next call begins with a fresh interpreter."
 DESCRIPTION = (
     "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
     "expression. At most {timeout:g} s a call; no network; files only in the current folder."
@@ -105,20 +105,20 @@ class PythonTool:
     ) -> None:
         self.timeout = timeout
         self.idle_memory_mb = idle_memory_mb or HALF_OF_MEMORY_MB
-        self._idle: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()  # bytes used
+        self._idle_bytes: weakref.WeakKeyDictionary[PythonSession, int] = weakref.WeakKeyDictionary()
         self.allow_unsafe = allow_unsafe
-        readable = _package_folders(name, packages)
+        readable = _find_package_folders(name, packages)
         self.limits = ProcessLimits(memory_mb, disk_mb, cpu_seconds, max_output_chars, threads, readable)
         self.spec = ToolSpec(name, description or DESCRIPTION.format(timeout=timeout), PARAMETERS)
         # The default runs no more processes than the machine can serve in time.
-        processes = concurrency or max(4, 2 * (os.cpu_count() or 1))
+        max_processes = concurrency or max(4, 2 * (os.cpu_count() or 1))
         # Results depend on the Python version, the limits and the packages.
         version = digest(sys.version, repr(self.limits), f"{timeout:g}")
         self.options = ToolOptions(  # ordered, because calls share variables
-            timeout=timeout + ALLOWANCE,
+            timeout=timeout + EXTRA_SECONDS,
             ordered=True,
             stateful=stateful,
-            concurrency=processes,
+            concurrency=max_processes,
             version=version,
         )
         self.isolation = probe_isolation(self.limits)
@@ -135,12 +135,12 @@ class PythonTool:
     def set_idle_memory(self, session: PythonSession, memory_bytes: int | None) -> None:
         """Record the memory of an idle session in bytes (None: it is not idle). While all idle sessions together exceed
         `idle_memory_mb`, stop the largest one."""
-        self._idle.pop(session, None)
+        self._idle_bytes.pop(session, None)
         if memory_bytes is not None:
-            self._idle[session] = memory_bytes
-        while sum(self._idle.values()) > self.idle_memory_mb * 2**20:
-            largest = max(self._idle, key=self._idle.__getitem__)
-            del self._idle[largest]
+            self._idle_bytes[session] = memory_bytes
+        while sum(self._idle_bytes.values()) > self.idle_memory_mb * 2**20:
+            largest = max(self._idle_bytes, key=self._idle_bytes.__getitem__)
+            del self._idle_bytes[largest]
             limit = f"{self.idle_memory_mb} MiB of memory"
             largest.stop(f"was stopped, because the idle interpreters of all episodes used over {limit}")
 
@@ -151,7 +151,7 @@ class PythonTool:
 
 
 class PythonSession:
-    """The interpreter of one episode, as a session and as its only tool."""
+    """One episode's interpreter, as a session and as its only tool."""
 
     def __init__(self, source: PythonTool) -> None:
         self.source = source
@@ -175,15 +175,15 @@ class PythonSession:
                     reason = self._end_reason
                     note = f"[a fresh interpreter: the last one {reason}; its variables and files are gone]\n"
                 try:
-                    process = await self._start()
+                    process = await self._start_process()
                 except START_ERRORS as error:
                     log.warning(START_FAILED, error)
                     return ToolResult(START_FAILED % error, ok=False, error="unavailable")
-            result = await self._answer(process, arguments["code"], note)
+            result = await self._run_code(process, arguments["code"], note)
             self.source.set_idle_memory(self, process.memory_bytes)
             return result
 
-    async def _start(self) -> _Process:
+    async def _start_process(self) -> _Process:
         if self._closed:
             raise WorkerDied("was closed")
         self._process = process = _Process(self.source.limits)
@@ -193,7 +193,7 @@ class PythonSession:
             raise WorkerDied("has lost its isolation: " + "; ".join(isolation.missing))
         return process
 
-    async def _answer(self, process: _Process, code: str, note: str) -> ToolResult:
+    async def _run_code(self, process: _Process, code: str, note: str) -> ToolResult:
         self._end_reason = "was stopped"  # if this call is cancelled
         try:
             answer = await process.ask({"code": code}, self.source.timeout)
@@ -203,14 +203,14 @@ class PythonSession:
             process.kill()
             is_timeout = isinstance(error, WorkerTooSlow)
             self._end_reason = f"was stopped after {self.source.timeout:g} s" if is_timeout else str(error)
-            text = f"{note}the interpreter {self._end_reason}. {GONE}"
+            text = f"{note}the interpreter {self._end_reason}. {STATE_LOST}"
             return ToolResult(text, ok=False, error="exception")
-        parts = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
-        text = note + ("\n".join(part for part in parts if part) or "(no output)")
+        outputs = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
+        text = note + ("\n".join(output for output in outputs if output) or "(no output)")
         if answer.get("spent"):
             process.kill()
             self._end_reason = "ran out of memory"
-            text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {GONE}"
+            text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {STATE_LOST}"
         is_failed = bool(answer.get("error"))
         return ToolResult(text, ok=not is_failed, error="exception" if is_failed else None)
 
@@ -289,7 +289,7 @@ def probe_isolation(limits: ProcessLimits) -> Isolation:
         raise ValueError(START_FAILED % error) from error
 
 
-def _package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
+def _find_package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:
     if isinstance(packages, bool):
         paths = sysconfig.get_paths()
         return tuple(dict.fromkeys((paths["purelib"], paths["platlib"]))) if packages else ()

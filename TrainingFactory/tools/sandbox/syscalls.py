@@ -5,7 +5,7 @@ from __future__ import annotations
 
 # By paragraph: files by descriptor and by name (Landlock decides which), waiting, the two ends of a socketpair,
 # memory, the process itself and the clock, its own signals.
-ALLOWED = """
+ALLOWED_CALLS = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, preadv 295 69
 pwritev 296 70, preadv2 327 286, pwritev2 328 287, close 3 57, close_range 436 436, lseek 8 62
 stat 4 -, fstat 5 80, lstat 6 -, newfstatat 262 79, statx 332 291, access 21 -, faccessat 269 48
@@ -46,14 +46,14 @@ rt_sigtimedwait 128 137, rt_sigsuspend 130 133, sigaltstack 131 132, signalfd 28
 
 # Landlock does not control modes, owners and times of files, so these calls do nothing but report success:
 # copying a file in Python changes its mode and should not fail because of that.
-PRETENDED = """
+PRETENDED_CALLS = """
 chmod 90 -, fchmod 91 52, fchmodat 268 53, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54
 utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6
 fsetxattr 190 7
 """
 
 # Allowed only with certain arguments; confine.py has the rules.
-RULED = """
+CONDITIONAL_CALLS = """
 open 2 -, openat 257 56, fcntl 72 25, ioctl 16 29, socketpair 53 199, kill 62 129, tgkill 234 131
 prlimit64 302 261, clone 56 220, clone3 435 435
 """
@@ -61,7 +61,7 @@ prlimit64 302 261, clone 56 220, clone3 435 435
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH
 
 
-def numbers(table: str, machine: str) -> dict[str, int]:
+def parse_numbers(table: str, machine: str) -> dict[str, int]:
     column, _ = ARCHITECTURES[machine]
     rows = [entry.split() for entry in table.replace("\n", ",").split(",") if entry.strip()]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
