@@ -45,7 +45,7 @@ class RenderingEncoder:
         parts, pieces = list[Any](), Pieces()
         for part in self._marks.split(text):
             parts += [part] if isinstance(part, int) else self._places.split(part)
-        for kind, group in groupby(parts, _kind):
+        for kind, group in groupby(parts, _kind_of):
             run = list(group)
             if kind == "image":
                 pieces += [IMAGE_PLACE] * len(run)
@@ -57,27 +57,27 @@ class RenderingEncoder:
                         "the chat template cuts or rewrites a name or text of a tool or call, so its tokens cannot be "
                         "attributed; set model.chat_template to a template that prints it unchanged"
                     )
-                without_marks = all(isinstance(part, str) for part in run)
-                pieces.append(tuple(self._encoder.plain("".join(run))) if without_marks else run)
+                has_no_marks = all(isinstance(part, str) for part in run)
+                pieces.append(tuple(self._encoder.plain("".join(run))) if has_no_marks else run)
         return pieces
 
     def fill(self, pieces: Pieces, texts: Texts, images: Sequence[Image] = ()) -> list[int]:
         """Return the token ids of a rendering with these texts in place of its marks, and these images."""
         ids: list[int] = []
-        remaining = iter(images)
+        remaining_images = iter(images)
         for piece in pieces:
             if not isinstance(piece, tuple):
                 run = [texts[part] if isinstance(part, int) else part for part in piece]
                 ids += self._encoder.plain("".join(run))
             elif piece == IMAGE_PLACE:
-                ids += self._places.next_ids(remaining)
+                ids += self._places.encode_next(remaining_images)
             else:
                 ids += piece
-        check_all_shown(remaining)
+        check_all_shown(remaining_images)
         return ids
 
 
-def _kind(part: str | int | Control) -> str:
+def _kind_of(part: str | int | Control) -> str:
     if not isinstance(part, Control):
         return "text"
     return "image" if part.token == IMAGE else "control"

@@ -183,7 +183,7 @@ class NativeEngine:
                 await loop.run_in_executor(self._pool, self._copy_weights)
             self._table.forget()
             self._runner.refresh()
-            if self._vision is not None and self._vision.trains:
+            if self._vision is not None and self._vision.is_trained:
                 self._vision.forget()
             self.policy_version = weights.version
         finally:
