@@ -169,7 +169,8 @@ def test_the_tower_runs_once_per_image_within_its_budget() -> None:
     vision = open_vision(loaded.model, loaded.vision.processor, loaded.tokenizer)  # pyright: ignore
 
     async def play(images: list[int]) -> int:
-        engine, before = NativeEngine(loaded.model, slots=2, max_length=256, vision=vision), vision.encoded_count
+        engine = NativeEngine(loaded.model, slots=2, max_length=256, vision=vision)
+        before = vision.encoded_count
         for seed in images:
             await engine.sample(ask(chat, picture(seed)), GREEDY)
         await engine.close()
