@@ -35,7 +35,7 @@ from TrainingFactory.models.message_images import (
     without_images,
 )
 from TrainingFactory.models.outlines import Outlines, Texts
-from TrainingFactory.models.renderings import Pieces, RenderingEncoder
+from TrainingFactory.models.renderings import RenderingEncoder, Segments
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
 from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.models.turn_parser import TurnParser
@@ -131,8 +131,8 @@ class TemplateChatFormat:
         if specs and not self._renders_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
-        pieces = self._renderings.cached(key)
-        if pieces is None:
+        segments = self._renderings.cached(key)
+        if segments is None:
             text = self._template.text(outlines, schemas)
             rendered_marks = self._marks.find_numbers(text)
             for outline in outlines:
@@ -141,8 +141,8 @@ class TemplateChatFormat:
                     raise ValueError(
                         f"the chat template drops a {outline['role']} message of this conversation"
                     )
-            pieces = self._renderings.split_and_cache(key, text)
-        return self._renderings.fill(pieces, texts, images_of(conversation))
+            segments = self._renderings.split_and_cache(key, text)
+        return self._renderings.fill(segments, texts, images_of(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
@@ -272,12 +272,12 @@ class TemplateChatFormat:
     def truncate(self, text: str, max_tokens: int) -> str:
         return self._encoder.truncate(text, max_tokens)
 
-    def _continuation(self, replies: Sequence[Message]) -> Pieces:
-        """Render the text between an assistant turn and the next one, with these replies, as pieces to encode."""
+    def _continuation(self, replies: Sequence[Message]) -> Segments:
+        """Render the text between an assistant turn and the next one, with these replies, as segments to encode."""
         key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
-        pieces = self._renderings.cached(key)
-        if pieces is not None:
-            return pieces
+        segments = self._renderings.cached(key)
+        if segments is not None:
+            return segments
         text = probes.continuation(self._template, self._call_style, self._turns.end, replies)
         marks = self._marks.find_numbers(text)
         if any(reply.content and 2 + 2 * index not in marks for index, reply in enumerate(replies)):
@@ -368,11 +368,11 @@ class TemplateChatFormat:
         start_ids: list[int] = []
         for reply in (Message("tool", "r"), Message("user", "r")):
             try:
-                first_piece = self._continuation([reply])[0]
+                first_segment = self._continuation([reply])[0]
             except ValueError:
                 continue
-            if isinstance(first_piece, tuple) and first_piece[0] in self._encoder.control_ids:
-                start_ids.append(first_piece[0])
+            if isinstance(first_segment, tuple) and first_segment[0] in self._encoder.control_ids:
+                start_ids.append(first_segment[0])
         return start_ids
 
 

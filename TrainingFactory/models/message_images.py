@@ -92,9 +92,9 @@ def join_results(messages: Sequence[Message]) -> list[Message]:
     """Join the tool results of each turn into one user message, for templates that render no tool messages."""
     joined: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-        run = list(group)
-        headings = [f"Result of {message.name or 'the tool'}:\n" for message in run]
-        joined += [_join(headings, run)] if are_results else run
+        group_messages = list(group)
+        headings = [f"Result of {message.name or 'the tool'}:\n" for message in group_messages]
+        joined += [_join(headings, group_messages)] if are_results else group_messages
     return joined
 
 
@@ -103,9 +103,9 @@ def images_after_results(messages: Sequence[Message]) -> list[Message]:
     them only there."""
     result: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-        run = list(group)
-        with_images = [message for message in run if message.images] if are_results else []
-        result += [replace(message, images=[]) for message in run] if with_images else run
+        group_messages = list(group)
+        with_images = [message for message in group_messages if message.images] if are_results else []
+        result += [replace(message, images=[]) if with_images else message for message in group_messages]
         if with_images:
             headings = [f"Images of the result of {message.name or 'the tool'}:\n" for message in with_images]
             images = [[PlacedImage(0, image) for image in images_of([message])] for message in with_images]

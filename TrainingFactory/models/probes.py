@@ -31,11 +31,11 @@ class CallStyle:
 
     def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         tool_calls = []
-        for number, call in enumerate(calls):
+        for index, call in enumerate(calls):
             as_text = self.arguments_as_text
             arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
             function = {"name": call.name, "arguments": arguments}
-            tool_calls.append({"id": f"{CALL_ID}{number}", "type": "function", "function": function})
+            tool_calls.append({"id": f"{CALL_ID}{index}", "type": "function", "function": function})
         return {"role": "assistant", "content": content or self.empty_content, "tool_calls": tool_calls}
 
 
@@ -283,12 +283,12 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
     return render
 
 
-def outline_reply(template: ChatTemplate, reply: Message, number: int, mark_numbers: Iterator[int]) -> Any:
-    """Return the content of reply `number` with marks in place of its texts: mark 2 + 2 * number for the first text,
+def outline_reply(template: ChatTemplate, reply: Message, index: int, mark_numbers: Iterator[int]) -> Any:
+    """Return the content of reply `index` with marks in place of its texts: mark 2 + 2 * index for the first text,
     then the marks numbered by `mark_numbers` for the texts after an image."""
     if not reply.images:
-        return template.marks[2 + 2 * number] if reply.content else ""
-    marks = chain([2 + 2 * number], mark_numbers)
+        return template.marks[2 + 2 * index] if reply.content else ""
+    marks = chain([2 + 2 * index], mark_numbers)
     parts = content_parts(reply)
     return [IMAGE_PART if part is None else text_parts(template.marks[next(marks)])[0] for part in parts]
 
@@ -299,23 +299,23 @@ def continuation(
     """Return the template's text after a sampled turn: the rest of the turn's end marker, the replies, and the next
     generation prompt."""
     placeholders = template.marks
-    tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
+    tool_replies = [index for index, reply in enumerate(replies) if reply.role == "tool"]
     failure: ValueError | None = None
     # Some templates accept only one call per turn, but any number of results.
     for count in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
         calls = [
-            ToolCall(placeholders[3 + 2 * number], {"a": placeholders[1]}) for number in tool_replies[:count]
+            ToolCall(placeholders[3 + 2 * index], {"a": placeholders[1]}) for index in tool_replies[:count]
         ]
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
         answers: list[dict[str, Any]] = []
         mark_numbers = count_from(2 + 2 * len(replies))
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
-        for number, reply in enumerate(replies):
-            content = outline_reply(template, reply, number, mark_numbers)
+        for index, reply in enumerate(replies):
+            content = outline_reply(template, reply, index, mark_numbers)
             answer = {"role": reply.role, "content": content}
             if reply.role == "tool":
                 call_id = f"{CALL_ID}{min(len(answers), max(count - 1, 0))}"
-                answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * number]}
+                answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * index]}
             answers.append(answer)
         try:
             without_answers = template.text([user_message(placeholders[0]), turn], header=False)

@@ -61,8 +61,8 @@ def _read_template(name: str) -> str:
 def _add_rows(model: Any, tokens: list[int], vocabulary_size: int) -> None:
     """Add embedding rows for new tokens, each the mean of the first `vocabulary_size` rows. Some models have spare
     rows to use."""
-    size = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
-    model.resize_token_embeddings(size, mean_resizing=False)
+    num_rows = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():  # tied weights once
         weight[tokens] = weight[:vocabulary_size].float().mean(0).to(weight.dtype)

@@ -225,10 +225,10 @@ class Vision:
             assert grid is not None and ids[position] == tokens.first, "a row begins inside an image"
             rows, columns = grid
             index = np.arange(min(tokens.count, len(ids) - position))
-            shown = slice(position, position + len(index))
-            positions[0, shown] = start
-            positions[1, shown] = start + index // columns
-            positions[2, shown] = start + index % columns
+            image_range = slice(position, position + len(index))
+            positions[0, image_range] = start
+            positions[1, image_range] = start + index // columns
+            positions[2, image_range] = start + index % columns
             start += max(rows, columns)
             position += len(index)
         return positions, start
@@ -318,10 +318,10 @@ class Vision:
             shape = tokens.count, *(value.shape for value in inputs.values())
             groups.setdefault(shape, []).append((tokens, inputs))
         encoded: dict[int, torch.Tensor] = {}
-        for group in groups.values():
-            counts, inputs = [tokens.count for tokens, _ in group], [inputs for _, inputs in group]
+        for same_shape in groups.values():
+            counts, inputs = [tokens.count for tokens, _ in same_shape], [inputs for _, inputs in same_shape]
             outputs = self._encode(model, counts, inputs)
-            encoded |= {tokens.first: rows for (tokens, _), rows in zip(group, outputs, strict=True)}
+            encoded |= {tokens.first: rows for (tokens, _), rows in zip(same_shape, outputs, strict=True)}
         return encoded
 
     def _inputs(self, model: Any, tokens: ImageTokens) -> dict[str, torch.Tensor]:
@@ -398,12 +398,12 @@ def _find_runs(token_ids: np.ndarray) -> Iterator[tuple[ImageTokens | None, int,
         position += length
 
 
-def _with_ratio(picture: Any, limit: int) -> Any:
+def _with_ratio(picture: Any, max_ratio: int) -> Any:
     """Return the picture with its longer edge squeezed to at most `limit` times the shorter one."""
     width, height = picture.size
-    if max(width, height) <= limit * min(width, height):
+    if max(width, height) <= max_ratio * min(width, height):
         return picture
-    return picture.resize((min(width, limit * height), min(height, limit * width)))
+    return picture.resize((min(width, max_ratio * height), min(height, max_ratio * width)))
 
 
 def _flatten(features: Any) -> torch.Tensor:
