@@ -40,7 +40,7 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     if config.model.train_tower:
         if loaded_model.vision is None:
             raise ValueError("model.train_tower trains the vision part, but the model was loaded without one")
-        loaded_model.vision.trains = True
+        loaded_model.vision.is_trained = True
         for _, weight in tower_parameters(causal_model(loaded_model.model)):
             weight.requires_grad_(True)
 

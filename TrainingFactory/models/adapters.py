@@ -13,25 +13,25 @@ from TrainingFactory.models import composite
 from TrainingFactory.models.loading_errors import explained_errors
 
 
-def attach_adapter(model: Any, adapter: str, is_whole: bool = False) -> Any:
-    """Load a LoRA adapter into the model. `is_whole`: the model has all its parts; otherwise it may be only the text
-    part of a composite model, whose adapters name their modules differently."""
+def attach_adapter(model: Any, adapter: str, has_all_parts: bool = False) -> Any:
+    """Load a LoRA adapter into the model. `has_all_parts`: false if the model may be only the text part of a composite
+    model, whose adapters have other module names."""
     from peft import PeftModel
 
     folder = Path(adapter).expanduser()
     for file in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / file).is_file():
             raise ValueError(f"model.adapter {adapter!r}: the folder has no {file}")
-    task = f"model.adapter {adapter!r} does not fit the model"
-    reading = partial(explained_errors, task, str(folder), {}, "adapter_config.json")
-    with reading():
-        options = {} if is_whole else composite.adapter_options(folder)
+    problem = f"model.adapter {adapter!r} does not fit the model"
+    explain = partial(explained_errors, problem, str(folder), {}, "adapter_config.json")
+    with explain():
+        options = {} if has_all_parts else composite.adapter_options(folder)
     if missing := composite.missing_modules(model, options):
         raise ValueError(
-            f"{task}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "
+            f"{problem}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "
             f"{missing[0]}. Train it on the language model alone"
         )
-    with reading():
+    with explain():
         return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder), **options).eval(), model.dtype)
 
 

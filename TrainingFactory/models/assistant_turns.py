@@ -1,4 +1,4 @@
-"""Layout of an assistant turn in a chat template: the prompt before it, its end, and the place of a thought."""
+"""Layout of an assistant turn in a chat template: the prompt before it, its end, and the position of a thought."""
 
 from __future__ import annotations
 
@@ -15,32 +15,28 @@ class AssistantTurns:
     def __init__(self, template: ChatTemplate, control_texts: Mapping[str, int]) -> None:
         placeholder = template.marks[0]
         self._template = template
-        self._prompt = template.text([probes.user(placeholder)])
+        self._prompt = template.text([probes.user_message(placeholder)])
         self._header = self._prompt.rpartition(placeholder)[2].rstrip()
         self.thought = probes.find_thought_style(template, self._prompt, control_texts)
-        self.end = probes.end_of_turn(
+        self.end = probes.find_turn_end(
             template, control_texts
-        )  # text of the token that ends a turn, if there is one
+        )  # text of the end-of-turn token, if there is one
 
-    def prompt_opens_thought(self, think: tuple[str, str]) -> bool:
-        """Return whether the first prompt of a chat ends inside a thought with these tags."""
-        return self._header.endswith(think[0])
+    def prompt_opens_thought(self, think_tags: tuple[str, str]) -> bool:
+        """Return whether the first prompt of a chat ends with the opening tag of a thought."""
+        return self._header.endswith(think_tags[0])
 
-    def render(self, outline: dict[str, Any], think: tuple[str, str]) -> str:
-        """Return the template's text of an assistant's turn: from the first text that the model samples up to, but
-        without, the end-of-turn token."""
-        return self._cut_end(
-            probes.assistant_body(self._template, self._prompt, outline, think, self.thought.key)
-        )
+    def render(self, outline: dict[str, Any], think_tags: tuple[str, str]) -> str:
+        """Render an assistant turn with the template, from the first sampled text up to the end-of-turn token."""
+        key = self.thought.key
+        return self._without_end(probes.render_body(self._template, self._prompt, outline, think_tags, key))
 
-    def render_calls(self, style: CallStyle | None, calls: Sequence[ToolCall], think: tuple[str, str]) -> str:
-        """Return the template's text of a turn that consists of tool calls alone, without the end-of-turn token."""
+    def render_calls(self, style: CallStyle | None, calls: Sequence[ToolCall], tags: tuple[str, str]) -> str:
+        """Render a turn that consists only of tool calls, up to the end-of-turn token."""
         if style is None:
             raise ValueError("the chat template renders no tool calls")
-        turn = probes.assistant_body(
-            self._template, self._prompt, style.message(calls), think, self.thought.key
-        )
-        return self._cut_end(probes.after_thought(turn, think, self.prompt_opens_thought(think)))
+        turn = probes.render_body(self._template, self._prompt, style.message(calls), tags, self.thought.key)
+        return self._without_end(probes.without_thought(turn, tags, self.prompt_opens_thought(tags)))
 
-    def _cut_end(self, body: str) -> str:
+    def _without_end(self, body: str) -> str:
         return body[: body.rindex(self.end)] if self.end and self.end in body else body

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from TrainingFactory.models.forms import typed_value
+from TrainingFactory.models.forms import parse_value
 from TrainingFactory.models.parsers import make_call, malformed_call
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
@@ -31,15 +31,15 @@ def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
     if BODY not in text:
         return Message("assistant", _END.split(text)[0].strip())
     thoughts, contents, calls = list[str](), list[str](), list[ToolCall]()
-    for part in text.split(NEXT_MESSAGE):
-        header, has_body, rest = part.partition(BODY)
-        body = _END.split(rest)[0]
+    for message_text in text.split(NEXT_MESSAGE):
+        header, has_body, after_header = message_text.partition(BODY)
+        body = _END.split(after_header)[0]
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         receiver = recipient[1] if recipient else "user"
         if not has_body:  # a header that was cut
             continue
         if receiver not in ("user", "self", "assistant"):
-            calls += _calls(receiver.removeprefix("functions."), body, tools)
+            calls += _parse_calls(receiver.removeprefix("functions."), body, tools)
         elif receiver == "self" or (channel and channel[1] == "analysis"):
             thoughts.append(body.strip())
         else:
@@ -48,7 +48,7 @@ def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
     return Message("assistant", "\n".join(contents), calls, reasoning=reasoning)
 
 
-def _calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
+def _parse_calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
     if "<atem:" not in body:
         return [make_call(name, body)]
     invocations = _INVOKE.findall(body)
@@ -56,9 +56,10 @@ def _calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
         return [malformed_call('the call needs <atem:invoke name="..."> and </atem:invoke>', name)]
     calls = []
     for invoked_name, parameters in invocations:
-        types = next(
+        schemas = next(
             (tool.parameters.get("properties", {}) for tool in tools if tool.name == invoked_name), {}
         )
-        arguments = {key: typed_value(value, types.get(key)) for key, value in _PARAMETER.findall(parameters)}
+        pairs = _PARAMETER.findall(parameters)
+        arguments = {key: parse_value(value, schemas.get(key)) for key, value in pairs}
         calls.append(make_call(invoked_name, arguments))
     return calls

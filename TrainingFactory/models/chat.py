@@ -35,7 +35,7 @@ from TrainingFactory.models.message_images import (
     without_images,
 )
 from TrainingFactory.models.outlines import Outlines, Texts
-from TrainingFactory.models.renderings import Pieces, RenderingEncoder
+from TrainingFactory.models.renderings import RenderingEncoder, Segments
 from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
 from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.models.turn_parser import TurnParser
@@ -70,7 +70,7 @@ class TemplateChatFormat:
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         control_texts = self._encoder.control_texts
-        self._ends_open = lru_cache(maxsize=4096)(self._ends_in_thought)  # many prompts have the same end
+        self._ends_in_thought_cached = lru_cache(4096)(self._ends_in_thought)  # many prompts end equally
         options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
         self._template = ChatTemplate(tokenizer, options, day)
         self._marks = self._template.marks
@@ -79,35 +79,36 @@ class TemplateChatFormat:
         self._places = ImagePlaces(vision, self._encoder)
         self._turns = AssistantTurns(self._template, control_texts)
         detector = FamilyDetector(self._template, self._turns, control_texts)
-        self._style, self.family = detector.find(requested)
-        self._one_call = self._style is not None and probes.renders_one_call(self._template, self._style)
-        self._turn = cache_short_texts(self._render_turn)
+        self._call_style, self.family = detector.find(requested)
+        style = self._call_style
+        self._renders_one_call = style is not None and probes.renders_one_call(self._template, style)
+        self._render_turn_cached = cache_short_texts(self._render_turn)
         self._renderings = RenderingEncoder(self._encoder, self._marks, self._places)
         self._parser = TurnParser(self.family, control_texts)
-        can_read_calls = detector.can_read(self.family, self._style)
-        self._template_tools = can_read_calls and probes.renders_tools(self._template)
-        renders_results = probes.shows_tool_results(self._template, self._style, self._turns.end)
+        can_read_calls = detector.can_read(self.family, self._call_style)
+        self._renders_tools = can_read_calls and probes.renders_tools(self._template)
+        renders_results = probes.shows_tool_results(self._template, self._call_style, self._turns.end)
         self._replies_as_user = self.family.replies_as_user and not (
             can_read_calls or (renders_results and not requested)
         )
         self._opens_thinking = self._turns.prompt_opens_thought(self.family.think)
-        self._outlines = Outlines(self._template, self._style, self._encoder, self._turns.thought.key)
-        self._calls_end = control_texts.get(
-            probes.end_of_calls(self._template, self._style, control_texts) or ""
+        self._outlines = Outlines(self._template, self._call_style, self._encoder, self._turns.thought.key)
+        self._calls_end_id = control_texts.get(
+            probes.find_calls_end(self._template, self._call_style, control_texts) or ""
         )
         self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
         # The family writes calls for templates that render none, or that drop the text or thought beside a call.
         self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
-        if not can_read_calls or self._find_misread():
+        if not can_read_calls or self._describe_misread():
             self._calls_text = self.family.calls_text
-        self._outlines.settle(calls_as_json=self._calls_text is not None)
-        self._no_tools = f"{detector.explain_no_tools(self.family, self._style)}; {TOOLS_ADVICE}"
-        self._refusal = self._find_misread() if requested or can_read_calls else self._no_tools
+        self._outlines.set_call_format(calls_as_json=self._calls_text is not None)
+        self._no_tools_error = f"{detector.explain_no_tools(self.family, self._call_style)}; {TOOLS_ADVICE}"
+        self._tools_error = self._describe_misread() if requested or can_read_calls else self._no_tools_error
         self.warning = self._check_example()
         # Images of tool results go into a user message after the results.
         self._images_as_user = vision is not None and not self._replies_as_user
         self.note = None if vision is None else self._check_images()
-        self._template.watched = False
+        self._template.limits_steps = False
 
     # writing
 
@@ -120,38 +121,40 @@ class TemplateChatFormat:
         specs = [as_spec(tool) for tool in tools]
         if not conversation:
             raise ValueError("a conversation needs at least one message")
-        if specs and self._refusal:
-            raise ValueError(self._refusal)
-        schemas, schemas_text, texts = self._outlines.schemas(specs) if self._template_tools else ([], "", [])
-        conversation = self._as_user(conversation)
+        if specs and self._tools_error:
+            raise ValueError(self._tools_error)
+        schemas, schemas_text, texts = (
+            self._outlines.shield_schemas(specs) if self._renders_tools else ([], "", [])
+        )
+        conversation = self._adapt_messages(conversation)
         outlines = [self._outlines.message(message, texts) for message in conversation]
-        if specs and not self._template_tools:
+        if specs and not self._renders_tools:
             self._put_tools_into_system(outlines, specs, texts)
         key = json.dumps(outlines) + schemas_text
-        pieces = self._renderings.cached(key)
-        if pieces is None:
+        segments = self._renderings.cached(key)
+        if segments is None:
             text = self._template.text(outlines, schemas)
-            rendered = self._marks.numbers(text)
+            rendered_marks = self._marks.find_numbers(text)
             for outline in outlines:
-                marks = self._marks.numbers(json.dumps(outline["content"]))
-                if outline["role"] != "assistant" and not rendered.issuperset(marks):
+                marks = self._marks.find_numbers(json.dumps(outline["content"]))
+                if outline["role"] != "assistant" and not rendered_marks.issuperset(marks):
                     raise ValueError(
                         f"the chat template drops a {outline['role']} message of this conversation"
                     )
-            pieces = self._renderings.split_and_cache(key, text)
-        return self._renderings.fill(pieces, texts, images_of(conversation))
+            segments = self._renderings.split_and_cache(key, text)
+        return self._renderings.fill(segments, texts, images_of(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
         if not sampled_ids or sampled_ids[-1] not in self.stop_ids:
             raise ValueError("cannot extend a turn that was cut before its stop token")
-        messages = self._as_user([as_message(reply) for reply in replies])
+        messages = self._adapt_messages([as_message(reply) for reply in replies])
         texts: Texts = ["", ""]  # marks 0 and 1 are in the part before the replies
         texts_after_images: Texts = []
         for message in messages:
-            content, *more = self._outlines.contents(message)
+            content, *later_contents = self._outlines.render_contents(message)
             texts += [content, message.name or "tool"]
-            texts_after_images += more
+            texts_after_images += later_contents
         ids = self._renderings.fill(
             self._continuation(messages), texts + texts_after_images, images_of(messages)
         )
@@ -168,38 +171,38 @@ class TemplateChatFormat:
         message = as_message(message)
         if message.images:
             raise ValueError("an assistant message cannot have images")
-        if self._one_call and self._calls_text is None and len(message.tool_calls) > 1:
+        if self._renders_one_call and self._calls_text is None and len(message.tool_calls) > 1:
             raise ValueError(
                 f"the chat template renders one call per turn, but this message has {len(message.tool_calls)}"
             )
         opens_thought = self.opens_thought(prompt_ids)
-        problem: ValueError | None = None
-        for compose in (self._as_template, self._in_parts):
+        first_error: ValueError | None = None
+        for compose in (self._as_template, self._compose_parts):
             texts: Texts = [""]  # mark 0 is the user's message
             try:
                 body = compose(message, texts, opens_thought)
             except ValueError as error:
-                problem = problem or error
+                first_error = first_error or error
                 continue
             ids = self._renderings.fill(self._renderings.split_turn(body), texts)
-            end = self._encoder.control_texts[self._turns.end] if self._turns.end else self.stop_ids[0]
-            if ids[-1:] not in ([end], [self._calls_end]):
-                ids.append(end)
+            end_id = self._encoder.control_texts[self._turns.end] if self._turns.end else self.stop_ids[0]
+            if ids[-1:] not in ([end_id], [self._calls_end_id]):
+                ids.append(end_id)
             if not exact:
                 return ids
             parsed = self.parse(ids, prompt_ids, tools)
             if same_turn(parsed, message):
                 return ids
-            problem = problem or RoundTripError(describe_difference(self.family.name, message, parsed))
-        assert problem is not None
-        raise problem
+            difference = describe_difference(self.family.name, message, parsed)
+            first_error = first_error or RoundTripError(difference)
+        assert first_error is not None
+        raise first_error
 
     def _as_template(self, message: Message, texts: Texts, opens_thought: bool) -> str:
-        """Return an assistant's turn as the template writes it, from the first text that the model samples to the end
-        of the turn."""
+        """Render an assistant turn with the template, from the first sampled text to the end of the turn."""
         write_calls = self._calls_text if message.tool_calls else None
         outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
-        body = self._turn(json.dumps(outline))
+        body = self._render_turn_cached(json.dumps(outline))
         if write_calls:
             body += write_calls([self._outlines.call(call, texts) for call in message.tool_calls])
         if opens_thought == self._opens_thinking:
@@ -214,12 +217,11 @@ class TemplateChatFormat:
         return f"{think_start}\n{thought.strip()}\n{think_end}{answer}"
 
     def _render_turn(self, outline: str) -> str:
-        """Render the outline of a turn with the chat template. The outline is JSON text, so that the result can be
-        cached by it."""
+        """Render a turn from its outline. The outline is JSON text, because it is the key of a cache."""
         return self._turns.render(json.loads(outline), self.family.think)
 
-    def _in_parts(self, message: Message, texts: Texts, opens_thought: bool) -> str:
-        """Compose a turn of thought, text and calls, each rendered alone, for templates that cannot combine them."""
+    def _compose_parts(self, message: Message, texts: Texts, opens_thought: bool) -> str:
+        """Compose a turn from thought, text and calls, each rendered alone, for templates that cannot combine them."""
         think_start, think_end = self.family.think
         message_break = self.family.message_break
         parts = [Message("assistant", message.content)] if message.content else []
@@ -229,7 +231,7 @@ class TemplateChatFormat:
         if len(bodies) > 1:
             bodies[0] = bodies[0].replace(*self.family.preamble, 1)
         text = (message_break or "\n").join(
-            probes.after_thought(body, self.family.think, opens_thinking).strip("\n") for body in bodies
+            probes.without_thought(body, self.family.think, opens_thinking).strip("\n") for body in bodies
         )
         if not (opens_thought or message.reasoning):
             return text
@@ -247,9 +249,9 @@ class TemplateChatFormat:
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
         quotes: Texts = []
-        text = self._encoder.quoted(ids, lambda quote: self._outlines.mark(quote, quotes))
+        text = self._encoder.decode_quoted(ids, lambda quote: self._outlines.mark(quote, quotes))
         message = self._parser.parse(text, self.opens_thought(prompt_ids), tools)
-        return self._outlines.unquote(message, quotes) if quotes else message
+        return self._outlines.restore_quotes(message, quotes) if quotes else message
 
     def parse_text(self, text: str, tools: Sequence[ToolSpec] = ()) -> Message:
         """Parse an assistant's text as a message; tags in it count as control tokens."""
@@ -259,7 +261,7 @@ class TemplateChatFormat:
         """Return whether a turn after this prompt begins inside a thought. Empty prompt: the first turn of a chat."""
         if not prompt_ids:
             return self._opens_thinking
-        return self._ends_open(tuple(prompt_ids[-16:]))
+        return self._ends_in_thought_cached(tuple(prompt_ids[-16:]))
 
     def _ends_in_thought(self, last_ids: tuple[int, ...]) -> bool:
         return self.decode(last_ids).rstrip().endswith(self.family.think[0])
@@ -270,22 +272,21 @@ class TemplateChatFormat:
     def truncate(self, text: str, max_tokens: int) -> str:
         return self._encoder.truncate(text, max_tokens)
 
-    def _continuation(self, replies: Sequence[Message]) -> Pieces:
-        """Return the text that the template writes between an assistant's turn and the next one, with these replies,
-        split into pieces to encode."""
+    def _continuation(self, replies: Sequence[Message]) -> Segments:
+        """Render the text between an assistant turn and the next one, with these replies, as segments to encode."""
         key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
-        pieces = self._renderings.cached(key)
-        if pieces is not None:
-            return pieces
-        text = probes.continuation(self._template, self._style, self._turns.end, replies)
-        rendered = self._marks.numbers(text)
-        if any(reply.content and 2 + 2 * number not in rendered for number, reply in enumerate(replies)):
+        segments = self._renderings.cached(key)
+        if segments is not None:
+            return segments
+        text = probes.continuation(self._template, self._call_style, self._turns.end, replies)
+        marks = self._marks.find_numbers(text)
+        if any(reply.content and 2 + 2 * index not in marks for index, reply in enumerate(replies)):
             raise ValueError("the chat template drops a reply to an assistant turn")
         return self._renderings.split_and_cache(key, text)
 
     # what the template does not render
 
-    def _as_user(self, messages: Sequence[Message]) -> list[Message]:
+    def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Join the tool results of a turn into one user message, if the template does not render tool messages. If the
         template renders no images in tool messages, move their images into a user message after them."""
         if not self.sees_images:
@@ -297,13 +298,14 @@ class TemplateChatFormat:
     def _check_images(self) -> str | None:
         """Raise ValueError if the template renders no images. Return a note for the user if it renders no images of
         tool results."""
-        user, result = (Message(role, "m", images=[PlacedImage(0, NO_IMAGE)]) for role in ("user", "tool"))
-        self._places.require(lambda: self._template.text([self._outlines.message(user, [])]))
+        images = [PlacedImage(0, NO_IMAGE)]
+        user_message, tool_message = (Message(role, "m", images=images) for role in ("user", "tool"))
+        self._places.require_image(lambda: self._template.text([self._outlines.message(user_message, [])]))
         if self._replies_as_user:
             return None
         with suppress(ValueError):
-            text = probes.continuation(self._template, self._style, self._turns.end, [result])
-            self._images_as_user = self._places.count(text) != 1
+            text = probes.continuation(self._template, self._call_style, self._turns.end, [tool_message])
+            self._images_as_user = self._places.count_images(text) != 1
         return IMAGES_NOTE if self._images_as_user else None
 
     def _put_tools_into_system(
@@ -311,7 +313,7 @@ class TemplateChatFormat:
     ) -> None:
         describe, text = self.family.describe_tools, self.family.tools_text
         if describe is None or text is None:
-            raise ValueError(self._no_tools)
+            raise ValueError(self._no_tools_error)
         if outlines[0]["role"] != "system":
             outlines.insert(0, {"role": "system", "content": ""})
         separator = "\n\n" if outlines[0]["content"] else ""
@@ -320,7 +322,7 @@ class TemplateChatFormat:
 
     # probes
 
-    def _find_misread(self) -> str:
+    def _describe_misread(self) -> str:
         """Return an error text for the first canary turn that does not parse back as written; "" if all do."""
         tags = f"{self.family.think[1]} </tool_call> "
         call = ToolCall("probe_tool", {"text": f'{tags}"quoted"\n\\ é', "n": 5, "deep": {"x": ["y", True]}})
@@ -342,9 +344,7 @@ class TemplateChatFormat:
         begin, close = ("<tool_call>", "</tool_call>")
         if isinstance(reader, TaggedCallReader):
             begin, close = reader.begin.strip(), reader.close.strip()
-        example = (
-            probes.find_example(self._template, begin, close) if self._template_tools and close else None
-        )
+        example = probes.find_example(self._template, begin, close) if self._renders_tools and close else None
         calls = reader(example, ())[1] if example else []
         if not example or (calls and not any(call.error for call in calls)):
             return None
@@ -353,27 +353,27 @@ class TemplateChatFormat:
             f"model may copy it: {example!r}. Set model.chat_template to a template with a corrected example"
         )
 
-    def _find_stops(self, eos: int | None, extra: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens that end a turn; the tokens of the template come first."""
+    def _find_stops(self, eos: int | None, extra_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the stop tokens of a turn, the template's own first."""
         control_texts = self._encoder.control_texts
         end = self._turns.end
         family_stops = [control_texts.get(text) for text in self.family.stop_texts]
-        template_stops = [control_texts[end]] if end else self._starts_of_replies()
-        candidates = (*template_stops, eos, self._calls_end, *family_stops, *extra)
+        template_stops = [control_texts[end]] if end else self._find_reply_starts()
+        candidates = (*template_stops, eos, self._calls_end_id, *family_stops, *extra_ids)
         return tuple(dict.fromkeys(stop for stop in candidates if stop is not None))
 
-    def _starts_of_replies(self) -> list[int]:
+    def _find_reply_starts(self) -> list[int]:
         """Return the control tokens that begin the message after a turn. They serve as stop tokens if the template has
         no end-of-turn token."""
-        starts: list[int] = []
+        start_ids: list[int] = []
         for reply in (Message("tool", "r"), Message("user", "r")):
             try:
-                first_piece = self._continuation([reply])[0]
+                first_segment = self._continuation([reply])[0]
             except ValueError:
                 continue
-            if isinstance(first_piece, tuple) and first_piece[0] in self._encoder.control_ids:
-                starts.append(first_piece[0])
-        return starts
+            if isinstance(first_segment, tuple) and first_segment[0] in self._encoder.control_ids:
+                start_ids.append(first_segment[0])
+        return start_ids
 
 
 chat_format = TemplateChatFormat

@@ -43,7 +43,7 @@ class FamilySupport:
     cells: dict[str, Cell]  # by key of COLUMNS
 
     def notes(self) -> Iterator[tuple[str, Cell]]:
-        """Yield the headings and results that need an explanation."""
+        """Yield heading and result of each check that has a note."""
         yield from ((heading, self.cells[key]) for key, heading in COLUMNS.items() if self.cells[key].note)
 
 
@@ -64,25 +64,23 @@ def read_compatibility(path: Path = PATH) -> Compatibility:
 
 
 def find_families(name: str) -> list[FamilySupport]:
-    """Return the families with this key, name, model type or architecture, or of this checkpoint or model folder."""
+    """Return the rows of a family key, family name, model type, architecture, checkpoint or model folder."""
     families = read_compatibility().families
-    wanted = {resolve_model_name(name).lower(), *(_model_types(Path(name).expanduser()))}
-    matching = [
-        family for family in families if wanted & {spelling.lower() for spelling in _spellings(family)}
-    ]
+    requested_names = {resolve_model_name(name).lower(), *(_read_model_types(Path(name).expanduser()))}
+    matching = [family for family in families if requested_names & set(map(str.lower, _list_names(family)))]
     if not matching:
-        known = sorted({spelling for family in families for spelling in (family.key, family.model_type)})
-        hint = did_you_mean(nearest(name, known, cutoff=0.5)) or f"; families: {', '.join(known)}"
+        known_names = sorted({name for family in families for name in (family.key, family.model_type)})
+        hint = did_you_mean(nearest(name, known_names, cutoff=0.5)) or f"; families: {', '.join(known_names)}"
         raise UnknownNameError(name, f"No compatibility results for {name!r}{hint}")
     return matching
 
 
-def _spellings(family: FamilySupport) -> list[str]:
+def _list_names(family: FamilySupport) -> list[str]:
     names = [part.strip() for part in family.name.removesuffix("(text)").split(",")]
     return [family.key, family.name, *names, family.model_type, family.architecture, family.released]
 
 
-def _model_types(folder: Path) -> Iterator[str]:
+def _read_model_types(folder: Path) -> Iterator[str]:
     """Yield the model type in a folder's config.json; for a vision model, also the model type of its text part."""
     file = folder / "config.json"
     if not file.is_file():

@@ -27,7 +27,7 @@ TEXT_NAMES = {
 }
 # Text model without a causal LM class in transformers -> model type that computes the same for text. The rotary
 # sections of these models separate time, height and width, which are equal for text.
-SAME_FOR_TEXT = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+EQUIVALENT_TEXT_TYPES = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 TRANSFORMERS_LOGGER = "transformers.modeling_utils"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 IMAGE_PROCESSOR = "preprocessor_config.json"
@@ -48,7 +48,7 @@ def is_composite(config: Any) -> bool:
 def loading_options(name: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads only the text part of a composite model. Raise ValueError
     if transformers has no class for it."""
-    return {"config": _text_config(name, config), "key_mapping": dict(TEXT_NAMES)}
+    return {"config": _make_text_config(name, config), "key_mapping": dict(TEXT_NAMES)}
 
 
 def vision_options(config: Any) -> dict[str, Any]:
@@ -56,41 +56,41 @@ def vision_options(config: Any) -> dict[str, Any]:
     the audio part would take memory and never run. The result is {} if the model has no audio part."""
     if config.model_type != "gemma4" or config.audio_config is None:
         return {}
-    seen = copy.deepcopy(config)
-    seen.audio_config = None
-    return {"config": seen}
+    without_audio = copy.deepcopy(config)
+    without_audio.audio_config = None
+    return {"config": without_audio}
 
 
-def _text_config(name: str, config: Any) -> Any:
+def _make_text_config(name: str, config: Any) -> Any:
     import transformers
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-    text = copy.deepcopy(config.get_text_config())
-    if text.model_type in SAME_FOR_TEXT:
-        values = {key: value for key, value in text.to_dict().items() if key != "model_type"}
-        rotary = values.get("rope_parameters") or {}
-        values["rope_parameters"] = {key: rotary[key] for key in rotary if not key.startswith("mrope")}
-        text = AutoConfig.for_model(SAME_FOR_TEXT[text.model_type], **values)
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    text_config = copy.deepcopy(config.get_text_config())
+    if text_config.model_type in EQUIVALENT_TEXT_TYPES:
+        settings = {key: value for key, value in text_config.to_dict().items() if key != "model_type"}
+        rotary = settings.get("rope_parameters") or {}
+        settings["rope_parameters"] = {key: rotary[key] for key in rotary if not key.startswith("mrope")}
+        text_config = AutoConfig.for_model(EQUIVALENT_TEXT_TYPES[text_config.model_type], **settings)
+    if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
             f"model {name!r}: model_type {config.model_type} is a composite model, and transformers "
-            f"{transformers.__version__} has no causal LM class for its text part ({text.model_type}). Set model.name "
-            "to a text model, or to a family of docs/REAL_MODELS.md#composite-models"
+            f"{transformers.__version__} has no causal LM class for its text part ({text_config.model_type}). Set "
+            "model.name to a text model, or to a family of docs/REAL_MODELS.md#composite-models"
         )
     # The whole model's settings, which config.json has at its top level.
-    text.tie_word_embeddings = bool(
-        getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False)
+    text_config.tie_word_embeddings = bool(
+        getattr(config, "tie_word_embeddings", False) or getattr(text_config, "tie_word_embeddings", False)
     )
     for key in ("eos_token_id", "dtype", "quantization_config"):
         if (value := getattr(config, key, None)) is not None:
-            setattr(text, key, value)
-    quantization = getattr(text, "quantization_config", None)
+            setattr(text_config, key, value)
+    quantization = getattr(text_config, "quantization_config", None)
     if isinstance(quantization, dict) and quantization.get("quant_method") == "fp8":
-        text.quantization_config = quantization | {"dequantize": True}  # FP8 weights cannot be trained
+        text_config.quantization_config = quantization | {"dequantize": True}  # FP8 weights cannot be trained
     for key in ("bos_token_id", "pad_token_id"):
-        if getattr(text, key, None) is None:
-            setattr(text, key, getattr(config, key, None))
-    return text
+        if getattr(text_config, key, None) is None:
+            setattr(text_config, key, getattr(config, key, None))
+    return text_config
 
 
 def detach_from_composite(model: Any) -> None:
@@ -98,26 +98,26 @@ def detach_from_composite(model: Any) -> None:
     own class, and the config states whether its embeddings are tied."""
     if hasattr(model, "_weight_conversions"):
         del model._weight_conversions  # `save_pretrained` would restore the composite names
-    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    model.config.tie_word_embeddings = tied
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    model.config.tie_word_embeddings = is_tied
 
 
-def describe_text_part(name: str, config: Any, model: Any, folder: Path, unexpected: Iterable[str]) -> str:
+def describe_text_part(name: str, config: Any, model: Any, folder: Path, extra_keys: Iterable[str]) -> str:
     """Return a note that names the loaded part of a composite model and the weights in its files that were not loaded.
-    `unexpected` are the renamed weights that transformers did not load."""
-    unexpected_names = set(unexpected)
+    `extra_keys` are the renamed weights that transformers did not load."""
+    extra_names = set(extra_keys)
     loaded_names = set(model.state_dict())
-    tensors, params = Counter[str](), Counter[str]()
-    for key, size in _stored_sizes(folder):
-        renamed = to_text_name(key)
-        is_other_part = renamed == key and key not in loaded_names
-        if is_other_part or renamed in unexpected_names:
+    tensor_counts, param_counts = Counter[str](), Counter[str]()
+    for key, param_count in _read_weight_sizes(folder):
+        text_name = to_text_name(key)
+        is_other_part = text_name == key and key not in loaded_names
+        if is_other_part or text_name in extra_names:
             part = key.removeprefix("model.").split(".")[0]
-            tensors[part] += 1
-            params[part] += size
+            tensor_counts[part] += 1
+            param_counts[part] += param_count
     parts = [
-        f"{part} ({pluralize(tensors[part], 'tensor')}, {_format_count(params[part])} parameters)"
-        for part in sorted(tensors)
+        f"{part} ({pluralize(tensor_counts[part], 'tensor')}, {_format_count(param_counts[part])} parameters)"
+        for part in sorted(tensor_counts)
     ]
     return (
         f"model {name}: loaded the text part of {_class_name(config)} as {type(model).__name__}. Left out: "
@@ -138,17 +138,16 @@ def adapter_options(folder: Path) -> dict[str, Any]:
     from peft import PeftConfig
 
     modules = _adapted_modules(folder)
-    renamed = {to_text_name(module) for module in modules}
-    if renamed == modules:
+    text_modules = {to_text_name(module) for module in modules}
+    if text_modules == modules:
         return {}
     config: Any = PeftConfig.from_pretrained(str(folder))
-    config.target_modules = renamed
+    config.target_modules = text_modules
     return {"config": config, "key_mapping": dict(TEXT_NAMES)}
 
 
 def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
-    """Return the modules that `adapter_options` names and the text part does not have, such as modules of a vision
-    part."""
+    """Return the adapter's target modules that the text part lacks, such as modules of a vision part."""
     targets = options["config"].target_modules if options else set()
     return sorted(targets - {name for name, _ in model.named_modules()})
 
@@ -156,7 +155,7 @@ def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
 def rename_adapter(folder: Path, config: Any) -> None:
     """Rename the modules in the files of a text part's adapter to the module names of the composite model, because vLLM
     ignores weights of unknown modules."""
-    rename = _composite_names(config)
+    rename = _make_renamer(config)
     weights = {
         PEFT_PREFIX + rename(key.removeprefix(PEFT_PREFIX)): weight
         for key, weight in load_file(folder / ADAPTER_WEIGHTS).items()
@@ -175,23 +174,22 @@ def _adapted_modules(folder: Path) -> set[str]:
     return {re.split(r"\.lora_", name)[0] for name in names if ".lora_" in name}
 
 
-def _composite_names(config: Any) -> Callable[[str], str]:
-    """Return a function that renames a weight of the text part, such as model.norm.weight, to the name that it has in
-    the composite model."""
+def _make_renamer(config: Any) -> Callable[[str], str]:
+    """Return a function that renames a weight of the text part to its name in the composite model."""
     from transformers import AutoModelForImageTextToText, PreTrainedModel
 
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(copy.deepcopy(config))
-    text = model.config.get_text_config()
-    path, part = next(
+    text_config = model.config.get_text_config()
+    prefix, text_model = next(
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and module.config is text
+        if isinstance(module, PreTrainedModel) and module.config is text_config
     )
-    has_head = part.get_output_embeddings() is not None  # then it has the same names as the causal LM
+    has_head = text_model.get_output_embeddings() is not None  # then it has the same names as the causal LM
 
     def rename(name: str) -> str:
-        return f"{path}.{name}" if has_head else re.sub(r"^model\.", f"{path}.", name)
+        return f"{prefix}.{name}" if has_head else re.sub(r"^model\.", f"{prefix}.", name)
 
     return rename
 
@@ -207,14 +205,14 @@ def was_trained_with_vision(folder: str) -> bool:
 
 
 def read_image_processor(source: str, options: dict[str, Any]) -> Any:
-    """Return the image processor of a model that sees images."""
+    """Return the image processor of a vision-language model."""
     from transformers import AutoImageProcessor
 
     # With the backend "pil", which needs no torchvision.
     return AutoImageProcessor.from_pretrained(source, backend="pil", **options)
 
 
-def processor_template(source: str, options: dict[str, Any]) -> str | None:
+def read_processor_template(source: str, options: dict[str, Any]) -> str | None:
     """Return the chat template that a model stores with its processor instead of its tokenizer; None if there is
     none."""
     from transformers.utils.hub import cached_file
@@ -231,9 +229,9 @@ def processor_template(source: str, options: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def hiding_expected_warnings() -> Iterator[None]:
-    """Hide transformers' warnings about a text part: the table of weights that were not loaded (unless it also lists
-    invalid weights), and the warning about tied weights in the config, which `detach_from_composite` corrects."""
+def hide_expected_warnings() -> Iterator[None]:
+    """Hide transformers' warnings about a text part: the table of unloaded weights (unless it also lists invalid
+    weights), and the warning about tied weights in the config, which `detach_from_composite` corrects."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -249,7 +247,7 @@ def hiding_expected_warnings() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def _stored_sizes(folder: Path) -> Iterator[tuple[str, int]]:
+def _read_weight_sizes(folder: Path) -> Iterator[tuple[str, int]]:
     """Yield the names and sizes of the weights in a model's folder, from the headers of its files."""
     files = ["model.safetensors"]
     if not (folder / files[0]).is_file():
@@ -265,8 +263,8 @@ def _class_name(config: Any) -> str:
     return (getattr(config, "architectures", None) or [config.model_type])[0]
 
 
-def _format_count(number: int) -> str:
+def _format_count(count: int) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return str(number)
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return str(count)

@@ -30,10 +30,10 @@ def pick_dtype(dtype: str, device: torch.device = CPU) -> torch.dtype:
 def convert_weights(model: Any, device: torch.device, dtype: torch.dtype) -> Any:
     """Move the weights to the device and convert them to the dtype. Buffers that transformers keeps in float32 stay in
     float32, because a router with a bias in bfloat16 would choose other experts."""
-    exact = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    kept = {name: value.float() for name, value in model.named_buffers() if exact and name.endswith(exact)}
+    suffixes = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    buffers = {name: buffer.float() for name, buffer in model.named_buffers() if name.endswith(suffixes)}
     model = model.to(device=device, dtype=dtype)
-    for name, value in kept.items():
+    for name, buffer in buffers.items():
         path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, value.to(device))
+        setattr(model.get_submodule(path), leaf, buffer.to(device))
     return model

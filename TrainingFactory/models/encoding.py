@@ -25,7 +25,7 @@ MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 _BYTES = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET), strict=True))
 T = TypeVar("T")
-SHORT = 2_000  # characters; longer outlines of a turn contain a text of that turn and do not recur
+SHORT_TEXT = 2_000  # characters; longer outlines of a turn contain a text of that turn and do not recur
 CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
@@ -49,34 +49,34 @@ class TextEncoder:
             raise ValueError(
                 f"{type(tokenizer).__name__} is a slow tokenizer; use one with a tokenizer.json (fast tokenizer)"
             )
-        state = json.loads(backend.to_str()) | {"post_processor": None}
-        added_tokens = {token["content"]: token for token in state["added_tokens"]}
+        tokenizer_state = json.loads(backend.to_str()) | {"post_processor": None}
+        added_tokens = {token["content"]: token for token in tokenizer_state["added_tokens"]}
         self.control_texts: dict[str, int] = {
             text: token["id"]
             for text, token in added_tokens.items()
             if text and (token["special"] or MARKUP.fullmatch(text))
         }
-        state["added_tokens"] = [
+        tokenizer_state["added_tokens"] = [
             token for text, token in added_tokens.items() if text not in self.control_texts
         ]
         for part in ("normalizer", "pre_tokenizer"):
-            state[part] = _without_prefix_space(state.get(part))
-        self._plain = Tokenizer.from_str(json.dumps(state))
+            tokenizer_state[part] = _without_prefix_space(tokenizer_state.get(part))
+        self._plain_tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
         self._whole_tokenizer = backend
-        byte_level = (state["decoder"] or {}).get("type") == "ByteLevel"
-        self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if byte_level else None
+        is_byte_level = (tokenizer_state["decoder"] or {}).get("type") == "ByteLevel"
+        self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if is_byte_level else None
         # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
-        remaining = state["added_tokens"]
-        self._original_ids = {self._plain.token_to_id(token["content"]): token["id"] for token in remaining}
+        new_id, text_tokens = self._plain_tokenizer.token_to_id, tokenizer_state["added_tokens"]
+        self._original_ids = {new_id(token["content"]): token["id"] for token in text_tokens}
         self.control_ids = frozenset(self.control_texts.values())
         longest_first = sorted(self.control_texts, key=len, reverse=True)
-        self._control = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._cached = lru_cache(maxsize=4096)(self._encode)
+        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._encode_cached = lru_cache(maxsize=4096)(self._encode)
         # Mostly for names of tools and arguments.
-        self.may_form_control_token = lru_cache(maxsize=512)(self._can_join)
-        self._joined = "\0".join(["", *self.control_texts, ""])
-        self._words = {_first_word(text) for text in self.control_texts} - {""}
-        self._longest = max(map(len, self.control_texts), default=0)
+        self.may_form_control_token = lru_cache(maxsize=512)(self._can_form_control)
+        self._joined_controls = "\0".join(["", *self.control_texts, ""])
+        self._control_words = {_first_word(text) for text in self.control_texts} - {""}
+        self._longest_control = max(map(len, self.control_texts), default=0)
         ids = self._encode(CANARY)
         if self.decode(ids) != CANARY and tokenizer.unk_token_id not in ids:
             raise ValueError(
@@ -88,23 +88,23 @@ class TextEncoder:
         """Split a template's own text at its control tokens."""
         parts: list[str | Control] = []
         end = 0
-        for match in self._control.finditer(text):
+        for match in self._control_pattern.finditer(text):
             parts += [text[end : match.start()], Control(self.control_texts[match.group()])]
             end = match.end()
         return [part for part in [*parts, text[end:]] if part != ""]
 
     def plain(self, text: str) -> list[int]:
-        """Return the ids of a text. None of them is a control token, whatever the text contains."""
-        return list(self._cached(text) if len(text) < 20_000 else self._encode(text))
+        """Encode a text without control tokens, whatever the text contains."""
+        return list(self._encode_cached(text) if len(text) < 20_000 else self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
         if not text:
             return []
         # lone surrogates, which a model can write in JSON, cannot be encoded as UTF-8
         text = valid_text(text)
-        encoding = self._plain.encode(text, add_special_tokens=False)
-        original = self._original_ids
-        ids = [original.get(token, token) for token in encoding.ids] if original else encoding.ids
+        encoding = self._plain_tokenizer.encode(text, add_special_tokens=False)
+        original_ids = self._original_ids
+        ids = [original_ids.get(token, token) for token in encoding.ids] if original_ids else encoding.ids
         if self.control_ids.isdisjoint(ids):
             return ids
         # The vocabulary may also contain a control token as a normal entry, which half of its text cannot produce.
@@ -120,31 +120,32 @@ class TextEncoder:
             return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", errors="replace")
         return self._whole_tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
-    def _token_bytes(self, number: int) -> bytes:
-        text = self._whole_tokenizer.id_to_token(number) or ""
+    def _token_bytes(self, token_id: int) -> bytes:
+        text = self._whole_tokenizer.id_to_token(token_id) or ""
         return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else text.encode()
 
-    def quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
+    def decode_quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
         """Decode a turn. `quote` replaces each text that looks like a control token but consists of normal tokens."""
         text = self.decode(token_ids)
-        if len(self._control.findall(text)) == len(list(filter(self.control_ids.__contains__, token_ids))):
+        control_count = len(list(filter(self.control_ids.__contains__, token_ids)))
+        if len(self._control_pattern.findall(text)) == control_count:
             return text
         runs = groupby(token_ids, self.control_ids.__contains__)
         parts = [(is_control, self.decode(list(run))) for is_control, run in runs]
         return "".join(
-            part if is_control else self._control.sub(lambda match: quote(match.group()), part)
+            part if is_control else self._control_pattern.sub(lambda match: quote(match.group()), part)
             for is_control, part in parts
         )
 
-    def _can_join(self, text: str) -> bool:
+    def _can_form_control(self, text: str) -> bool:
         """Return whether the text contains a control token, begins with the word inside one, or could complete one
         together with the text around it."""
         text = text.strip()
-        sizes = range(1, min(len(text), self._longest) + 1)
+        lengths, controls = range(1, min(len(text), self._longest_control) + 1), self._joined_controls
         return bool(text) and (
-            _first_word(text) in self._words
-            or self._control.search(text) is not None
-            or any("\0" + text[-end:] in self._joined or text[:end] + "\0" in self._joined for end in sizes)
+            _first_word(text) in self._control_words
+            or self._control_pattern.search(text) is not None
+            or any("\0" + text[-end:] in controls or text[:end] + "\0" in controls for end in lengths)
         )
 
     def truncate(self, text: str, max_tokens: int) -> str:
@@ -159,23 +160,23 @@ class TextEncoder:
                 return text
             head = tail = text
         marker = f"\n[... cut from {len(text)} characters ...]\n"
-        room = max_tokens - len(self.plain(marker))
-        if room < 2:  # no room for a marker
+        budget = max_tokens - len(self.plain(marker))
+        if budget < 2:  # no room for a marker
             return self._slice(head, max_tokens, from_end=False)
-        beginning = self._slice(head, room - room // 3, from_end=False)
-        ending = self._slice(tail, room // 3, from_end=True)
+        beginning = self._slice(head, budget - budget // 3, from_end=False)
+        ending = self._slice(tail, budget // 3, from_end=True)
         return beginning + marker + ending
 
-    def _slice(self, text: str, tokens: int, from_end: bool) -> str:
-        """Return the longest beginning (or end) of the text that has at most `tokens` tokens."""
-        offsets = self._plain.encode(text, add_special_tokens=False).offsets
-        size = max(0, min(tokens, len(offsets)))
-        while size > 0:
-            piece = text[offsets[-size][0] :] if from_end else text[: offsets[size - 1][1]]
-            excess = len(self.plain(piece)) - tokens  # a token may end inside a character
+    def _slice(self, text: str, max_tokens: int, from_end: bool) -> str:
+        """Return the longest beginning (or end) of the text that has at most `max_tokens` tokens."""
+        offsets = self._plain_tokenizer.encode(text, add_special_tokens=False).offsets
+        count = max(0, min(max_tokens, len(offsets)))
+        while count > 0:
+            excerpt = text[offsets[-count][0] :] if from_end else text[: offsets[count - 1][1]]
+            excess = len(self.plain(excerpt)) - max_tokens  # a token may end inside a character
             if excess <= 0:
-                return piece
-            size -= excess
+                return excerpt
+            count -= excess
         return ""
 
 
@@ -200,6 +201,6 @@ def _without_prefix_space(node: Any) -> Any:
 
 
 def cache_short_texts(function: Callable[[str], T]) -> Callable[[str], T]:
-    """Return the function with a cache of its results for short texts."""
+    """Cache the function's results for short texts."""
     cached = lru_cache(512)(function)
-    return lambda text: (cached if len(text) <= SHORT else function)(text)
+    return lambda text: (cached if len(text) <= SHORT_TEXT else function)(text)

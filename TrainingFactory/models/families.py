@@ -50,13 +50,13 @@ def _list_as_sections(tools: Sequence[ToolSpec]) -> str:
     )
 
 
-def _bare_calls(calls: Sequence[ToolCall]) -> str:
+def _write_bare_calls(calls: Sequence[ToolCall]) -> str:
     return "\n".join(
         json.dumps({"name": call.name, "arguments": call.arguments}, ensure_ascii=False) for call in calls
     )
 
 
-def _deepseek_calls(calls: Sequence[ToolCall]) -> str:
+def _write_deepseek_calls(calls: Sequence[ToolCall]) -> str:
     blocks = [
         f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{call.name}\n```json\n"
         f"{json.dumps(call.arguments, ensure_ascii=False)}\n```<｜tool▁call▁end｜>"
@@ -65,7 +65,7 @@ def _deepseek_calls(calls: Sequence[ToolCall]) -> str:
     return "<｜tool▁calls▁begin｜>" + "\n".join(blocks) + "<｜tool▁calls▁end｜>"
 
 
-def _channel_calls(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
+def _read_channel_calls(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     message = read_channels(text, tools)
     return message.content, message.tool_calls
 
@@ -105,11 +105,11 @@ FAMILIES: dict[str, Family] = {
             stop_texts=("<｜end▁of▁sentence｜>",),
             tools_text=DEEPSEEK_TOOLS,
             describe_tools=_list_as_sections,
-            calls_text=_deepseek_calls,
+            calls_text=_write_deepseek_calls,
         ),
         Family(
             "gpt-oss",
-            _channel_calls,
+            _read_channel_calls,
             needs_token="<|channel|>",
             think=("<|channel|>analysis<|message|>", f"<|end|>{NEXT_MESSAGE}"),
             read_turn=read_channels,
@@ -118,7 +118,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "muse",
-            _channel_calls,
+            _read_channel_calls,
             needs_token="<|eom|>",
             think=(" to=self<|message|>", f"<|eom|>{NEXT_MESSAGE}"),
             read_turn=read_channels,
@@ -129,7 +129,7 @@ FAMILIES: dict[str, Family] = {
             read_bare_json,
             tools_text=GENERIC_TOOLS,
             describe_tools=_list_as_json,
-            calls_text=_bare_calls,
+            calls_text=_write_bare_calls,
             replies_as_user=True,
         ),
     )

@@ -43,7 +43,7 @@ class FamilyDetector:
         return calls == [PROBE_CALL] and not content.strip()  # text left over would be tags of another syntax
 
     def explain_no_tools(self, family: Family, style: CallStyle | None) -> str:
-        """Return why the family reads no calls of this template."""
+        """Return an error text: why the family cannot read the tool calls of this template."""
         if style is None:
             return "the chat template of this model renders no tool calls"
         try:
@@ -56,7 +56,7 @@ class FamilyDetector:
         )
 
     def _with_thought(self, family: Family) -> Family:
-        """Return the family with the template's own tags of a thought, unless the family defines tags."""
+        """Return the family with the template's thought tags, unless the family defines its own tags."""
         tags = self._turns.thought.tags
         return family if tags is None or family.think != THINK_TAGS else replace(family, think=tags)
 

@@ -27,7 +27,7 @@ from TrainingFactory.models.templates import Marks
 from TrainingFactory.types import ToolCall, ToolSpec
 
 # Returns the template's text of an assistant turn with these calls, without thought and end of turn.
-Body = Callable[[Sequence[ToolCall]], str]
+RenderCalls = Callable[[Sequence[ToolCall]], str]
 # Parses the calls at a position of a text; returns them and their end, or None if there is no call.
 Parsed = tuple[list[ToolCall], int]
 ReadAt = Callable[[str, int, Sequence[ToolSpec]], Parsed | None]
@@ -35,23 +35,24 @@ ReadAt = Callable[[str, int, Sequence[ToolSpec]], Parsed | None]
 CallSyntax = tuple[int, int, Callable[[str], ReadAt]]
 
 
-def learn_reader(body: Body, placeholders: Marks) -> CallReader | None:
+def learn_reader(render_calls: RenderCalls, placeholders: Marks) -> CallReader | None:
     """Return a parser of the calls that this template writes; None if their syntax is unknown."""
     arguments = {placeholders[2]: placeholders[3], placeholders[4]: placeholders[5]}
-    one_call = body([ToolCall(placeholders[1], arguments)])
+    one_call = render_calls([ToolCall(placeholders[1], arguments)])
     try:
-        two_calls = body([ToolCall(placeholders[1], arguments), ToolCall(placeholders[6], arguments)])
+        two_calls = render_calls([ToolCall(placeholders[1], arguments), ToolCall(placeholders[6], arguments)])
     except ValueError:  # this template accepts only one call per turn
         two_calls = one_call
-    for find_syntax in (_json, _named, _python, _pairs):
-        first = find_syntax(one_call, placeholders[1], placeholders)
-        if first is None:
+    for find_syntax in (_find_json, _find_named, _find_python, _find_pairs):
+        syntax = find_syntax(one_call, placeholders[1], placeholders)
+        if syntax is None:
             continue
-        start, end, make_reader = first
-        second = find_syntax(two_calls, placeholders[6], placeholders)
-        head, tail, separator = one_call[:start], one_call[end:], two_calls[end : second[0]] if second else ""
-        call_start = _common_end(head, separator) if separator else head
-        close = _common_start(tail, separator.removesuffix(call_start)) if separator else tail
+        start, end, make_reader = syntax
+        second_syntax = find_syntax(two_calls, placeholders[6], placeholders)
+        head, tail = one_call[:start], one_call[end:]
+        separator = two_calls[end : second_syntax[0]] if second_syntax else ""
+        call_start = _common_suffix(head, separator) if separator else head
+        close = _common_prefix(tail, separator.removesuffix(call_start)) if separator else tail
         if call_start.strip():
             outer_begin, outer_close = head.removesuffix(call_start), tail.removeprefix(close)
             return TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
@@ -60,7 +61,7 @@ def learn_reader(body: Body, placeholders: Marks) -> CallReader | None:
 
 @dataclass(frozen=True, slots=True)
 class TaggedCallReader:
-    """Parses calls that are enclosed in tags, with outer tags around all of them. Text outside the tags is content."""
+    """Parser of calls enclosed in tags, with outer tags around all of them. Text outside the tags is content."""
 
     outer_begin: str
     begin: str
@@ -69,51 +70,52 @@ class TaggedCallReader:
     read_at: ReadAt
 
     def __call__(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:
-        tag, close = _literal(self.begin), _literal(self.close)
-        outside, calls, position = "", list[ToolCall](), 0
-        while start_match := tag.search(text, position):
-            outside += text[position : start_match.start()]
+        begin_pattern, close_pattern = _literal_pattern(self.begin), _literal_pattern(self.close)
+        content, calls, position = "", list[ToolCall](), 0
+        while start_match := begin_pattern.search(text, position):
+            content += text[position : start_match.start()]
             parsed = self.read_at(text, start_match.end(), tools)
             if parsed is None:
                 calls.append(malformed_call(f"what follows {self.begin.strip()} is not a whole call"))
                 position = start_match.end()
-                end_match = close.search(text, position) if self.close.strip() else None
+                end_match = close_pattern.search(text, position) if self.close.strip() else None
                 position = end_match.end() if end_match else len(text)
             else:
                 calls += parsed[0]
-                end_match = close.match(text, parsed[1])
+                end_match = close_pattern.match(text, parsed[1])
                 position = end_match.end() if end_match else parsed[1]
         if not calls:
             return text, []
-        outside += text[position:]
+        content += text[position:]
         for outer in (self.outer_begin.strip(), self.outer_close.strip()):
-            outside = outside.replace(outer, "", 1) if outer else outside
-        return outside.strip(), calls
+            content = content.replace(outer, "", 1) if outer else content
+        return content.strip(), calls
 
 
-def _json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as {"name": NAME, "arguments": {...}}, with any keys in any order, or as a
     list of such objects."""
     for start in (bracket.start() for bracket in re.finditer(r"[\[{]", text)):
         value, end = _decode(text, start) or (None, 0)
-        path = _path(value[-1] if isinstance(value, list) and value else value, name, placeholders[2])
-        if path is None:
+        call_value = value[-1] if isinstance(value, list) and value else value
+        keys = _find_call_object(call_value, name, placeholders[2])
+        if keys is None:
             continue
 
         def read_at(
-            text: str, position: int, tools: Sequence[ToolSpec], path: tuple[list[str], str, str] = path
+            text: str, position: int, tools: Sequence[ToolSpec], keys: tuple[list[str], str, str] = keys
         ) -> Parsed | None:
             decoded = _decode(text, position)
             if decoded is None:
                 return None
-            rows = decoded[0] if isinstance(decoded[0], list) else [decoded[0]]
-            return [_call_of(row, path) for row in rows], decoded[1]
+            call_objects = decoded[0] if isinstance(decoded[0], list) else [decoded[0]]
+            return [_call_of(call, keys) for call in call_objects], decoded[1]
 
         return start, end, lambda close: read_at
     return None
 
 
-def _named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as NAME, a separator and {...}, as JSON or with bare keys and a special
     quote."""
     start = text.find(name)
@@ -121,20 +123,19 @@ def _named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     brace = text.find("{", name_end) if start >= 0 else -1
     if brace < 0:
         return None
-    bare_key = re.compile(rf"\{{{placeholders[2]}:(?P<quote>\S+?){placeholders[3]}(?P=quote),").match(
-        text, brace
-    )
-    decode = _decode_with(bare_key["quote"]) if bare_key else _decode
+    bare_key_pattern = rf"\{{{placeholders[2]}:(?P<quote>\S+?){placeholders[3]}(?P=quote),"
+    bare_key_match = re.compile(bare_key_pattern).match(text, brace)
+    decode = _make_decoder(bare_key_match["quote"]) if bare_key_match else _decode
     arguments = decode(text, brace)
     if arguments is None or arguments[0] != {
         placeholders[2]: placeholders[3],
         placeholders[4]: placeholders[5],
     }:
         return None
-    middle = re.compile(_loose(text[name_end:brace]) + r"\s*(?=\{)")
+    separator_pattern = re.compile(_loose_pattern(text[name_end:brace]) + r"\s*(?=\{)")
 
     def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
-        separator = middle.search(text, position)
+        separator = separator_pattern.search(text, position)
         decoded = decode(text, separator.end()) if separator else None
         if separator is None or decoded is None:
             return None
@@ -143,52 +144,52 @@ def _named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     return start, arguments[1], lambda close: read_at
 
 
-def _python(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+def _find_python(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as [NAME(KEY=VALUE, ...), ...]."""
-    calls = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
-    if calls is None:
+    match = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
+    if match is None:
         return None
 
     def make_reader(close: str) -> ReadAt:
-        end_pattern = _literal(close) if close.strip() else re.compile(r"\Z")
+        end_pattern = _literal_pattern(close) if close.strip() else re.compile(r"\Z")
 
         def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
-            end = end_pattern.search(text, position)
-            return _python_calls(text[position : end.start()].strip(), end.start()) if end else None
+            end_match = end_pattern.search(text, position)
+            end = end_match.start() if end_match else -1
+            return _parse_python_calls(text[position:end].strip(), end) if end_match else None
 
         return read_at
 
-    return calls.start(), calls.end(), make_reader
+    return match.start(), match.end(), make_reader
 
 
-def _python_calls(code: str, end: int) -> Parsed | None:
+def _parse_python_calls(code: str, end: int) -> Parsed | None:
     for text in (code, code.replace("\n", "\\n")):  # some templates do not escape newlines in strings
         try:
             with warnings.catch_warnings(action="ignore"):
                 tree = ast.parse(text, mode="eval").body
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        rows = tree.elts if isinstance(tree, ast.List) else [tree]
-        calls = [row for row in rows if isinstance(row, ast.Call)]
+        elements = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls = [row for row in elements if isinstance(row, ast.Call)]
         are_names = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
-        if rows and are_names and len(calls) == len(rows):
+        if elements and are_names and len(calls) == len(elements):
             return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
     return None
 
 
-def _pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
-    """Return the syntax of calls written as NAME and any number of pairs, each with a tag before the key, before the
-    value and after the value."""
+def _find_pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
+    """Return the syntax of calls written as NAME and any number of tagged key-value pairs."""
     start = text.find(name)
-    pieces = re.split("|".join(placeholders[n] for n in range(2, 6)), text[start + len(name) :])
-    if start < 0 or len(pieces) < 5:
+    tag_texts = re.split("|".join(placeholders[n] for n in range(2, 6)), text[start + len(name) :])
+    if start < 0 or len(tag_texts) < 5:
         return None
-    to_key, to_value, separator, next_to_value, call_tail = pieces[:5]
-    key_start = _common_end(to_key, separator)
+    before_key, before_value, separator, next_before_value, call_tail = tag_texts[:5]
+    key_start = _common_suffix(before_key, separator)
     pair_end = separator.removesuffix(key_start)
     if (
-        next_to_value != to_value
-        or not to_value.strip()
+        next_before_value != before_value
+        or not before_value.strip()
         or not key_start.strip()
         or not call_tail.startswith(pair_end)
     ):
@@ -199,68 +200,67 @@ def _pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
         + len(text[start + len(name) :].partition(placeholders[5])[0])
         + len(placeholders[5] + pair_end)
     )
-    preamble = to_key.removesuffix(key_start)
+    preamble = before_key.removesuffix(key_start)
 
     def make_reader(close: str) -> ReadAt:
-        first_key, no_key = _literal(preamble + key_start), _literal(preamble + close)
-        next_key = re.compile(_tight(pair_end) + _loose(key_start))
-        call_end = re.compile(f"{_tight(pair_end)}(?={_loose(close)})")
-        return _PairReader(first_key, no_key, re.compile(_tight(to_value)), next_key, call_end).read_at
+        first_key, no_key = _literal_pattern(preamble + key_start), _literal_pattern(preamble + close)
+        next_key = re.compile(_tight_pattern(pair_end) + _loose_pattern(key_start))
+        call_end = re.compile(f"{_tight_pattern(pair_end)}(?={_loose_pattern(close)})")
+        value_start = re.compile(_tight_pattern(before_value))
+        return _PairReader(first_key, no_key, value_start, next_key, call_end).read_at
 
     return start, end, make_reader
 
 
 @dataclass(frozen=True, slots=True)
 class _PairReader:
-    """Parses a name and tagged pairs of keys and values; the fields match the tags between them."""
+    """Parser of a name and tagged key-value pairs. Its patterns match the tags between them."""
 
     first_key: re.Pattern[str]
     no_key: re.Pattern[str]
-    to_value: re.Pattern[str]
+    value_start: re.Pattern[str]
     next_key: re.Pattern[str]
-    end: re.Pattern[str]
+    call_end: re.Pattern[str]
 
     def read_at(self, text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
-        first, end_match = self.first_key.search(text, position), self.no_key.search(text, position)
-        if end_match and (first is None or end_match.start() < first.start()):
+        first_match, end_match = self.first_key.search(text, position), self.no_key.search(text, position)
+        if end_match and (first_match is None or end_match.start() < first_match.start()):
             return [make_call(text[position : end_match.start()], {})], end_match.start()
-        if first is None:
+        if first_match is None:
             return None
-        name, values, position = text[position : first.start()].strip(), dict[str, Any](), first.end()
-        types = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
+        name, arguments = text[position : first_match.start()].strip(), dict[str, Any]()
+        position = first_match.end()
+        schemas = next((tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {})
         while True:
-            middle = self.to_value.search(text, position)
-            if middle is None:
+            value_match = self.value_start.search(text, position)
+            if value_match is None:
                 return None
-            key = text[position : middle.start()].strip()
-            next_match, end_match = (
-                self.next_key.search(text, middle.end()),
-                self.end.search(text, middle.end()),
-            )
-            stop = min((tag for tag in (next_match, end_match) if tag), key=re.Match.start, default=None)
-            if stop is None:
+            key = text[position : value_match.start()].strip()
+            next_match = self.next_key.search(text, value_match.end())
+            end_match = self.call_end.search(text, value_match.end())
+            tag_match = min((tag for tag in (next_match, end_match) if tag), key=re.Match.start, default=None)
+            if tag_match is None:
                 return None
-            values[key] = typed_value(text[middle.end() : stop.start()], types.get(key))
-            position = stop.end()
-            if stop is end_match:
-                return [make_call(name, values)], position
+            arguments[key] = parse_value(text[value_match.end() : tag_match.start()], schemas.get(key))
+            position = tag_match.end()
+            if tag_match is end_match:
+                return [make_call(name, arguments)], position
 
 
 PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
-def typed_value(text: str, schema: Any) -> Any:
-    """Return the value of an unquoted text: the JSON value or Python constant, unless the schema allows a string and
-    not the value's type."""
+def parse_value(text: str, schema: Any) -> Any:
+    """Parse an unquoted argument as JSON or a Python constant. Return the text itself if only that fits the schema."""
     value, end = _decode(text, 0) or (text, 0)
     if text[end:].strip() or isinstance(value, str):
         value = PYTHON_CONSTANTS.get(text.strip(), text)
-    types = _allowed_types(schema)
-    if types is None or "string" not in types:
+    allowed = _allowed_types(schema)
+    if allowed is None or "string" not in allowed:
         return value
     value_type = JSON_TYPES.get(type(value), "null")
-    return value if value_type in types or (value_type == "integer" and "number" in types) else text
+    return value if value_type in allowed or (value_type == "integer" and "number" in allowed) else text
 
 
 def _allowed_types(schema: Any) -> set[str] | None:
@@ -285,9 +285,9 @@ def _decode(text: str, position: int) -> tuple[Any, int] | None:
         return None
 
 
-def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
+def _make_decoder(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
     """Return a decoder of {key:QUOTEtextQUOTE,other:[1,true]}."""
-    token = re.compile(
+    token_pattern = re.compile(
         rf"\s*(?:{re.escape(quote)}(.*?){re.escape(quote)}|([{{}}\[\]:,])|([^{{}}\[\]:,<]+))", re.DOTALL
     )
 
@@ -295,8 +295,8 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
         rf"\s*(?:{re.escape(quote)}(.*?){re.escape(quote)}\s*|([^:{{}}]*)):", re.DOTALL
     )
 
-    def value_at(text: str, position: int, depth: int) -> tuple[Any, int]:
-        match = token.match(text, position)
+    def decode_value(text: str, position: int, depth: int) -> tuple[Any, int]:
+        match = token_pattern.match(text, position)
         if match is None or depth > MAX_DEPTH or (match[2] or "{") not in "{[":
             raise ValueError("no value")
         position = match.end()
@@ -317,34 +317,34 @@ def _decode_with(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
                     raise ValueError("no key")
                 key = label[2].strip() if label[1] is None else label[1]
                 position = label.end()
-            value, position = value_at(text, position, depth + 1)
+            value, position = decode_value(text, position, depth + 1)
             items.append((key, value))
         return dict(items) if is_object else [value for _, value in items], end_match.end()
 
     def decode(text: str, position: int) -> tuple[Any, int] | None:
         try:
-            return value_at(text, position, 0)
+            return decode_value(text, position, 0)
         except ValueError:
             return None
 
     return decode
 
 
-def _path(value: Any, name: str, key: str) -> tuple[list[str], str, str] | None:
-    """Return the path of keys to the object of a call, and its keys of name and arguments; None if there is none."""
-    for field, inner in value.items() if isinstance(value, dict) else ():
-        if inner == name:
+def _find_call_object(value: Any, name: str, key: str) -> tuple[list[str], str, str] | None:
+    """Find a call's object in decoded JSON. Return the keys that lead to it, its name key and its arguments key."""
+    for field, field_value in value.items() if isinstance(value, dict) else ():
+        if field_value == name:
             arguments = [
                 argument for argument, item in value.items() if argument != field and key in str(item)
             ]
             return ([], field, arguments[0]) if arguments else None
-        if inner_path := _path(inner, name, key):
-            return [field, *inner_path[0]], inner_path[1], inner_path[2]
+        if inner_keys := _find_call_object(field_value, name, key):
+            return [field, *inner_keys[0]], inner_keys[1], inner_keys[2]
     return None
 
 
-def _call_of(value: Any, path: tuple[list[str], str, str]) -> ToolCall:
-    fields, name, arguments = path
+def _call_of(value: Any, keys: tuple[list[str], str, str]) -> ToolCall:
+    fields, name, arguments = keys
     for field in fields:
         value = value.get(field) if isinstance(value, dict) else None
     if isinstance(value, dict):
@@ -352,24 +352,24 @@ def _call_of(value: Any, path: tuple[list[str], str, str]) -> ToolCall:
     return call_from_value(value)
 
 
-def _common_end(first: str, second: str) -> str:
-    return _common_start(first[::-1], second[::-1])[::-1]
+def _common_suffix(first: str, second: str) -> str:
+    return _common_prefix(first[::-1], second[::-1])[::-1]
 
 
-def _common_start(first: str, second: str) -> str:
-    sizes = range(min(len(first), len(second)), -1, -1)
-    return next(first[:size] for size in sizes if first[:size] == second[:size])
+def _common_prefix(first: str, second: str) -> str:
+    lengths = range(min(len(first), len(second)), -1, -1)
+    return next(first[:length] for length in lengths if first[:length] == second[:length])
 
 
-def _literal(text: str) -> re.Pattern[str]:
-    return re.compile(r"\s*" + _loose(text.strip()))
+def _literal_pattern(text: str) -> re.Pattern[str]:
+    return re.compile(r"\s*" + _loose_pattern(text.strip()))
 
 
-def _tight(text: str) -> str:
+def _tight_pattern(text: str) -> str:
     """Return a pattern for a tag next to a value. White space, except the tag's newline, belongs to the value."""
     return re.escape(text).replace("\\\n", "\n?")
 
 
-def _loose(text: str) -> str:
+def _loose_pattern(text: str) -> str:
     """Return a pattern for the text that accepts missing or different white space."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))

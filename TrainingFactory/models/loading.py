@@ -18,8 +18,8 @@ from TrainingFactory.models.adapters import attach_adapter
 from TrainingFactory.models.dtypes import DTYPES, convert_weights, pick_device, pick_dtype
 from TrainingFactory.models.loading_errors import RECOPY_ADVICE, explained_errors, local_folder
 from TrainingFactory.models.model_files import (
+    cache_gguf_reader,
     check_hub,
-    gguf_read_once,
     locate_model,
     read_config,
     read_tokenizer,
@@ -117,7 +117,7 @@ def load_model(
         model_vision = open_vision(model, image_processor, tokenizer, image_tokens)
     model = model.eval()
     if adapter is not None:
-        model = attach_adapter(model, adapter, is_whole=image_processor is not None)
+        model = attach_adapter(model, adapter, has_all_parts=image_processor is not None)
     _check_finite(name, model)
     notes = pretrained.notes + remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
@@ -158,15 +158,15 @@ def _check_finite(name: str, model: Any) -> None:
     if not weights:
         return
     bounds = torch.stack([torch.stack(torch.aminmax(param)).float() for param in weights.values()])
-    finite = bounds.isfinite().all(dim=1).tolist()
-    invalid = [key for key, is_finite in zip(weights, finite, strict=True) if not is_finite]
-    if invalid:
-        others_note = f" and {len(invalid) - 1} others" if len(invalid) > 1 else ""
+    are_finite = bounds.isfinite().all(dim=1).tolist()
+    invalid_keys = [key for key, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
+    if invalid_keys:
+        others_note = f" and {len(invalid_keys) - 1} others" if len(invalid_keys) > 1 else ""
         advice = "download or export the model again"
         if model.dtype == torch.float16:
             advice += ", or set model.dtype=bfloat16, whose range is larger"
         raise ValueError(
-            f"model {name!r}: weight {invalid[0]}{others_note} has NaN or infinite values; {advice}"
+            f"model {name!r}: weight {invalid_keys[0]}{others_note} has NaN or infinite values; {advice}"
         )
 
 
@@ -201,24 +201,24 @@ def _load_pretrained(
 ) -> PretrainedParts:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    source, gguf = locate_model(name, target)
-    options |= gguf
+    source, gguf_options = locate_model(name, target)
+    options |= gguf_options
     if source == target and not Path(source).exists():
         check_hub(name, target, options["revision"])
-    if gguf:
-        file = Path(source, gguf["gguf_file"])
+    if gguf_options:
+        file = Path(source, gguf_options["gguf_file"])
         size = file.stat().st_size
-        amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-        print(f"Reading {file} ({amount}) ...", file=sys.stderr, flush=True)
+        size_text = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+        print(f"Reading {file} ({size_text}) ...", file=sys.stderr, flush=True)
     else:  # safetensors only: other weight files are pickles, which execute code when they are read
         weight_options["use_safetensors"] = True
-    reading = partial(
+    explain = partial(
         explained_errors, f"model {name!r} could not be loaded from {source!r}", source, options
     )
     config: Any = None  # of a composite model
-    with gguf_read_once() if gguf else nullcontext():
-        if not gguf:
-            with reading("config.json"):
+    with cache_gguf_reader() if gguf_options else nullcontext():
+        if not gguf_options:
+            with explain("config.json"):
                 whole_config = read_config(source, options)
             config = whole_config if composite.is_composite(whole_config) else None
         if vision and getattr(config, "vision_config", None) is None:
@@ -230,15 +230,15 @@ def _load_pretrained(
             part_options = (
                 composite.vision_options(config) if vision else composite.loading_options(name, config)
             )
-        with reading("tokenizer.json"):
+        with explain("tokenizer.json"):
             tokenizer = read_tokenizer(source, options)
         image_processor = None
         if vision:
-            with reading(composite.IMAGE_PROCESSOR):
+            with explain(composite.IMAGE_PROCESSOR):
                 image_processor = composite.read_image_processor(source, options)
-        hiding = nullcontext() if config is None else composite.hiding_expected_warnings()
+        hide_warnings = nullcontext() if config is None else composite.hide_expected_warnings()
         auto_class: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        with reading("config.json"), hiding:  # or the weights, if they do not match it
+        with explain("config.json"), hide_warnings:  # or the weights, if they do not match it
             loaded: Any = auto_class.from_pretrained(
                 source, output_loading_info=True, **options, **weight_options, **part_options
             )
@@ -249,7 +249,7 @@ def _load_pretrained(
             f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; "
             f"{RECOPY_ADVICE}"
         )
-    if gguf:
+    if gguf_options:
         # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
         del model.config.quantization_config
         model.hf_quantizer = None

@@ -19,8 +19,8 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 
 
 @contextmanager
-def explained_errors(task: str, source: str, options: dict[str, Any], component: str) -> Iterator[None]:
-    """Convert any error of the block, except device errors, to a ValueError of one line: task, file, cause, remedy."""
+def explained_errors(problem: str, source: str, options: dict[str, Any], component: str) -> Iterator[None]:
+    """Convert errors of the block, except device errors, to a one-line ValueError: problem, file, cause, remedy."""
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
@@ -28,7 +28,7 @@ def explained_errors(task: str, source: str, options: dict[str, Any], component:
     except LOADING_ERRORS as error:
         if "allocate memory" in str(error):
             raise
-        raise ValueError(f"{task}: {_describe_cause(error, source, options, component)}") from error
+        raise ValueError(f"{problem}: {_describe_cause(error, source, options, component)}") from error
 
 
 def local_folder(source: str, options: dict[str, Any]) -> Path:
@@ -43,8 +43,8 @@ def local_folder(source: str, options: dict[str, Any]) -> Path:
 
 
 def _describe_cause(error: Exception, source: str, options: dict[str, Any], component: str) -> str:
-    """Return why a model could not be loaded, and what to do. Names the missing or damaged file if there is one;
-    otherwise quotes the library's error for the file `component`."""
+    """Return the cause of a loading error and its remedy. Name the missing or damaged file if there is one; otherwise
+    quote the library's error for the file `component`."""
     if isinstance(error, ImportError):
         return _first_line(error)
     if (name := options.get("gguf_file")) is not None:

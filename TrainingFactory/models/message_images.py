@@ -25,38 +25,37 @@ IMAGES_NOTE = (
 
 
 class ImagePlaces:
-    """Finds the places of images in the renderings of a chat template and replaces the template's placeholder by the
-    tokens of an image. The same placeholder in a conversation's texts stays text, because only the template's own text
-    is searched."""
+    """Locator of image placeholders in the renderings of a chat template. The same placeholder in a conversation's
+    texts stays text, because only the template's own text is searched."""
 
     def __init__(self, vision: Vision | None, encoder: TextEncoder) -> None:
         self._vision, self._encoder = vision, encoder
         self._token = None if vision is None else encoder.control_texts[vision.placeholder]
 
     def split(self, text: str) -> list[str | Control]:
-        """Split a template's own text at its control tokens and at the places of its images."""
+        """Split a template's own text at its control tokens and image placeholders."""
         parts = self._encoder.split(text)
         if self._vision is None:
             return parts
         before, after = (self._encoder.split(part) for part in (self._vision.before, self._vision.after))
-        image = [*before, Control(IMAGE), *after]
-        return list(chain.from_iterable(image if part == (self._token,) else [part] for part in parts))
+        image_parts = [*before, Control(IMAGE), *after]
+        return list(chain.from_iterable(image_parts if part == (self._token,) else [part] for part in parts))
 
-    def count(self, text: str) -> int:
+    def count_images(self, text: str) -> int:
         return self.split(text).count(Control(IMAGE))
 
-    def require(self, render: Callable[[], str]) -> None:
-        """Raise ValueError if `render`, which renders a message with one image, does not show that image once."""
-        shows = False
+    def require_image(self, render: Callable[[], str]) -> None:
+        """Raise ValueError unless the rendering of a message with one image shows that image once."""
+        shows_image = False
         with suppress(ValueError):
-            shows = self.count(render()) == 1
-        if not shows:
+            shows_image = self.count_images(render()) == 1
+        if not shows_image:
             raise ValueError(
                 "the chat template renders no images, though the model sees them; set model.chat_template to a "
                 "template that does, or model.vision=false"
             )
 
-    def next_ids(self, images: Iterator[Image]) -> list[int]:
+    def encode_next(self, images: Iterator[Image]) -> list[int]:
         """Return the tokens of the next image."""
         image = next(images, None)
         if image is None or self._vision is None:
@@ -93,25 +92,25 @@ def join_results(messages: Sequence[Message]) -> list[Message]:
     """Join the tool results of each turn into one user message, for templates that render no tool messages."""
     joined: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-        run = list(group)
-        headings = [f"Result of {message.name or 'the tool'}:\n" for message in run]
-        joined += [_join(headings, run)] if are_results else run
+        group_messages = list(group)
+        headings = [f"Result of {message.name or 'the tool'}:\n" for message in group_messages]
+        joined += [_join(headings, group_messages)] if are_results else group_messages
     return joined
 
 
 def images_after_results(messages: Sequence[Message]) -> list[Message]:
     """Move the images of tool results into a user message after the results of each turn, for templates that render
     them only there."""
-    moved: list[Message] = []
+    result: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
-        run = list(group)
-        shown = [message for message in run if message.images] if are_results else []
-        moved += [replace(message, images=[]) for message in run] if shown else run
-        if shown:
-            headings = [f"Images of the result of {message.name or 'the tool'}:\n" for message in shown]
-            images = [[PlacedImage(0, image) for image in images_of([message])] for message in shown]
-            moved.append(_join(headings, [Message("user", images=placed) for placed in images]))
-    return moved
+        group_messages = list(group)
+        with_images = [message for message in group_messages if message.images] if are_results else []
+        result += [replace(message, images=[]) if with_images else message for message in group_messages]
+        if with_images:
+            headings = [f"Images of the result of {message.name or 'the tool'}:\n" for message in with_images]
+            images = [[PlacedImage(0, image) for image in images_of([message])] for message in with_images]
+            result.append(_join(headings, [Message("user", images=placed) for placed in images]))
+    return result
 
 
 def _join(headings: Sequence[str], messages: Sequence[Message]) -> Message:
@@ -119,18 +118,18 @@ def _join(headings: Sequence[str], messages: Sequence[Message]) -> Message:
     content, images = "", list[PlacedImage]()
     for heading, message in zip(headings, messages, strict=True):
         content += ("\n\n" if content else "") + heading
-        images += [PlacedImage(len(content) + place, image) for place, image in message.images]
+        images += [PlacedImage(len(content) + offset, image) for offset, image in message.images]
         content += message.content
     return Message("user", content, images=images)
 
 
 def decode_with_images(decode: Callable[[Sequence[int]], str], token_ids: Sequence[int]) -> str:
-    """Decode ids, with a text in place of each image."""
+    """Decode token ids and write a placeholder text for each image."""
     if not has_images(token_ids):
         return decode(token_ids)
     # An image that is shown twice in a row begins again with its first id.
-    starts = {find_image(token).first for token in token_ids if token >= VIRTUAL}
-    runs = groupby(token_ids, lambda token: token if token in starts else token >= VIRTUAL)
+    first_ids = {find_image(token).first for token in token_ids if token >= VIRTUAL}
+    runs = groupby(token_ids, lambda token: token if token in first_ids else token >= VIRTUAL)
     return "".join(
         decode(list(run)) if key is False else "" if key is True else placeholder(find_image(int(key)).image)
         for key, run in runs

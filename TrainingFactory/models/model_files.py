@@ -1,5 +1,4 @@
-"""The files of a model: where they are, by hub id, folder, GGUF file, package or short name, and its config and
-tokenizer."""
+"""Location of a model's files by hub id, folder, GGUF file, package or short name, and reading of its config."""
 
 from __future__ import annotations
 
@@ -99,12 +98,12 @@ def read_tokenizer(source: str, options: dict[str, Any]) -> Any:
         # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(source, **options)
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = composite.processor_template(source, options)
+        tokenizer.chat_template = composite.read_processor_template(source, options)
     return tokenizer
 
 
 @contextmanager
-def gguf_read_once() -> Iterator[None]:
+def cache_gguf_reader() -> Iterator[None]:
     """Cache the reader of a GGUF file and its table of names. Without the cache transformers reads the file again for
     tokenizer, config and weights, and builds the table for each part of the model, which takes half of the loading
     time."""

@@ -12,7 +12,7 @@ from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
 from TrainingFactory.models.probes import IMAGE_PART, CallStyle, content_parts
-from TrainingFactory.models.templates import ChatTemplate, Transform, json_inner
+from TrainingFactory.models.templates import ChatTemplate, Transform, json_escape
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 Texts = list[str]  # mark number i stands for text number i
@@ -36,23 +36,22 @@ class Outlines:
         self._last_specs: list[ToolSpec] = []
         self._last_schemas: tuple[list[dict[str, Any]], str, Texts] = ([], "", [])
 
-    def settle(self, calls_as_json: bool) -> None:
+    def set_call_format(self, calls_as_json: bool) -> None:
         """Set whether tool calls are written as JSON instead of by the template. If it is known how the template
         transforms a call's arguments, marks then replace ordinary strings in arguments too, so that calls that differ
         only in strings share one cached outline."""
         self._calls_as_json = calls_as_json
         with suppress(ValueError):
-            self._marks_arguments = not calls_as_json and self.hide_marks("argument", "") == ""
+            self._marks_arguments = not calls_as_json and self.transform_text("argument", "") == ""
 
     def mark(self, text: str, texts: Texts) -> str:
         texts.append(text)
         return self._template.marks[len(texts) - 1]
 
-    def hide_marks(self, context: str, text: str) -> str:
-        """Return the text as the template writes it at the place `context`. Some templates strip a text, some encode it
-        as JSON."""
+    def transform_text(self, context: str, text: str) -> str:
+        """Return the text as the template writes it in `context`. Some templates strip it or encode it as JSON."""
         if self._calls_as_json and context.endswith("argument"):
-            return json_inner(text)
+            return json_escape(text)
         if context not in self._transforms:
             render = probes.make_renderer(self._template, context, self._style)
             self._transforms[context] = self._template.transform(context, render)
@@ -75,10 +74,10 @@ class Outlines:
             and value not in SCHEMA_WORDS
             and self._encoder.may_form_control_token(value)
         ):
-            return self.mark(self.hide_marks(context, value), texts)
+            return self.mark(self.transform_text(context, value), texts)
         return value
 
-    def schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
+    def shield_schemas(self, specs: list[ToolSpec]) -> tuple[list[dict[str, Any]], str, Texts]:
         """Return the tool list as the template gets it, the list's JSON text, and the texts that its marks stand for.
         The result for the last list is cached, because the episodes of a batch have the same tools."""
         if specs != self._last_specs:
@@ -90,37 +89,37 @@ class Outlines:
 
     def call(self, call: ToolCall, texts: Texts) -> ToolCall:
         arguments = {
-            self.shield(key, texts, "nested argument"): self._argument(value, texts)
+            self.shield(key, texts, "nested argument"): self._shield_argument(value, texts)
             for key, value in call.arguments.items()
         }
         return ToolCall(self.shield(call.name, texts, "argument"), arguments)
 
-    def _argument(self, value: Any, texts: Texts) -> Any:
+    def _shield_argument(self, value: Any, texts: Texts) -> Any:
         if (
             self._marks_arguments
             and isinstance(value, str)
             and value.strip()
             and SIMPLE_TEXT.fullmatch(value)
         ):
-            return self.mark(self.hide_marks("argument", value), texts)
+            return self.mark(self.transform_text("argument", value), texts)
         return self.shield(value, texts, "argument")
 
-    def contents(self, message: Message) -> Texts:
-        """Return the texts around a message's images as the template writes them, at least one."""
+    def render_contents(self, message: Message) -> Texts:
+        """Render the texts around a message's images. Return at least one text."""
         if not message.images:
-            return [self.hide_marks(message.role, message.content) if message.content else ""]
+            return [self.transform_text(message.role, message.content) if message.content else ""]
         parts = [part for part in content_parts(message) if part is not None]
-        return [self.hide_marks(f"{message.role} part", part) for part in parts] or [""]
+        return [self.transform_text(f"{message.role} part", part) for part in parts] or [""]
 
     def content(self, message: Message, texts: Texts) -> Any:
-        """Return the content of a message with marks in place of its texts: one mark, or for a message with images a
-        list of marks and image placeholders."""
+        """Return a message's content with marks in place of its texts and placeholders in place of its images."""
         if not message.images:
-            return self.mark(self.hide_marks(message.role, message.content), texts) if message.content else ""
+            text = self.transform_text(message.role, message.content) if message.content else ""
+            return self.mark(text, texts) if message.content else ""
         return [
             IMAGE_PART
             if part is None
-            else {"type": "text", "text": self.mark(self.hide_marks(f"{message.role} part", part), texts)}
+            else {"type": "text", "text": self.mark(self.transform_text(f"{message.role} part", part), texts)}
             for part in content_parts(message)
         ]
 
@@ -140,19 +139,19 @@ class Outlines:
             outline["name"] = self.mark(message.name or "tool", texts)
         return outline
 
-    def unquote(self, message: Message, quotes: Texts) -> Message:
-        """Return an assistant's message in which every mark is replaced by the text that it stands for."""
+    def restore_quotes(self, message: Message, quotes: Texts) -> Message:
+        """Return an assistant message with the quoted texts in place of their marks."""
 
-        def plain(value: Any) -> Any:
+        def restore(value: Any) -> Any:
             if isinstance(value, str):
                 parts = self._template.marks.split(value)
                 return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
             if isinstance(value, dict):
-                return {plain(key): plain(item) for key, item in value.items()}
-            return [plain(item) for item in value] if isinstance(value, list) else value
+                return {restore(key): restore(item) for key, item in value.items()}
+            return [restore(item) for item in value] if isinstance(value, list) else value
 
         calls = [
-            ToolCall(plain(call.name), plain(call.arguments), call.id, plain(call.error))
+            ToolCall(restore(call.name), restore(call.arguments), call.id, restore(call.error))
             for call in message.tool_calls
         ]
-        return Message("assistant", plain(message.content), calls, reasoning=plain(message.reasoning))
+        return Message("assistant", restore(message.content), calls, reasoning=restore(message.reasoning))

@@ -28,9 +28,9 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
     """Parse <tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number: Qwen2.5, Qwen3, Hermes. A tag inside
     a string of the arguments belongs to the string. Braces may be doubled, because the template of Qwen2.5-Coder shows
     an example with doubled braces. A call of one of the `tools` without these tags is malformed."""
-    outside, calls, position = "", list[ToolCall](), 0
+    content, calls, position = "", list[ToolCall](), 0
     while tag := _TAG.search(text, position):
-        outside += text[position : tag.start()]
+        content += text[position : tag.start()]
         position = tag.end()
         if tag.group() == "</tool_call>":
             calls.append(malformed_call("found </tool_call> without <tool_call> before it"))
@@ -50,7 +50,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             position = end_match.end()
     if not calls:
         return _read_untagged(text, tools)
-    return (outside + text[position:]).strip(), calls
+    return (content + text[position:]).strip(), calls
 
 
 def _decode_braces(text: str, position: int) -> tuple[Any, int]:
@@ -66,12 +66,12 @@ def _read_untagged(text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[Tool
     """Return a malformed call for each call of one of the tools that is written as JSON without tags, in a fence or
     between <tools> and </tools>. It is not executed, because text that the model quotes may look like that."""
     names = {tool.name for tool in tools}
-    tagged = _TOOLS_TAG.search(text) if names else None
-    content, calls = read_bare_json(tagged[1] if tagged else text, tools) if names else (text, [])
+    tools_match = _TOOLS_TAG.search(text) if names else None
+    content, calls = read_bare_json(tools_match[1] if tools_match else text, tools) if names else (text, [])
     if not any(call.error or call.name in names for call in calls):
         return text, []
     reason = "write it between <tool_call> and </tool_call>"
-    content = text[: tagged.start()].strip() if tagged else content
+    content = text[: tools_match.start()].strip() if tools_match else content
     return content, [malformed_call(reason, call.name) for call in calls]
 
 
@@ -79,22 +79,22 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
     """Parse JSON objects {"name": ..., "parameters" or "arguments": {...}} from the first line that begins with one,
     separated by white space, commas or semicolons, with or without a ```json fence. An object without arguments is a
     call only if it names a tool; any other JSON is the answer."""
-    start = re.search(
+    start_match = re.search(
         r'^[ \t]*(?:```(?:json)?\s*)?(\[?\s*(?=\{\s*"(?:name|function|type)"))', text, re.MULTILINE
     )
-    if start is None:
+    if start_match is None:
         return text, []
-    body = re.sub(r"\s*```\s*\Z", "", text[start.end() :])
+    body = re.sub(r"\s*```\s*\Z", "", text[start_match.end() :])
     names = [tool.name for tool in tools]
     calls, position = list[ToolCall](), 0
     while position < len(body):
         try:
             value, position = DECODER.raw_decode(body, position)
         except (ValueError, RecursionError):
-            rest = body[position:].lstrip()
-            if not calls and not re.search(r'"(arguments|parameters)"', rest):
+            remaining = body[position:].lstrip()
+            if not calls and not re.search(r'"(arguments|parameters)"', remaining):
                 return text, []
-            if not calls or rest.startswith("{"):
+            if not calls or remaining.startswith("{"):
                 calls.append(malformed_call("the call is not valid JSON"))
             break
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
@@ -104,7 +104,7 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
         elif not calls:
             return text, []
         position += len(body[position:]) - len(body[position:].lstrip(" \t\r\n,;"))
-    return text[: start.start()].strip(), calls
+    return text[: start_match.start()].strip(), calls
 
 
 def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
@@ -115,9 +115,9 @@ def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[Too
     content, calls = read_bare_json(after, tools)
     if calls:
         return before.strip(), calls
-    built_in = re.fullmatch(r"\s*(\w+)\.call\((.*)\)\s*", content, re.DOTALL)
-    if built_in:
-        return before.strip(), [call_from_keywords(built_in.group(1), built_in.group(2))]
+    builtin_call = re.fullmatch(r"\s*(\w+)\.call\((.*)\)\s*", content, re.DOTALL)
+    if builtin_call:
+        return before.strip(), [call_from_keywords(builtin_call.group(1), builtin_call.group(2))]
     return before.strip(), [ToolCall("python", {"code": content.strip()})]
 
 
@@ -127,16 +127,16 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
     content, *blocks = text.split(begin)
     calls = []
     for block in blocks:
-        call_text, closed, _ = block.partition(end)
-        first, separator, second = call_text.partition(sep)
-        if not closed or not separator:
+        call_text, end_tag, _ = block.partition(end)
+        first_field, separator, second_field = call_text.partition(sep)
+        if not end_tag or not separator:
             calls.append(malformed_call(f"a call needs {sep} inside and {end} at its end"))
-        elif first.strip() == "function":
-            name, _, arguments = second.strip().partition("\n")
+        elif first_field.strip() == "function":
+            name, _, arguments = second_field.strip().partition("\n")
             fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
             calls.append(make_call(name, fence.group(1) if fence else arguments))
         else:
-            calls.append(make_call(first, second))
+            calls.append(make_call(first_field, second_field))
     if not calls and "<｜tool▁calls▁begin｜>" in text:
         calls.append(malformed_call(f"no call in it starts with {begin}"))
     return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
@@ -144,7 +144,7 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
 
 def _call_from_json(text: str) -> ToolCall:
     try:
-        return call_from_value(_decoded(text))
+        return call_from_value(_decode_json(text))
     except ValueError as error:
         has_braces_in_strings = re.search(r'"[^"]*[{}][^"]*"(?=\s*[,:}\]])', text)
         if "{{" in text and not has_braces_in_strings:
@@ -164,15 +164,15 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
         return malformed_call('"name" must be the name of a tool')
     try:
         if isinstance(arguments, str):
-            arguments = _decoded(arguments) if arguments.strip() else {}
+            arguments = _decode_json(arguments) if arguments.strip() else {}
         if not isinstance({} if arguments is None else arguments, dict):
             raise ValueError("no JSON object")
-        return ToolCall(valid_text(name.strip()), _plain(arguments or {}))
+        return ToolCall(valid_text(name.strip()), _to_plain(arguments or {}))
     except ValueError as error:
         return malformed_call(f"the arguments are {error}", name)
 
 
-def _decoded(text: str) -> Any:
+def _decode_json(text: str) -> Any:
     try:
         return DECODER.decode(text.strip())
     except ValueError as error:
@@ -196,41 +196,41 @@ def call_from_tree(name: str, tree: ast.Call) -> ToolCall:
         return malformed_call('arguments must be written as key="value"', name)
     try:
         nodes = {str(keyword.arg): _Constants().visit(keyword.value) for keyword in tree.keywords}
-        values = {key: ast.literal_eval(node) for key, node in nodes.items()}
-        json.dumps(values, allow_nan=False)
+        arguments = {key: ast.literal_eval(node) for key, node in nodes.items()}
+        json.dumps(arguments, allow_nan=False)
     except (ValueError, TypeError, RecursionError, MemoryError):
         return malformed_call('the arguments are not of the form key="value"', name)
-    return make_call(name, values)
+    return make_call(name, arguments)
 
 
 class _Constants(ast.NodeTransformer):
-    """Replaces JSON's `true`, `false` and `null`, which are variable names in Python."""
+    """Replacement of JSON's `true`, `false` and `null`, which are variable names in Python."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         constants = {"true": True, "false": False, "null": None}
         return ast.Constant(constants[node.id]) if node.id in constants else node
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _to_plain(value: Any, depth: int = 0) -> Any:
     """Return the value in plain JSON types, with strings that can be encoded as UTF-8."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):
         return valid_text(value)
     if isinstance(value, dict):
-        return {valid_text(str(key)): _plain(item, depth + 1) for key, item in value.items()}
+        return {valid_text(str(key)): _to_plain(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, depth + 1) for item in value]
+        return [_to_plain(item, depth + 1) for item in value]
     return value
 
 
-def _finite(number: str) -> float | str:
+def _parse_finite(number: str) -> float | str:
     value = float(number)
     return value if math.isfinite(value) else number
 
 
 # Numbers that JSON cannot represent (NaN, 1e999) stay text, which the schema check rejects.
-DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_finite)
+DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_parse_finite)
 
 
 def malformed_call(reason: str, name: str = "") -> ToolCall:

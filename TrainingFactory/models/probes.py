@@ -30,16 +30,16 @@ class CallStyle:
     empty_content: str | None  # the value of `content` if there is none
 
     def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
-        rows = []
-        for number, call in enumerate(calls):
+        tool_calls = []
+        for index, call in enumerate(calls):
             as_text = self.arguments_as_text
             arguments = json.dumps(call.arguments, ensure_ascii=False) if as_text else call.arguments
             function = {"name": call.name, "arguments": arguments}
-            rows.append({"id": f"{CALL_ID}{number}", "type": "function", "function": function})
-        return {"role": "assistant", "content": content or self.empty_content, "tool_calls": rows}
+            tool_calls.append({"id": f"{CALL_ID}{index}", "type": "function", "function": function})
+        return {"role": "assistant", "content": content or self.empty_content, "tool_calls": tool_calls}
 
 
-def user(text: Any) -> dict[str, Any]:
+def user_message(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
@@ -57,15 +57,15 @@ def content_shape(message: Message) -> tuple[bool, ...]:
 
 
 def reads_only_parts(template: ChatTemplate) -> bool:
-    """Return whether the template drops content that is a text and renders a list of parts (SmolVLM)."""
+    """Return whether the template renders content only as a list of parts, not as a text (SmolVLM)."""
     mark = template.marks[0]
     try:
-        if mark in template.text([user(mark)]):
+        if mark in template.text([user_message(mark)]):
             return False
     except ValueError:
         pass
     try:
-        return mark in template.text([user(text_parts(mark))])
+        return mark in template.text([user_message(text_parts(mark))])
     except ValueError:
         return False
 
@@ -78,52 +78,53 @@ class ThoughtStyle:
     tags: tuple[str, str] | None = None
 
 
-def find_thought_style(template: ChatTemplate, start: str, control_texts: Iterable[str]) -> ThoughtStyle:
-    """Find how the template writes a thought. `start` is its prompt for a user message."""
+def find_thought_style(template: ChatTemplate, prompt: str, control_texts: Iterable[str]) -> ThoughtStyle:
+    """Find how the template writes a thought. `prompt` is its prompt for a user message."""
     content, thought = template.marks[1], template.marks[2]
     key = None
     for candidate in THOUGHT_KEYS:
         turn = {"role": "assistant", "content": content, candidate: thought}
         try:
-            before, found, rest = template.text([user(template.marks[0]), turn], header=False).partition(
-                thought
-            )
+            before, has_thought, after = template.text(
+                [user_message(template.marks[0]), turn], header=False
+            ).partition(thought)
         except ValueError:
             continue
-        if not found:
+        if not has_thought:
             continue
         key = key or candidate
-        opening, closing = re.search(rf"{TAG}\w*(?=\s*\Z)", before), re.match(rf"\s*({TAG})", rest)
-        if opening and closing and content in rest:
+        opening, closing = re.search(rf"{TAG}\w*(?=\s*\Z)", before), re.match(rf"\s*({TAG})", after)
+        if opening and closing and content in after:
             tags = opening[0], closing[1]
-            earlier = start.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
-            if tags[0] not in earlier:  # else it is the tag of any message
+            before_tags = prompt.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
+            if tags[0] not in before_tags:  # else it is the tag of any message
                 return ThoughtStyle(candidate, tags)
-    return ThoughtStyle(key or THOUGHT_KEYS[0], _tags_of_header(template, start, control_texts))
+    return ThoughtStyle(key or THOUGHT_KEYS[0], _find_header_tags(template, prompt, control_texts))
 
 
-def _tags_of_header(
-    template: ChatTemplate, start: str, control_texts: Iterable[str]
+def _find_header_tags(
+    template: ChatTemplate, prompt: str, control_texts: Iterable[str]
 ) -> tuple[str, str] | None:
     """Return the tags of an empty thought at the end of the generation prompt that finished turns do not show.
     Otherwise return Gemma's tags, if the tokenizer has them."""
-    header = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", start)
+    header = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", prompt)
     if header:
         turn = {"role": "assistant", "content": template.marks[1]}
-        conversation = template.text([user(template.marks[0]), turn], header=False)
-        if conversation.startswith(start[: header.start()]) and header[1] not in conversation:
+        conversation = template.text([user_message(template.marks[0]), turn], header=False)
+        if conversation.startswith(prompt[: header.start()]) and header[1] not in conversation:
             return header[1], header[2]
     is_gemma = {"<|channel>", "<channel|>"} <= set(control_texts)
     return GEMMA_THOUGHT if is_gemma else None
 
 
 def find_call_styles(template: ChatTemplate) -> list[CallStyle]:
-    """Return the styles in which the template renders a call's name and argument, one for each rendering."""
+    """Return the styles in which the template renders a call's name and argument, one for each distinct rendering."""
     name, argument = template.marks[1], template.marks[2]
     styles = dict[str, CallStyle]()
     for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
         try:
-            text = template.text([user("m"), style.message([ToolCall(name, {"a": argument})])], header=False)
+            turn = style.message([ToolCall(name, {"a": argument})])
+            text = template.text([user_message("m"), turn], header=False)
         except ValueError:
             continue
         if name in text and argument in text and "None" not in text:
@@ -135,13 +136,14 @@ def renders_one_call(template: ChatTemplate, style: CallStyle) -> bool:
     """Return whether the template drops every call of a turn but one (gpt-oss)."""
     names = template.marks[1], template.marks[2]
     try:
-        text = template.text([user("m"), style.message([ToolCall(name, {}) for name in names])], header=False)
+        turn = style.message([ToolCall(name, {}) for name in names])
+        text = template.text([user_message("m"), turn], header=False)
     except ValueError:
         return False  # it has its own error for a second call
     return not all(name in text for name in names)
 
 
-def tool(name: str, description: str, argument_type: str = "string") -> dict[str, Any]:
+def tool_schema(name: str, description: str, argument_type: str = "string") -> dict[str, Any]:
     schema = {"type": "object", "properties": {"a": {"type": argument_type, "description": "d"}}}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
@@ -149,7 +151,7 @@ def tool(name: str, description: str, argument_type: str = "string") -> dict[str
 def renders_tools(template: ChatTemplate) -> bool:
     name = template.marks[1]
     try:
-        return name in template.text([user("m")], [tool(name, "d")])
+        return name in template.text([user_message("m")], [tool_schema(name, "d")])
     except ValueError:
         return False
 
@@ -158,7 +160,7 @@ def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
     """Return the example call between these tags in the template's instructions, with values in place of placeholders
     such as <function-name>; None if there is none. A mention of both tags in a sentence is no example."""
     try:
-        text = template.text([user("m")], [tool("f", "d")])
+        text = template.text([user_message("m")], [tool_schema("f", "d")])
     except ValueError:
         return None
     begin, close = re.escape(begin), re.escape(close)
@@ -173,35 +175,38 @@ def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
     return re.sub(r"(?<=[:\s])<[\w -]+>", '"f"', with_objects)
 
 
-def end_of_turn(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
+def find_turn_end(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
     """Return the control token with which the template ends an assistant message; None if there is none."""
     placeholder = template.marks[1]
-    text = template.text([user("m"), {"role": "assistant", "content": placeholder}], header=False)
+    text = template.text([user_message("m"), {"role": "assistant", "content": placeholder}], header=False)
     if placeholder not in text:
         raise ValueError("the chat template drops assistant messages without tool calls")
-    rest = text.rpartition(placeholder)[2]
+    ending = text.rpartition(placeholder)[2]
     candidates = [
-        (rest.index(control), -len(control), control) for control in control_texts if control in rest
+        (ending.index(control), -len(control), control) for control in control_texts if control in ending
     ]
     return min(candidates)[2] if candidates else None
 
 
-def end_of_calls(template: ChatTemplate, style: CallStyle | None, control_texts: Iterable[str]) -> str | None:
+def find_calls_end(
+    template: ChatTemplate, style: CallStyle | None, control_texts: Iterable[str]
+) -> str | None:
     """Return the control token that ends a turn with tool calls; None if that token also occurs inside the turn, as
     Gemma 4's does."""
     try:
         turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
-        one_call, two_calls = (template.text([user("m"), turn], header=False).rstrip() for turn in turns)
+        user = user_message("m")
+        one_call, two_calls = (template.text([user, turn], header=False).rstrip() for turn in turns)
     except ValueError:
         return None
     shared_ends = [text for text in control_texts if one_call.endswith(text) and two_calls.endswith(text)]
     return next((text for text in shared_ends if one_call.count(text) == two_calls.count(text)), None)
 
 
-def after_thought(body: str, think: tuple[str, str], is_thinking_open: bool) -> str:
+def without_thought(body: str, think_tags: tuple[str, str], is_thinking_open: bool) -> str:
     """Return a turn without its leading thought."""
-    has_thought = is_thinking_open or body.lstrip().startswith(think[0])
-    return body.partition(think[1])[2] if has_thought and think[1] in body else body
+    has_thought = is_thinking_open or body.lstrip().startswith(think_tags[0])
+    return body.partition(think_tags[1])[2] if has_thought and think_tags[1] in body else body
 
 
 def shows_tool_results(template: ChatTemplate, style: CallStyle | None, end_text: str | None) -> bool:
@@ -211,35 +216,35 @@ def shows_tool_results(template: ChatTemplate, style: CallStyle | None, end_text
         return False
 
 
-def assistant_body(
+def render_body(
     template: ChatTemplate,
-    start: str,
+    prompt: str,
     outline: dict[str, Any],
-    think: tuple[str, str],
+    think_tags: tuple[str, str],
     key: str = THOUGHT_KEYS[0],
 ) -> str:
-    """Return the assistant's part of a rendering, from the model's first token. `start` is the template's prompt for a
-    user message that is mark 0."""
-    conversation = template.text([user(template.marks[0]), outline], header=False)
-    if conversation.startswith(start):
-        return conversation[len(start) :]
+    """Render a conversation and return its assistant turn, from the model's first token. `prompt` is the template's
+    prompt for a user message that is mark 0."""
+    conversation = template.text([user_message(template.marks[0]), outline], header=False)
+    if conversation.startswith(prompt):
+        return conversation[len(prompt) :]
     # The header opens a thought that the finished turn no longer shows.
-    before, opens_thought, _ = start.rpartition(think[0])
+    before, opens_thought, _ = prompt.rpartition(think_tags[0])
     if not opens_thought or not conversation.startswith(before):
-        raise ValueError(_different_beginning(template, start, conversation))
-    rest = conversation[len(before) :]
-    if start.rstrip().endswith(think[1]):
-        return rest
-    if rest.startswith(think[0]):  # an empty thought, without the white space after the header's tag
-        return rest.removeprefix(think[0])
+        raise ValueError(_describe_beginnings(template, prompt, conversation))
+    body = conversation[len(before) :]
+    if prompt.rstrip().endswith(think_tags[1]):
+        return body
+    if body.startswith(think_tags[0]):  # an empty thought, without the white space after the header's tag
+        return body.removeprefix(think_tags[0])
     thought = outline.get(key, "")
-    return thought + rest if rest.startswith(think[1]) else f"{thought}\n{think[1]}\n\n{rest}"
+    return thought + body if body.startswith(think_tags[1]) else f"{thought}\n{think_tags[1]}\n\n{body}"
 
 
-def _different_beginning(template: ChatTemplate, start: str, conversation: str) -> str:
+def _describe_beginnings(template: ChatTemplate, prompt: str, conversation: str) -> str:
     mark = template.marks[0]
     headers = [
-        text.rpartition(mark)[2].partition(template.marks[1][:-3])[0][:60] for text in (start, conversation)
+        text.rpartition(mark)[2].partition(template.marks[1][:-3])[0][:60] for text in (prompt, conversation)
     ]
     return (
         f"the chat template begins an assistant turn differently from its generation prompt: {headers[1]!r} instead of "
@@ -257,33 +262,33 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         turn = {"role": "assistant", "content": "m"}
         if style:
             turn = style.message([call or ToolCall("f", {"a": "b"})])
-        conversation = [user("m")]
+        conversation = [user_message("m")]
         if context == "system":
-            conversation = [{"role": "system", "content": text}, user("m")]
+            conversation = [{"role": "system", "content": text}, user_message("m")]
         elif context in ("user", "user part"):
-            conversation = [user(text if context == "user" else [IMAGE_PART, *text_parts(text)])]
+            conversation = [user_message(text if context == "user" else [IMAGE_PART, *text_parts(text)])]
         elif context == "assistant":
-            conversation = [user("m"), {"role": "assistant", "content": text}]
+            conversation = [user_message("m"), {"role": "assistant", "content": text}]
         elif context in ("tool", "tool part"):
             content = text if context == "tool" else [IMAGE_PART, *text_parts(text)]
             reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": content}
-            conversation = [user("m"), turn, reply]
+            conversation = [user_message("m"), turn, reply]
         elif call:
-            conversation = [user("m"), turn]
+            conversation = [user_message("m"), turn]
         else:
-            parts = {"tool name": (text, "d"), "tool type": ("f", "d", text)}
-            tools = [tool(*parts.get(context, ("f", text)))]
+            tool_fields = {"tool name": (text, "d"), "tool type": ("f", "d", text)}
+            tools = [tool_schema(*tool_fields.get(context, ("f", text)))]
         return template.text(conversation, tools, header=False)
 
     return render
 
 
-def reply_outline(template: ChatTemplate, reply: Message, number: int, following: Iterator[int]) -> Any:
-    """Return the content of reply `number` with marks in place of its texts: mark 2 + 2 * number for the first text,
-    then the marks numbered by `following` for the texts after an image."""
+def outline_reply(template: ChatTemplate, reply: Message, index: int, mark_numbers: Iterator[int]) -> Any:
+    """Return the content of reply `index` with marks in place of its texts: mark 2 + 2 * index for the first text,
+    then the marks numbered by `mark_numbers` for the texts after an image."""
     if not reply.images:
-        return template.marks[2 + 2 * number] if reply.content else ""
-    marks = chain([2 + 2 * number], following)
+        return template.marks[2 + 2 * index] if reply.content else ""
+    marks = chain([2 + 2 * index], mark_numbers)
     parts = content_parts(reply)
     return [IMAGE_PART if part is None else text_parts(template.marks[next(marks)])[0] for part in parts]
 
@@ -294,51 +299,53 @@ def continuation(
     """Return the template's text after a sampled turn: the rest of the turn's end marker, the replies, and the next
     generation prompt."""
     placeholders = template.marks
-    tool_replies = [number for number, reply in enumerate(replies) if reply.role == "tool"]
+    tool_replies = [index for index, reply in enumerate(replies) if reply.role == "tool"]
     failure: ValueError | None = None
     # Some templates accept only one call per turn, but any number of results.
     for count in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
         calls = [
-            ToolCall(placeholders[3 + 2 * number], {"a": placeholders[1]}) for number in tool_replies[:count]
+            ToolCall(placeholders[3 + 2 * index], {"a": placeholders[1]}) for index in tool_replies[:count]
         ]
         turn = style.message(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
         answers: list[dict[str, Any]] = []
-        following = count_from(2 + 2 * len(replies))
+        mark_numbers = count_from(2 + 2 * len(replies))
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
-        for number, reply in enumerate(replies):
-            content = reply_outline(template, reply, number, following)
+        for index, reply in enumerate(replies):
+            content = outline_reply(template, reply, index, mark_numbers)
             answer = {"role": reply.role, "content": content}
             if reply.role == "tool":
                 call_id = f"{CALL_ID}{min(len(answers), max(count - 1, 0))}"
-                answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * number]}
+                answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * index]}
             answers.append(answer)
         try:
-            without_answers = template.text([user(placeholders[0]), turn], header=False)
-            conversation = template.text([user(placeholders[0]), turn, *answers])
+            without_answers = template.text([user_message(placeholders[0]), turn], header=False)
+            conversation = template.text([user_message(placeholders[0]), turn, *answers])
         except ValueError as error:
             failure = error
             continue
-        return _between(without_answers, conversation, (placeholders[0], placeholders[1]), end_text)
+        return _cut_reply(without_answers, conversation, (placeholders[0], placeholders[1]), end_text)
     assert failure is not None
     raise failure
 
 
-def _between(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
+def _cut_reply(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:
     """Return the part of `conversation` that follows the last turn of `without_answers`. `marks` are the marks of the
     user's message and of the end of that turn."""
-    first, last = marks
-    ending, rest = without_answers.rpartition(last)[2], conversation.rpartition(last)[2]
-    if last not in conversation:
+    user_mark, turn_mark = marks
+    turn_ending, after_turn = without_answers.rpartition(turn_mark)[2], conversation.rpartition(turn_mark)[2]
+    if turn_mark not in conversation:
         raise ValueError("the chat template drops an assistant turn that has a reply")
-    turn_end = ending.rindex(end_text) + len(end_text) if end_text and end_text in ending else len(ending)
-    if not rest.startswith(ending[:turn_end]):
-        other_end = re.match(TAG, rest)
+    turn_end = len(turn_ending)
+    if end_text and end_text in turn_ending:
+        turn_end = turn_ending.rindex(end_text) + len(end_text)
+    if not after_turn.startswith(turn_ending[:turn_end]):
+        other_end = re.match(TAG, after_turn)
         # gpt-oss ends the last turn with another token than the messages before it
         if (
             other_end
-            and ending[:turn_end] == end_text
-            and without_answers.partition(first)[2].startswith(other_end[0])
+            and turn_ending[:turn_end] == end_text
+            and without_answers.partition(user_mark)[2].startswith(other_end[0])
         ):
-            return rest[other_end.end() :]
+            return after_turn[other_end.end() :]
         raise ValueError("the chat template ends an assistant turn differently if it has a reply")
-    return rest[turn_end:]
+    return after_turn[turn_end:]

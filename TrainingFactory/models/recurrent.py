@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 PASSIVE_LAYERS = {"mlp", "moe"}  # layer types without attention or state
 # Attributes that attention layers and decoder layers do not have.
-MARKS = ("conv_kernel_size", "slope_rate")
+RECURRENT_ATTRIBUTES = ("conv_kernel_size", "slope_rate")
 CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
@@ -47,8 +47,8 @@ class RowStates:
         """Store the last inputs [P, C, K], and return all inputs of the convolution [P, C, K + T]."""
         previous = self.conv_states[state_idx]
         inputs = conv_states if previous is None else torch.cat((previous, conv_states), -1)
-        missing = max(conv_kernel_size - inputs.shape[-1], 0)
-        self.conv_states[state_idx] = pad(inputs, (missing, 0))[..., -conv_kernel_size:]
+        padding = max(conv_kernel_size - inputs.shape[-1], 0)
+        self.conv_states[state_idx] = pad(inputs, (padding, 0))[..., -conv_kernel_size:]
         return inputs
 
     def update_recurrent_state(
@@ -68,7 +68,7 @@ class RowStates:
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether the module is a layer that carries a state from token to token."""
     return isinstance(getattr(module, "layer_idx", None), int) and any(
-        hasattr(module, mark) for mark in MARKS
+        hasattr(module, attribute) for attribute in RECURRENT_ATTRIBUTES
     )
 
 
@@ -83,24 +83,24 @@ def kernel_packages(model: nn.Module) -> list[str]:
     for module in {type(layer).__module__ for layer in recurrent_layers(model)}:
         for function in vars(sys.modules[module]).values():
             if inspect.isfunction(function) and "implementation" in function.__code__.co_freevars:
-                chosen = inspect.getclosurevars(function).nonlocals["implementation"]
-                packages.add(chosen.__module__.partition(".")[0])
+                implementation = inspect.getclosurevars(function).nonlocals["implementation"]
+                packages.add(implementation.__module__.partition(".")[0])
     return sorted(packages - {"transformers"})
 
 
 @functools.cache
-def cache_argument(kind: type[nn.Module]) -> str:
+def cache_argument(layer_class: type[nn.Module]) -> str:
     """Return the name of the argument with which the layer's forward takes the cache."""
-    parameters = inspect.signature(kind.forward).parameters
+    parameters = inspect.signature(layer_class.forward).parameters
     return next(name for name in CACHE_ARGUMENTS if name in parameters)
 
 
 def unsupported_types(model: Any, supported: set[str]) -> list[str]:
     """Return the model's layer types that are neither in `supported` nor types of recurrent layers."""
-    types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    recurrent = {layer.layer_idx for layer in recurrent_layers(model)}
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    recurrent_indices = {layer.layer_idx for layer in recurrent_layers(model)}
     return sorted(
-        {str(kind) for number, kind in enumerate(types) if number not in recurrent}
+        {str(kind) for index, kind in enumerate(layer_types) if index not in recurrent_indices}
         - supported
         - PASSIVE_LAYERS
     )

@@ -13,36 +13,36 @@ class RoundTripError(ValueError):
     """Raised for a message whose tokens this model's parser would read as a different message."""
 
 
-def same_turn(read: Message, written: Message) -> bool:
+def same_turn(parsed: Message, written: Message) -> bool:
     """Return whether two turns have the same thought, text and calls. Texts that differ only in how accents are encoded
     are equal, because many tokenizers normalize text to NFC."""
 
-    def parts(message: Message) -> list[str]:
+    def comparable_parts(message: Message) -> list[str]:
         texts = [message.content.strip(), (message.reasoning or "").strip()]
-        calls = [json.dumps(_normalized([call.name, call.arguments])) for call in message.tool_calls]
-        return [*map(_normalized, texts), *calls]
+        calls = [json.dumps(_normalize([call.name, call.arguments])) for call in message.tool_calls]
+        return [*map(_normalize, texts), *calls]
 
-    return parts(read) == parts(written)
+    return comparable_parts(parsed) == comparable_parts(written)
 
 
-def _normalized(value: Any) -> Any:
+def _normalize(value: Any) -> Any:
     """Return JSON data with its strings in NFC, and objects as sorted lists of their pairs, which keep equal keys."""
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value)
     if isinstance(value, dict):
-        return sorted([_normalized(key), json.dumps(_normalized(item))] for key, item in value.items())
-    return [_normalized(item) for item in value] if isinstance(value, list | tuple) else value
+        return sorted([_normalize(key), json.dumps(_normalize(item))] for key, item in value.items())
+    return [_normalize(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def describe_difference(family: str, written: Message, read: Message) -> str:
-    def summary(message: Message) -> str:
+def describe_difference(family: str, written: Message, parsed: Message) -> str:
+    def summarize(message: Message) -> str:
         parts = [f"thought {message.reasoning!r}"] if message.reasoning else []
         parts += [f"text {message.content!r}"] if message.content else []
         for call in message.tool_calls:
             parts.append(f"call {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
         return ", ".join(parts) or "nothing"
 
-    texts = summary(written), summary(read)
+    texts = summarize(written), summarize(parsed)
     if len({unicodedata.normalize("NFKC", text) for text in texts}) == 1:  # they look the same
         escaped_texts = [ascii(text)[1:-1][:300] for text in texts]
         return (

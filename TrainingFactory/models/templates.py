@@ -28,11 +28,11 @@ CANARIES = (
 )
 
 
-def json_inner(text: str) -> str:
+def json_escape(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _python_inner(text: str) -> str:
+def _python_escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
 
 
@@ -42,11 +42,11 @@ TRANSFORMS: tuple[Transform, ...] = (
     str.lstrip,
     str.rstrip,
     lambda text: text.strip("\n"),
-    json_inner,
-    lambda text: json_inner(text.strip()),
+    json_escape,
+    lambda text: json_escape(text.strip()),
     lambda text: json.dumps(text)[1:-1],
-    _python_inner,
-    lambda text: _python_inner(text).replace("\t", "\\t"),
+    _python_escape,
+    lambda text: _python_escape(text).replace("\t", "\\t"),
 )
 CASE_TRANSFORMS: tuple[Transform, ...] = (str.upper, str.lower)  # of a tool's description, names and types
 
@@ -71,7 +71,7 @@ class Marks:
         """Return whether a text without whole marks contains the beginning or end of one."""
         return any(part in text.lower() for part in (f"tf{self._salt[:6]}", f"{self._salt[-6:]}x"))
 
-    def numbers(self, text: str) -> set[int]:
+    def find_numbers(self, text: str) -> set[int]:
         return set(map(int, self._pattern.findall(text)))
 
     def split(self, text: str) -> list[str | int]:
@@ -85,20 +85,20 @@ class Marks:
         return parts
 
 
-def _bounded(render: Callable[[], str]) -> str:
+def _render_bounded(render: Callable[[], str]) -> str:
     """Return a template's rendering; raise ValueError if it executes more than MAX_STEPS lines."""
     steps = 0
 
-    def count(frame: FrameType, event: str, arg: Any) -> Any:
+    def count_step(frame: FrameType, event: str, arg: Any) -> Any:
         nonlocal steps
         steps += 1
         if steps > MAX_STEPS:
             raise ValueError(f"it did not finish within {MAX_STEPS} steps")
-        return count
+        return count_step
 
     previous_trace = sys.gettrace()
     # A step limit, unlike a time limit, is reproducible and works on every thread.
-    sys.settrace(lambda frame, *_: count if frame.f_code.co_filename == "<template>" else None)
+    sys.settrace(lambda frame, *_: count_step if frame.f_code.co_filename == "<template>" else None)
     try:
         return render()
     finally:
@@ -117,7 +117,7 @@ def read_template(file: str) -> str:
     if not text.strip():
         raise ValueError(f"file {file!r} is empty. Write a chat template into it, or remove chat_template")
     try:
-        _parse(text)
+        _check_syntax(text)
     except TemplateSyntaxError as error:
         raise ValueError(
             f"file {file!r} has a syntax error in line {error.lineno}: {error}. Correct it"
@@ -125,7 +125,7 @@ def read_template(file: str) -> str:
     return text
 
 
-def _parse(template: str) -> None:
+def _check_syntax(template: str) -> None:
     """Compile a template as transformers does, with its extensions; raise TemplateSyntaxError if that fails."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -142,11 +142,11 @@ def _parse(template: str) -> None:
 def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> None:
     """Replace the tokenizer's chat template by the template in `file`. None: use the template saved with the adapter,
     if there is one."""
-    saved = None if adapter is None else Path(adapter).expanduser() / SAVED_TEMPLATE
+    saved_template = None if adapter is None else Path(adapter).expanduser() / SAVED_TEMPLATE
     if file is not None:
         tokenizer.chat_template = read_template(file)
-    elif saved is not None and saved.is_file():
-        tokenizer.chat_template = saved.read_text(encoding="utf-8")
+    elif saved_template is not None and saved_template.is_file():
+        tokenizer.chat_template = saved_template.read_text(encoding="utf-8")
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -165,12 +165,12 @@ class ChatTemplate:
         if not tokenizer.chat_template:
             raise ValueError("the tokenizer has no chat template; use a chat model, or set chat_template")
         self._tokenizer = tokenizer
-        moment = datetime.combine(day or date.today(), datetime.min.time())
+        midnight = datetime.combine(day or date.today(), datetime.min.time())
         # Some templates print the date: it stays the same for the lifetime of this object.
-        self._options = {"strftime_now": moment.strftime, **(options or {})}
+        self._options = {"strftime_now": midnight.strftime, **(options or {})}
         self.marks = Marks()
         self.takes_parts = False  # the template reads content only as a list of parts
-        self.watched = True  # count steps until the template is known to finish; that doubles the time
+        self.limits_steps = True  # count steps until the template is known to finish; that doubles the time
 
     def text(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True
@@ -186,7 +186,7 @@ class ChatTemplate:
             **self._options,
         )
         try:
-            rendered = _bounded(render) if self.watched else render()
+            rendered = _render_bounded(render) if self.limits_steps else render()
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template has a syntax error in line {error.lineno}: {error}"

@@ -37,7 +37,7 @@ def template(name: str = "qwen3_instruct") -> str:
 
 
 @cache
-def _trained_tokenizer() -> str:
+def _train_tokenizer() -> str:
     """Train a byte-level BPE tokenizer with fewer than 1,000 entries in which every word of `words` is one token."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from tokenizers.normalizers import NFC
@@ -51,14 +51,14 @@ def _trained_tokenizer() -> str:
     trainer = trainers.BpeTrainer(
         vocab_size=640, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(_corpus(), trainer)
-    state = json.loads(tokenizer.to_str())
-    vocabulary = state["model"]["vocab"]
+    tokenizer.train_from_iterator(_build_corpus(), trainer)
+    tokenizer_state = json.loads(tokenizer.to_str())
+    vocabulary = tokenizer_state["model"]["vocab"]
     for word in NAMES + PLACES + THINGS + SENTENCE_WORDS:
         for spelling in (word, "Ġ" + word):  # the byte-level spelling of a leading space
             vocabulary.setdefault(spelling, len(vocabulary))
-    state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
-    tokenizer = Tokenizer.from_str(json.dumps(state))
+    tokenizer_state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
+    tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
     special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_TOKENS])
@@ -70,7 +70,7 @@ def tiny_tokenizer(chat_template: str = "qwen3_instruct") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained_tokenizer()),
+        tokenizer_object=Tokenizer.from_str(_train_tokenizer()),
         eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template=template(chat_template), model_max_length=4096,
         clean_up_tokenization_spaces=False,
     )  # fmt: skip
@@ -83,11 +83,11 @@ def builtin_tokenizer(name: str) -> Any:
 def builtin_model(name: str, revision: str) -> tuple[Any, Any, Any]:
     """Return a built-in model, its tokenizer, and its image processor or None."""
     tokenizer = builtin_tokenizer(name)
-    eos, padding = tokenizer.eos_token_id, tokenizer.pad_token_id
-    sees = name == BUILTIN_VL
-    model = tiny_vl_model(tokenizer, revision) if sees else tiny_model(len(tokenizer), eos, padding, revision)
-    model.generation_config.eos_token_id = [eos, padding]
-    return model, tokenizer, tiny_image_processor() if sees else None
+    eos, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    is_vl = name == BUILTIN_VL
+    model = tiny_vl_model(tokenizer, revision) if is_vl else tiny_model(len(tokenizer), eos, pad, revision)
+    model.generation_config.eos_token_id = [eos, pad]
+    return model, tokenizer, tiny_image_processor() if is_vl else None
 
 
 def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: str = "0") -> Any:
@@ -99,8 +99,8 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     shape = _text_shape(vocab_size, eos_token_id, pad_token_id)
     config = Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True)
-    number = revision.removeprefix(TORCH_SEED_PREFIX)
-    seed = _seed(BUILTIN, number, revision)
+    seed_text = revision.removeprefix(TORCH_SEED_PREFIX)
+    seed = _parse_seed(BUILTIN, seed_text, revision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
@@ -120,17 +120,17 @@ def tiny_vl_config(tokenizer: Any) -> Any:
         "mrope_section": [6, 5, 5],
         "mrope_interleaved": True,
     }
-    text = _text_shape(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    token = tokenizer.convert_tokens_to_ids
+    text_shape = _text_shape(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    token_id = tokenizer.convert_tokens_to_ids
     return Qwen3VLConfig(
-        text_config=text | {"rope_parameters": rope, "tie_word_embeddings": True},
+        text_config=text_shape | {"rope_parameters": rope, "tie_word_embeddings": True},
         vision_config={
             "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": VL_PATCH,
             "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128,
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
         },
-        image_token_id=token("<|image_pad|>"), video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"), vision_end_token_id=token("<|vision_end|>"),
+        image_token_id=token_id("<|image_pad|>"), video_token_id=token_id("<|video_pad|>"),
+        vision_start_token_id=token_id("<|vision_start|>"), vision_end_token_id=token_id("<|vision_end|>"),
         tie_word_embeddings=True,
     )  # fmt: skip
 
@@ -140,7 +140,7 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
     import torch
     from transformers import Qwen3VLForConditionalGeneration
 
-    seed = _seed(BUILTIN_VL, revision, revision)
+    seed = _parse_seed(BUILTIN_VL, revision, revision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(tiny_vl_config(tokenizer))
@@ -169,10 +169,10 @@ def _text_shape(vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[s
     }  # fmt: skip
 
 
-def _seed(name: str, number: str, revision: str) -> int:
-    if not number.isdecimal():
+def _parse_seed(name: str, seed_text: str, revision: str) -> int:
+    if not seed_text.isdecimal():
         raise ValueError(f"model.revision is {revision!r}; for {name} it must be a seed, such as 0")
-    return int(number)
+    return int(seed_text)
 
 
 def _draw_weights(model: Any, seed: int, deviation: float) -> None:
@@ -181,17 +181,17 @@ def _draw_weights(model: Any, seed: int, deviation: float) -> None:
     import numpy as np
     import torch
 
-    stream = np.random.PCG64(seed)
+    generator = np.random.PCG64(seed)
     for _, weight in sorted(model.named_parameters()):
         if weight.dim() < 2:
             continue
-        raw = stream.random_raw(3 * weight.numel()).astype("<u8").view("<u2").reshape(-1, 12)
-        centered = 2 * raw.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
+        random_ints = generator.random_raw(3 * weight.numel()).astype("<u8").view("<u2").reshape(-1, 12)
+        centered = 2 * random_ints.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
         values = (centered * (deviation / (2 * 65536))).astype(np.float32)
         weight.data.copy_(torch.from_numpy(values).view_as(weight))
 
 
-def _corpus() -> list[str]:
+def _build_corpus() -> list[str]:
     schema = (
         '{"type": "function", "function": {"name": "", "description": "", "parameters": {"type": "object", '
     )

@@ -24,7 +24,7 @@ def add_tools_format(
     if the template renders tools already. `frozen`: the model's own weights are not trained, because an adapter is
     trained or the weights are quantized."""
     tokenizer = loaded_model.tokenizer
-    tools_template = _template(name)
+    tools_template = _read_template(name)
     chat_template = tokenizer.chat_template
     if chat_template and chat_template.startswith(tools_template):  # a checkpoint of a model that has it
         return
@@ -41,18 +41,19 @@ def add_tools_format(
             "adapter on the model of that run, without model.tools_format"
         )
     vocabulary = tokenizer.get_vocab()
-    new = [tag for tag in TAGS[name] if tag not in vocabulary]
+    new_tags = [tag for tag in TAGS[name] if tag not in vocabulary]
     vocabulary_size = len(tokenizer)
-    tokenizer.add_tokens(new)  # not as special tokens, which decoding may skip
+    tokenizer.add_tokens(new_tags)  # not as special tokens, which decoding may skip
     tokenizer.chat_template = tools_template + chat_template
-    _add_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new), vocabulary_size)
-    tokens = f"the tokens {', '.join(new)} (embeddings: the mean of the others)" if new else "no new token"
+    _add_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new_tags), vocabulary_size)
+    tags = ", ".join(new_tags)
+    added = f"the tokens {tags} (embeddings: the mean of the others)" if tags else "no new token"
     notify(
-        f"note: {loaded_model.name} has no chat template for tools. model.tools_format={name} adds them, and {tokens}"
+        f"note: {loaded_model.name} has no chat template for tools. model.tools_format={name} adds them, and {added}"
     )
 
 
-def _template(name: str) -> str:
+def _read_template(name: str) -> str:
     return Path(__file__).with_name(f"{name}.jinja").read_text(encoding="utf-8")
 
 
@@ -60,8 +61,8 @@ def _template(name: str) -> str:
 def _add_rows(model: Any, tokens: list[int], vocabulary_size: int) -> None:
     """Add embedding rows for new tokens, each the mean of the first `vocabulary_size` rows. Some models have spare
     rows to use."""
-    size = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
-    model.resize_token_embeddings(size, mean_resizing=False)
+    num_rows = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():  # tied weights once
         weight[tokens] = weight[:vocabulary_size].float().mean(0).to(weight.dtype)

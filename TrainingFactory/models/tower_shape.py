@@ -32,16 +32,16 @@ class ImageUse(NamedTuple):
 
     @classmethod
     def largest(cls, image_tokens: int) -> ImageUse:
-        """Return the upper bound: rows that consist of the largest images, and more images than the cache holds."""
+        """Return an upper bound: rows of the largest images only, and more images than the cache holds."""
         return cls(image_tokens, 1.0, float("inf"))
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[int]], rows_in_run: int) -> ImageUse:
         """Measure the images in these rows of token ids, for a run with `rows_in_run` such rows."""
         images = {tokens.first: tokens for row in rows for tokens in images_in(row)}.values()
-        shown = sum(token >= VIRTUAL for row in rows for token in row)
+        image_tokens = sum(token >= VIRTUAL for row in rows for token in row)
         mean = sum(tokens.count for tokens in images) / max(1, len(images))
-        share = shown / max(1, sum(map(len, rows)))
+        share = image_tokens / max(1, sum(map(len, rows)))
         return cls(mean, share, len(images) * rows_in_run / max(1, len(rows)))
 
 
@@ -57,11 +57,11 @@ def described_tower(config: Mapping[str, Any]) -> TowerShape | None:
     family."""
     if not config.get("vision_config") or config.get("model_type") not in FAMILIES:
         return None
-    return _counted(json.dumps(config, sort_keys=True, default=str))
+    return _tower_of_config(json.dumps(config, sort_keys=True, default=str))
 
 
 @functools.cache
-def _counted(config_json: str) -> TowerShape:
+def _tower_of_config(config_json: str) -> TowerShape:
     """Return the tower's shape. Its weights are counted in a model on the meta device, which takes no memory."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -84,22 +84,22 @@ def _shape(config: Any, weights: int) -> TowerShape:
         hidden,
         getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio),
         getattr(vision, "num_heads", None) or vision.num_attention_heads,
-        _patches(config),
+        _patches_per_token(config),
         levels * width,
     )
 
 
-def _patches(config: Any) -> float:
+def _patches_per_token(config: Any) -> float:
     """Return the number of patches of a picture that become one image token."""
-    vision, kind = config.vision_config, config.model_type
-    if kind in QWEN:
+    vision, model_type = config.vision_config, config.model_type
+    if model_type in QWEN:
         return vision.spatial_merge_size**2
-    if kind in TILED:
+    if model_type in TILED:
         return config.scale_factor**2
-    if kind == "internvl":
+    if model_type == "internvl":
         return 1 / config.downsample_ratio**2
-    if kind == "gemma4":
+    if model_type == "gemma4":
         return vision.pooling_kernel_size**2
-    if kind == "gemma3":
+    if model_type == "gemma3":
         return (vision.image_size // vision.patch_size) ** 2 / config.mm_tokens_per_image
     return 1

@@ -28,10 +28,10 @@ class TurnParser:
         extends to the end of the turn."""
         start, end = self._think_start, self._think_end
         thoughts = list[str]()
-        begins = text.lstrip().startswith(start)
+        begins_with_thought = text.lstrip().startswith(start)
         has_end = end in text and self._ends_as_token
-        starts_later = self._starts_as_token and start in text.partition(end)[0] and not begins
-        if opens_thought or begins or (has_end and not starts_later):
+        starts_later = self._starts_as_token and start in text.partition(end)[0] and not begins_with_thought
+        if opens_thought or begins_with_thought or (has_end and not starts_later):
             thought, _, text = text.lstrip().removeprefix(start).partition(end)
             thoughts.append(thought.strip())
         while self._starts_as_token and start in text:

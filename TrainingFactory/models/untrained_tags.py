@@ -24,42 +24,42 @@ def remove_untrained_tags(name: str, model: Any, tokenizer: Any) -> tuple[str, .
     head = model.get_output_embeddings()
     if backend is None or head is None or not head.weight.is_floating_point():
         return ()
-    state = json.loads(backend.to_str())
+    tokenizer_state = json.loads(backend.to_str())
     tags = {
         token["content"]: token["id"]
-        for token in state["added_tokens"]
+        for token in tokenizer_state["added_tokens"]
         if not token["special"]
         and MARKUP.fullmatch(token["content"])
         and not token["content"].startswith(UNUSED)
     }
-    untrained = _untrained(head.weight, tags)
+    untrained = _find_untrained(head.weight, tags)
     if not untrained:
         return ()
-    _free_texts(state, untrained)
-    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    _remove_tokens(tokenizer_state, untrained)
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
     texts = ", ".join(sorted(untrained))
     return (f"{name} was not trained on the tokens {texts}; their texts are written with normal tokens",)
 
 
-def _free_texts(state: dict[str, Any], texts: set[str]) -> None:
+def _remove_tokens(tokenizer_state: dict[str, Any], texts: set[str]) -> None:
     """Change the added tokens of a tokenizer so that these texts are no longer tokens. All ids stay the same. Tokens
     that are not in the vocabulary itself are renamed, because the library numbers the added tokens in their order."""
-    vocabulary = state["model"]["vocab"]
-    kept = [token for token in state["added_tokens"] if token["content"] not in texts & vocabulary.keys()]
-    for token in kept:
+    removed = texts & tokenizer_state["model"]["vocab"].keys()
+    added_tokens = [token for token in tokenizer_state["added_tokens"] if token["content"] not in removed]
+    for token in added_tokens:
         if token["content"] in texts:
             token["content"] = f"{UNUSED}{token['id']}|>"
-    state["added_tokens"] = kept
+    tokenizer_state["added_tokens"] = added_tokens
 
 
 @torch.no_grad()
-def _untrained(weight: torch.Tensor, tokens: dict[str, int]) -> set[str]:
-    if not tokens or max(tokens.values()) >= len(weight) - LAST_ROWS:
+def _find_untrained(weight: torch.Tensor, token_ids: dict[str, int]) -> set[str]:
+    if not token_ids or max(token_ids.values()) >= len(weight) - LAST_ROWS:
         return set()
     unused = weight[-LAST_ROWS:].float()
     mean = unused.mean(0)
     limit = TOLERANCE * mean.norm()
     if (unused - mean).norm(dim=1).max() > limit:  # rows of tokens in use
         return set()
-    distances = (weight[list(tokens.values())].float() - mean).norm(dim=1)
-    return {text for text, distance in zip(tokens, distances, strict=True) if distance <= limit}
+    distances = (weight[list(token_ids.values())].float() - mean).norm(dim=1)
+    return {text for text, distance in zip(token_ids, distances, strict=True) if distance <= limit}

@@ -95,17 +95,17 @@ class Vision:
         )
         # A placeholder that the model has sampled. Gemma 4 reads it as padding.
         self._sampled_as = text_config.pad_token_id if self.kind == "gemma4" else self.placeholder_id
-        self.trains = False  # the tower is trained, so that its outputs change
+        self.is_trained = False  # the tower is trained, so that its outputs change
         self.notes: list[str] = []
-        self._processor = self._capped(max_tokens or MAX_IMAGE_TOKENS)
+        self._processor = self._limit_processor(max_tokens or MAX_IMAGE_TOKENS)
         self.layout = lru_cache(maxsize=4096)(self._layout)
         self._cache: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._cache_bytes, self._cached_bytes = cache_bytes, 0
         self._lock = threading.Lock()
-        self.encoded = 0  # images that went through the tower
+        self.encoded_count = 0  # images that went through the tower
 
     def save(self, folder: str | Path) -> None:
-        """Write the image processor's file, marked so that the model is loaded with vision."""
+        """Write the image processor's file, and mark the checkpoint as trained with vision."""
         self.processor.save_pretrained(folder)
         path = Path(folder) / IMAGE_PROCESSOR
         options = json.loads(path.read_text(encoding="utf-8")) | {TRAINED_WITH_VISION: True}
@@ -116,10 +116,10 @@ class Vision:
     def ids(self, image: Image) -> list[int]:
         """Return the token ids of an image."""
         layout = self.layout(image.width, image.height)
-        numbers = iter(number_image(image, layout.count).ids)
-        return [next(numbers) if token == IMAGE else token for token in layout.tokens]
+        image_ids = iter(number_image(image, layout.count).ids)
+        return [next(image_ids) if token == IMAGE else token for token in layout.tokens]
 
-    def _capped(self, max_tokens: int) -> Any:
+    def _limit_processor(self, max_tokens: int) -> Any:
         """Return an image processor that limits each image to `max_tokens` tokens, or to the model's smallest layout if
         that has more."""
         processor: Any = copy.deepcopy(self.processor)
@@ -144,8 +144,9 @@ class Vision:
         elif self.kind == "gemma3":
             smallest = self.config.mm_tokens_per_image
         elif self.kind == "gemma4":
-            smallest, most = GEMMA4_TOKENS[0], min(max_tokens, processor.max_soft_tokens)
-            processor.max_soft_tokens = max([smallest, *(size for size in GEMMA4_TOKENS if size <= most)])
+            smallest, soft_limit = GEMMA4_TOKENS[0], min(max_tokens, processor.max_soft_tokens)
+            sizes = [size for size in GEMMA4_TOKENS if size <= soft_limit]
+            processor.max_soft_tokens = max([smallest, *sizes])
         else:  # the grid is part of the model
             smallest = 2 * self._tile_tokens
         if smallest > max_tokens:
@@ -163,7 +164,7 @@ class Vision:
         return patches // self.config.scale_factor**2 if self.kind in TILED else patches
 
     def _layout(self, width: int, height: int) -> ImageLayout:
-        """Return the layout of images of this size, by processing a blank one."""
+        """Compute the layout of images of this size by processing a blank image."""
         from PIL import Image as Pillow
 
         outputs = self._process(Pillow.new("RGB", (width, height)))
@@ -173,7 +174,7 @@ class Vision:
             rows, columns = rows // merge, columns // merge
             return ImageLayout((IMAGE,) * (rows * columns), (rows, columns))
         if self.kind in TILED:
-            return ImageLayout(self._tiles(outputs["rows"][0][0], outputs["cols"][0][0]))
+            return ImageLayout(self._tile_ids(outputs["rows"][0][0], outputs["cols"][0][0]))
         if self.kind == "internvl":
             return ImageLayout((IMAGE,) * (int(outputs["num_patches"][0]) * self._tile_tokens))
         if self.kind == "gemma3":
@@ -189,56 +190,55 @@ class Vision:
         )  # fmt: skip
         return ImageLayout((IMAGE,) * len(packed[0]))
 
-    def _tiles(self, rows: int, columns: int) -> tuple[int, ...]:
+    def _tile_ids(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the tokens of an image for Idefics 3: the image's tiles row by row, with a position token before each
         of them, then the whole image."""
-        token = self._tokenizer.convert_tokens_to_ids
-        edge, image = token("<fake_token_around_image>"), (IMAGE,) * self._tile_tokens
+        token_id = self._tokenizer.convert_tokens_to_ids
+        edge, image = token_id("<fake_token_around_image>"), (IMAGE,) * self._tile_tokens
         newline, newlines = (
             tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("\n", "\n\n")
         )
         ids: tuple[int, ...] = ()
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
-                ids += (edge, token(f"<row_{row}_col_{column}>"), *image)
+                ids += (edge, token_id(f"<row_{row}_col_{column}>"), *image)
             ids += newline if row < rows else newlines
-        return (*ids, edge, token("<global-img>"), *image, edge)
+        return (*ids, edge, token_id("<global-img>"), *image, edge)
 
     # positions
 
     def rope(self, ids: np.ndarray, start: int = 0) -> tuple[np.ndarray, int]:
-        """Return the positions [3, N] of tokens that begin at position `start`, and the position after them."""
+        """Return the M-RoPE positions [3, N] of tokens from position `start` on, and the position after them."""
         positions = np.empty((3, len(ids)), np.int64)
-        places = np.flatnonzero(ids >= VIRTUAL)
-        place = 0
-        while place < len(ids):
-            following = np.searchsorted(places, place)
-            end = int(places[following]) if following < len(places) else len(ids)
-            if place < end:
-                positions[:, place:end] = np.arange(start, start + end - place)
-                start += end - place
-                place = end
+        image_positions = np.flatnonzero(ids >= VIRTUAL)
+        position = 0
+        while position < len(ids):
+            following = np.searchsorted(image_positions, position)
+            end = int(image_positions[following]) if following < len(image_positions) else len(ids)
+            if position < end:
+                positions[:, position:end] = np.arange(start, start + end - position)
+                start += end - position
+                position = end
                 continue
-            tokens = find_image(int(ids[place]))
+            tokens = find_image(int(ids[position]))
             grid = self.layout(tokens.image.width, tokens.image.height).grid
-            assert grid is not None and ids[place] == tokens.first, "a row begins inside an image"
+            assert grid is not None and ids[position] == tokens.first, "a row begins inside an image"
             rows, columns = grid
-            index = np.arange(min(tokens.count, len(ids) - place))
-            shown = slice(place, place + len(index))
-            positions[0, shown] = start
-            positions[1, shown] = start + index // columns
-            positions[2, shown] = start + index % columns
+            index = np.arange(min(tokens.count, len(ids) - position))
+            image_range = slice(position, position + len(index))
+            positions[0, image_range] = start
+            positions[1, image_range] = start + index // columns
+            positions[2, image_range] = start + index % columns
             start += max(rows, columns)
-            place += len(index)
+            position += len(index)
         return positions, start
 
-    def image_ends(self, ids: np.ndarray, places: np.ndarray) -> np.ndarray:
-        """Return the last position to which each token attends, for models in which an image token attends to its whole
-        image."""
-        ends = places.copy()
-        for number in np.flatnonzero(ids >= VIRTUAL).tolist():
-            tokens = find_image(int(ids[number]))
-            ends[number] += tokens.first + tokens.count - 1 - ids[number]
+    def image_ends(self, ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Return the last position that each token attends to, if image tokens attend to their whole image."""
+        ends = positions.copy()
+        for index in np.flatnonzero(ids >= VIRTUAL).tolist():
+            tokens = find_image(int(ids[index]))
+            ends[index] += tokens.first + tokens.count - 1 - ids[index]
         return ends
 
     # features
@@ -253,13 +253,13 @@ class Vision:
         if not is_image.any():
             return ids, {}
         # The forward fills every placeholder; one that the model has sampled as text gets its own embedding.
-        rows = self._rows(model, ids[is_image | (ids == self.placeholder_id)], fresh)
-        arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._outputs(rows)}}
+        rows = self._encode_rows(model, ids[is_image | (ids == self.placeholder_id)], fresh)
+        arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._to_outputs(rows)}}
         if self.sees_whole_images:
             arguments[TYPE_ARGUMENTS[self.kind]] = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
         return np.where(is_image, self.placeholder_id, ids), arguments
 
-    def _outputs(self, rows: torch.Tensor) -> Any:
+    def _to_outputs(self, rows: torch.Tensor) -> Any:
         """Convert rows [n, 1 + L, D] to the tower's output object: embeddings, and L levels of deepstack features."""
         embeddings = rows[:, 0]
         if self.kind in (*QWEN, "llava_onevision", "gemma4"):
@@ -268,14 +268,14 @@ class Vision:
             )
         return SimpleNamespace(pooler_output=embeddings[:, None])
 
-    def _rows(self, model: Any, shown: np.ndarray, fresh: bool) -> torch.Tensor:
-        """Return the tower's output [n, 1 + L, D] for these n tokens, which are image tokens or placeholders."""
-        runs = list(_runs(shown))
+    def _encode_rows(self, model: Any, token_ids: np.ndarray, fresh: bool) -> torch.Tensor:
+        """Return the tower's output [n, 1 + L, D] for n token ids, which are image tokens or placeholders."""
+        runs = list(_find_runs(token_ids))
         images = {tokens.first: tokens for tokens, _, _ in runs if tokens is not None}
         if fresh:
             encoded = self._encode_by_shape(model, list(images.values()))
         else:
-            encoded = {first: self._cached(model, tokens) for first, tokens in images.items()}
+            encoded = {first: self._encode_cached(model, tokens) for first, tokens in images.items()}
         placeholder = torch.zeros_like(next(iter(encoded.values()))[:1])
         if any(tokens is None for tokens, _, _ in runs):
             token = torch.tensor([self._sampled_as], device=placeholder.device)
@@ -287,7 +287,7 @@ class Vision:
             ]
         )
 
-    def _cached(self, model: Any, tokens: ImageTokens) -> torch.Tensor:
+    def _encode_cached(self, model: Any, tokens: ImageTokens) -> torch.Tensor:
         with self._lock:
             if (rows := self._cache.get(tokens.first)) is not None:
                 self._cache.move_to_end(tokens.first)
@@ -318,10 +318,10 @@ class Vision:
             shape = tokens.count, *(value.shape for value in inputs.values())
             groups.setdefault(shape, []).append((tokens, inputs))
         encoded: dict[int, torch.Tensor] = {}
-        for group in groups.values():
-            counts, inputs = [tokens.count for tokens, _ in group], [inputs for _, inputs in group]
+        for same_shape in groups.values():
+            counts, inputs = [tokens.count for tokens, _ in same_shape], [inputs for _, inputs in same_shape]
             outputs = self._encode(model, counts, inputs)
-            encoded |= {tokens.first: rows for (tokens, _), rows in zip(group, outputs, strict=True)}
+            encoded |= {tokens.first: rows for (tokens, _), rows in zip(same_shape, outputs, strict=True)}
         return encoded
 
     def _inputs(self, model: Any, tokens: ImageTokens) -> dict[str, torch.Tensor]:
@@ -341,18 +341,18 @@ class Vision:
         """Run the tower on images whose inputs have the same shape. Return [count, 1 + L, D] for each image. Only the
         output of an image that is encoded alone is bit-identical in every call, because rounding depends on the
         batch."""
-        together = {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]}
+        batch = {name: torch.cat([image_inputs[name] for image_inputs in inputs]) for name in inputs[0]}
         dtype = (
             torch.float32 if self.kind == "gemma4" else model.dtype
         )  # Gemma 4 scales pixels before it casts them
-        together = {
+        batch = {
             name: value.to(model.device, dtype) if value.is_floating_point() else value.to(model.device)
-            for name, value in together.items()
+            for name, value in batch.items()
         }
-        outputs = model.model.get_image_features(**together, return_dict=True)
-        self.encoded += len(inputs)
+        outputs = model.model.get_image_features(**batch, return_dict=True)
+        self.encoded_count += len(inputs)
         levels = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or [])]
-        rows = torch.stack([_flat(level) for level in levels], 1).to(model.dtype)
+        rows = torch.stack([_flatten(level) for level in levels], 1).to(model.dtype)
         assert len(rows) == sum(counts), "the tower's output does not have the tokens of its images"
         return rows.split(counts)
 
@@ -381,33 +381,32 @@ def open_vision(model: Any, processor: Any, tokenizer: Any, max_tokens: int | No
     return Vision(model.config, processor, tokenizer, max_tokens)
 
 
-def _runs(shown: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:
-    """Yield each image in these tokens with the range of its rows of the tower's output. None stands for a
-    placeholder."""
-    place = 0
-    while place < len(shown):
-        if shown[place] < VIRTUAL:
+def _find_runs(token_ids: np.ndarray) -> Iterator[tuple[ImageTokens | None, int, int]]:
+    """Yield each image in these token ids with its range of the tower's output rows; None: a placeholder."""
+    position = 0
+    while position < len(token_ids):
+        if token_ids[position] < VIRTUAL:
             yield None, 0, 1
-            place += 1
+            position += 1
             continue
-        tokens = find_image(int(shown[place]))
-        begin = int(shown[place]) - tokens.first
-        rest = shown[place : place + tokens.count - begin]
-        breaks = np.flatnonzero(np.diff(rest) != 1)
-        length = int(breaks[0]) + 1 if len(breaks) else len(rest)
+        tokens = find_image(int(token_ids[position]))
+        begin = int(token_ids[position]) - tokens.first
+        following = token_ids[position : position + tokens.count - begin]
+        breaks = np.flatnonzero(np.diff(following) != 1)
+        length = int(breaks[0]) + 1 if len(breaks) else len(following)
         yield tokens, begin, begin + length
-        place += length
+        position += length
 
 
-def _with_ratio(picture: Any, limit: int) -> Any:
+def _with_ratio(picture: Any, max_ratio: int) -> Any:
     """Return the picture with its longer edge squeezed to at most `limit` times the shorter one."""
     width, height = picture.size
-    if max(width, height) <= limit * min(width, height):
+    if max(width, height) <= max_ratio * min(width, height):
         return picture
-    return picture.resize((min(width, limit * height), min(height, limit * width)))
+    return picture.resize((min(width, max_ratio * height), min(height, max_ratio * width)))
 
 
-def _flat(features: Any) -> torch.Tensor:
+def _flatten(features: Any) -> torch.Tensor:
     """Return the features [k, D] of all images as one tensor. The tower returns them as a list, or as tiles [n, k / n,
     D]."""
     return torch.cat(list(features)) if isinstance(features, list | tuple) else features.flatten(0, 1)

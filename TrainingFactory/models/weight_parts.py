@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 
 class WeightParts(NamedTuple):
-    """Packages PACKAGE1 to PACKAGEn of one GGUF file."""
+    """One GGUF file that is split over `package_count` packages."""
 
-    packages: int
+    package_count: int
     version: str
     file: str
     sha256: str
@@ -40,39 +40,39 @@ SPLIT_WEIGHTS = {  # by the common part of the package names
 def join_parts(name: str, package: str) -> Path:
     """Return the GGUF file of model `name`. Join it from its packages at the first call, in the user's cache folder."""
     parts = SPLIT_WEIGHTS[package]
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    target = Path(base) / "training-factory" / "models" / parts.file
+    cache_root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    target = Path(cache_root) / "training-factory" / "models" / parts.file
     if target.is_file():
         return target
-    files = [_part_file(f"{package}{number}") for number in range(1, parts.packages + 1)]
+    files = [_find_part_file(f"{package}{number}") for number in range(1, parts.package_count + 1)]
     missing = [number for number, file in enumerate(files, 1) if file is None]
     if missing:
-        names = f"{package.replace('_', '-')}{{1..{parts.packages}}}=={parts.version}"
+        requirement = f"{package.replace('_', '-')}{{1..{parts.package_count}}}=={parts.version}"
         raise ValueError(
-            f"model {name!r} is part of {parts.packages} packages, of which {len(missing)} are not installed (the "
-            f"first is number {missing[0]}): pip install {names}"
+            f"model {name!r} is part of {parts.package_count} packages, of which {len(missing)} are not installed (the "
+            f"first is number {missing[0]}): pip install {requirement}"
         )
-    print(f"Joining {parts.packages} packages to {target} ...", file=sys.stderr, flush=True)
+    print(f"Joining {parts.package_count} packages to {target} ...", file=sys.stderr, flush=True)
     target.parent.mkdir(parents=True, exist_ok=True)
-    joined = target.with_suffix(f".{os.getpid()}.part")
+    partial_file = target.with_suffix(f".{os.getpid()}.part")
     try:
-        with joined.open("wb") as output:
+        with partial_file.open("wb") as output:
             for file in filter(None, files):
                 output.write(file.read_bytes())
-        with joined.open("rb") as output:
+        with partial_file.open("rb") as output:
             digest = hashlib.file_digest(output, "sha256").hexdigest()
         if digest != parts.sha256:
             raise ValueError(
-                f"model {name!r}: the joined packages {package}1 to {parts.packages} have the sha256 {digest}, but "
-                f"{parts.sha256} is recorded; install version {parts.version} of all of them"
+                f"model {name!r}: the joined packages {package}1 to {parts.package_count} have the sha256 {digest}, "
+                f"but {parts.sha256} is recorded; install version {parts.version} of all of them"
             )
-        joined.replace(target)
+        partial_file.replace(target)
     finally:
-        joined.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
     return target
 
 
-def _part_file(package: str) -> Path | None:
+def _find_part_file(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     folders = [Path(folder) for folder in (spec.submodule_search_locations or [])] if spec else []
     return next((file for folder in folders for file in sorted(folder.glob("data/*part*"))), None)

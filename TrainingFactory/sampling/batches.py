@@ -14,16 +14,16 @@ from TrainingFactory.sampling.twins import TwinRows
 
 @dataclass(slots=True)
 class FlatBatch:
-    """The N tokens of a forward as one flat row, and the M rows of logits to draw from."""
+    """Inputs of one forward: its N tokens as a flat row, and the M rows of logits from which tokens are drawn."""
 
     tokens: np.ndarray  # [N]
     positions: np.ndarray  # [N]
     slots: np.ndarray  # [N] slot of each token; `table.slots`: padding
-    fed: np.ndarray  # [R] tokens of each dense row
+    fed_counts: np.ndarray  # [R] tokens of each dense row
     rows: np.ndarray  # [M] slot
     offsets: np.ndarray  # [M] 0: after the row's last known token; k: after k guesses; negative: before it
-    live: np.ndarray  # [M] whether the drawn token is used
-    keep: np.ndarray  # [M] flat token of each row of logits
+    is_used: np.ndarray  # [M] whether the drawn token is used
+    logit_tokens: np.ndarray  # [M] flat token of each row of logits
 
 
 class StepInputs(NamedTuple, Generic[Data]):
@@ -33,7 +33,7 @@ class StepInputs(NamedTuple, Generic[Data]):
     tokens: Data  # [U]
     positions: Data  # [U]
     cache_positions: Data  # [tables * N] positions of the pool to write
-    keep: Data  # [L] computed tokens whose logits are needed; L = M without twins
+    logit_tokens: Data  # [L] computed tokens whose logits are needed; L = M without twins
     source: Data  # [N] the computed token for each token; empty without twins
     logit_rows: Data  # [M] the row of logits for each draw; empty without twins
     dense_pad: Data  # [P * T] `Part.pad` and `Part.unpad` of the dense part; empty without padding
@@ -51,7 +51,7 @@ class GraphInputs(NamedTuple, Generic[Data]):
     tokens: Data  # [N] ids; -1 - slot: the token that this slot samples in the previous leg or launch
     positions: Data  # [N]
     cache_positions: Data  # [tables * N] positions of the pool to write
-    keep: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
+    logit_tokens: Data  # [M] tokens whose logits are drawn from; empty in the second leg: all
     target_slots: Data  # [M] slot whose latest token the draw becomes; `table.slots`: the draw is not used
     rope: Data  # [3 * N] rotary positions; empty if they are `positions`
     state_slots: (
@@ -70,17 +70,17 @@ class GraphInputs(NamedTuple, Generic[Data]):
 
 
 class SampledTokens(NamedTuple):
-    """New tokens, ordered by slot and position."""
+    """Tokens sampled by one or two forwards, ordered by slot and position."""
 
     slots: np.ndarray
-    places: np.ndarray  # positions in their slot's sequence
+    positions: np.ndarray  # positions in their slot's sequence
     tokens: np.ndarray
     logprobs: np.ndarray
 
 
-def leaders_only(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
-    dense, chunks = twin_rows.leaders[: len(plan.dense)], twin_rows.leaders[len(plan.dense) :]
-    return replace(plan, dense=plan.dense[dense], slots=plan.slots[chunks], counts=plan.counts[chunks])
+def keep_leaders(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
+    rows, chunks = twin_rows.leaders[: len(plan.dense)], twin_rows.leaders[len(plan.dense) :]
+    return replace(plan, dense=plan.dense[rows], slots=plan.slots[chunks], counts=plan.counts[chunks])
 
 
 def step_inputs(
@@ -91,15 +91,16 @@ def step_inputs(
     chunk. `rope` [N, 3] are the rotary positions, empty if they equal the token positions."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
-    rest = *padding(fed), *padding(counts), rope.T.ravel(), EMPTY
+    inputs = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
+    logit_tokens = batch.logit_tokens
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, batch.keep, EMPTY, EMPTY, *rest)
-    keep, logit_rows = np.unique(twin_rows.source[batch.keep], return_inverse=True)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *inputs)
+    keep, logit_rows = np.unique(twin_rows.source[logit_tokens], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
-    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *rest)
+    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *inputs)
 
 
-def covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
+def cover_slots(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
     """Return the slots and their numbers of tokens. If the range from the first to the last slot is at most 1.5 times
     as long as `slots`, return the whole range as a slice, because reading a slice of the cache needs no copy."""
     if not len(slots) or slots[-1] - slots[0] + 1 > 1.5 * len(slots):
@@ -110,7 +111,7 @@ def covered(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, 
     return slice(first, end), counts_by_slot
 
 
-def padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def pad_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return two index arrays for padding rows of `counts` tokens to [rows, longest]: the token at each padded
     position, flattened, and the padded position of each token. Both are empty if all rows have the same length."""
     if not len(counts) or (counts == counts[0]).all():
@@ -121,14 +122,14 @@ def padding(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(pad.ravel(), 0), np.flatnonzero(columns < counts[:, None])
 
 
-def accepted(batch: FlatBatch, drawn_tokens: np.ndarray, stops: np.ndarray) -> np.ndarray:
+def find_accepted(batch: FlatBatch, drawn_tokens: np.ndarray, stops: np.ndarray) -> np.ndarray:
     """Return a mask [M] of the rows of logits to use: those for which every guess up to that row equals the token drawn
     in its place and is no stop token."""
     is_rejected = np.zeros(len(drawn_tokens), bool)
     guesses = np.flatnonzero(batch.offsets > 0)
-    expected = drawn_tokens[guesses - 1]
-    is_stop = (stops[batch.rows[guesses]] == expected[:, None]).any(1)
-    is_rejected[guesses] = (batch.tokens[guesses] != expected) | is_stop
-    first = np.full(len(stops), len(drawn_tokens))  # [S] offset of each slot's first rejected guess
-    np.minimum.at(first, batch.rows[is_rejected], batch.offsets[is_rejected])
-    return batch.offsets < first[batch.rows]
+    drawn_before = drawn_tokens[guesses - 1]
+    is_stop = (stops[batch.rows[guesses]] == drawn_before[:, None]).any(1)
+    is_rejected[guesses] = (batch.tokens[guesses] != drawn_before) | is_stop
+    first_rejected = np.full(len(stops), len(drawn_tokens))  # [S] offset of each slot's first rejected guess
+    np.minimum.at(first_rejected, batch.rows[is_rejected], batch.offsets[is_rejected])
+    return batch.offsets < first_rejected[batch.rows]

@@ -17,34 +17,33 @@ class DraftTable:
         self._trust = np.zeros(SIZE, np.int8)
 
     @staticmethod
-    def _entry(context: np.ndarray) -> np.ndarray:
+    def _entry_of(context: np.ndarray) -> np.ndarray:
         """Return the table index [M] of each context [M, CONTEXT]."""
-        hashed = context[:, 0].astype(np.uint64)
+        hashes = context[:, 0].astype(np.uint64)
         for column in range(1, CONTEXT):
-            hashed = hashed * np.uint64(0x9E3779B97F4A7C15) + context[:, column].astype(np.uint64)
-        return (hashed * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
+            hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + context[:, column].astype(np.uint64)
+        return (hashes * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
 
     def guess(self, context: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the drafts after each context [M, CONTEXT]: tokens [M, max_tokens], and the number of them to use
-        [M]."""
+        """Return draft tokens [M, max_tokens] that may follow each context [M, CONTEXT], and their numbers [M]."""
         count = len(context)
         tokens, lengths = np.zeros((count, max_tokens), np.int64), np.zeros(count, np.int64)
         rows = np.arange(count)  # rows whose drafts continue
         for position in range(max_tokens):
-            entry = self._entry(context)
-            trusted = self._trust[entry] >= TRUSTED
-            if not trusted.any():
+            entry = self._entry_of(context)
+            is_trusted = self._trust[entry] >= TRUSTED
+            if not is_trusted.any():
                 break
-            rows, next_tokens = rows[trusted], self._next[entry[trusted]]
+            rows, next_tokens = rows[is_trusted], self._next[entry[is_trusted]]
             tokens[rows, position] = next_tokens
             lengths[rows] += 1
-            context = np.column_stack((context[trusted][:, 1:], next_tokens))
+            context = np.column_stack((context[is_trusted][:, 1:], next_tokens))
         return tokens, lengths
 
     def learn(self, context: np.ndarray, tokens: np.ndarray) -> None:
-        """Store that these tokens [M] followed these contexts [M, CONTEXT]."""
-        entry = self._entry(context)
-        correct, trust = self._next[entry] == tokens, self._trust[entry]
-        self._trust[entry] = np.where(correct, np.minimum(trust + 1, SURE), np.maximum(trust - 1, 0))
-        new = ~correct & (trust == 0)
-        self._next[entry[new]] = tokens[new]
+        """Update the predictions: tokens [M] have followed contexts [M, CONTEXT]."""
+        entry = self._entry_of(context)
+        is_correct, trust = self._next[entry] == tokens, self._trust[entry]
+        self._trust[entry] = np.where(is_correct, np.minimum(trust + 1, SURE), np.maximum(trust - 1, 0))
+        is_replaced = ~is_correct & (trust == 0)
+        self._next[entry[is_replaced]] = tokens[is_replaced]

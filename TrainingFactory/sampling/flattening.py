@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from TrainingFactory.sampling.batches import FlatBatch, SampledTokens, accepted
-from TrainingFactory.sampling.picking import DrawInputs, require_finite, split_picked, uniforms
+from TrainingFactory.sampling.batches import FlatBatch, SampledTokens, find_accepted
+from TrainingFactory.sampling.picking import DrawInputs, require_finite, uniforms, unpack_draws
 from TrainingFactory.sampling.planning import StepPlan
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 from TrainingFactory.sampling.tiles import TileLayout, pad_to
@@ -16,99 +16,99 @@ from TrainingFactory.sampling.tiles import TileLayout, pad_to
 def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
     """Return the tokens that a plan feeds, dense rows first, and the rows of logits to draw from. Padding feeds token
     0, at the position after the shared prefix, to the scratch page."""
-    fed = np.full(plan.rows, int(plan.fixed))
-    fed[plan.dense] = 1
+    fed_counts = np.full(plan.rows, int(plan.fixed))
+    fed_counts[plan.dense] = 1
     if plan.guesses is not None:
-        fed[plan.dense] += plan.guessed
-        fed = np.full(plan.rows, plan.span) if plan.span else fed
-    start = int(fed.sum())
+        fed_counts[plan.dense] += plan.guessed
+        fed_counts = np.full(plan.rows, plan.span) if plan.span else fed_counts
+    start = int(fed_counts.sum())
     size = start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
-    size = size if layout is None else start + layout.extra
+    size = size if layout is None else start + layout.chunk_tokens
     tokens, positions = np.zeros(size, np.int64), np.full(size, trunk)
     token_slots = np.full(size, table.slots)
-    first = fed.cumsum() - fed  # [R] flat index of each row's first token
-    stored_lengths, start_rows = table.stored[plan.dense], first[plan.dense]
-    tokens[start_rows] = table.ids[plan.dense, stored_lengths]
-    positions[start_rows] = stored_lengths
-    token_slots[start_rows] = plan.dense
+    row_starts = fed_counts.cumsum() - fed_counts  # [R] flat index of each row's first token
+    stored_lengths, dense_starts = table.stored[plan.dense], row_starts[plan.dense]
+    tokens[dense_starts] = table.ids[plan.dense, stored_lengths]
+    positions[dense_starts] = stored_lengths
+    token_slots[dense_starts] = plan.dense
     if plan.guesses is not None:
         row, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
-        guess = start_rows[row] + 1 + column
-        tokens[guess] = plan.guesses[row, column]
-        positions[guess] = stored_lengths[row] + 1 + column
-        token_slots[guess] = plan.dense[row]
+        guess_index = dense_starts[row] + 1 + column
+        tokens[guess_index] = plan.guesses[row, column]
+        positions[guess_index] = stored_lengths[row] + 1 + column
+        token_slots[guess_index] = plan.dense[row]
     if len(plan.slots):
         start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else start
-        slot, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
-        stored_lengths = table.stored[slot] + np.arange(len(slot)) - np.repeat(starts, plan.counts)
-        part = slice(start, start + len(slot))
-        tokens[part] = table.ids[slot, stored_lengths]
-        positions[part], token_slots[part] = stored_lengths, slot
-    logit_rows = _logit_rows(table, plan, fed, first)
+        slots, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts
+        stored_lengths = table.stored[slots] + np.arange(len(slots)) - np.repeat(starts, plan.counts)
+        chunk_range = slice(start, start + len(slots))
+        tokens[chunk_range] = table.ids[slots, stored_lengths]
+        positions[chunk_range], token_slots[chunk_range] = stored_lengths, slots
+    logit_rows = _find_logit_rows(table, plan, fed_counts, row_starts)
     if layout is not None:  # pad the rows of logits to the graph's shape; without a graph, draw at least once
-        rows = int(fed.sum()) + layout.pieces if layout.recorded else max(1, len(logit_rows[0]))
+        rows = int(fed_counts.sum()) + layout.pieces if layout.is_recorded else max(1, len(logit_rows[0]))
         logit_rows = [pad_to(array, rows) for array in logit_rows]
-    return FlatBatch(tokens, positions, token_slots, fed, *logit_rows)
+    return FlatBatch(tokens, positions, token_slots, fed_counts, *logit_rows)
 
 
-def _logit_rows(
-    table: SlotTable, plan: StepPlan, fed: np.ndarray, first: np.ndarray
+def _find_logit_rows(
+    table: SlotTable, plan: StepPlan, fed_counts: np.ndarray, row_starts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, offsets, live and keep of a `FlatBatch`, for all dense tokens and the last tokens of prompts."""
+    """Return four fields of a `FlatBatch`, from `rows` on, for all dense tokens and the last tokens of prompts."""
     known_after = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
     known_after[plan.dense] = table.lengths[plan.dense] - table.stored[plan.dense] - 1
     if plan.fixed and plan.guesses is None and not len(plan.slots):  # one token per row
         is_used = np.zeros(plan.rows, bool)
         is_used[plan.dense] = known_after[plan.dense] == 0
-        return first, -known_after, is_used, first
+        return row_starts, -known_after, is_used, row_starts
     last_used = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
     last_used[plan.dense] = (0 if plan.guesses is None else plan.guessed) - known_after[plan.dense]
-    rows = np.repeat(np.arange(plan.rows), fed)
-    keep = np.arange(len(rows))
-    offsets = keep - np.repeat(first + known_after, fed)
+    rows = np.repeat(np.arange(plan.rows), fed_counts)
+    logit_tokens = np.arange(len(rows))
+    offsets = logit_tokens - np.repeat(row_starts + known_after, fed_counts)
     is_used = (offsets >= 0) & (offsets <= last_used[rows])
     if not len(plan.slots):
-        return rows, offsets, is_used, keep
+        return rows, offsets, is_used, logit_tokens
     finished_rows = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.lengths[plan.slots])
     return (
         np.concatenate((rows, plan.slots[finished_rows])),
         np.concatenate((offsets, np.zeros(len(finished_rows), np.int64))),
         np.concatenate((is_used, np.ones(len(finished_rows), bool))),
-        np.concatenate((keep, len(rows) + plan.counts.cumsum()[finished_rows] - 1)),
+        np.concatenate((logit_tokens, len(rows) + plan.counts.cumsum()[finished_rows] - 1)),
     )
 
 
 def make_draw_inputs(table: SlotTable, batch: FlatBatch) -> DrawInputs[np.ndarray]:
     """Return the random numbers and temperatures of the batch's draws, and the filters (top-p, top-k, min-p) if a row
     that draws a used token has any."""
-    rows, live_rows = batch.rows, batch.rows[batch.live]
+    rows, live_rows = batch.rows, batch.rows[batch.is_used]
     uniform = uniforms(table.seed[rows], table.lengths[rows] + batch.offsets)
     if (table.top_p[live_rows] < 1).any() or table.top_k[live_rows].any() or table.min_p[live_rows].any():
         filters = table.top_p[rows], table.top_k[rows], table.min_p[rows]
         return DrawInputs(uniform, table.temperature[rows], *filters)
-    scaled = not (table.temperature[live_rows] == 1).all()
-    return DrawInputs(uniform, table.temperature[rows] if scaled else None)
+    is_scaled = not (table.temperature[live_rows] == 1).all()
+    return DrawInputs(uniform, table.temperature[rows] if is_scaled else None)
 
 
-def rotary_positions(table: SlotTable, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
+def rotary_positions(table: SlotTable, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return the rotary positions [N, 3] of the tokens at these positions of their slots. Those of padding tokens are
     arbitrary."""
-    return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(places, table.max_length - 1)]
+    return table.rope[np.minimum(slots, table.slots - 1), :, np.minimum(positions, table.max_length - 1)]
 
 
-def settle_draws(
-    table: SlotTable, plan: StepPlan, batch: FlatBatch, picked: torch.Tensor | None
+def apply_draws(
+    table: SlotTable, plan: StepPlan, batch: FlatBatch, samples: torch.Tensor | None
 ) -> SampledTokens:
-    """Return the drawn tokens except those after a wrong guess, and advance the table's `stored`."""
-    is_used = batch.live
-    tokens, logprobs = split_picked(picked, is_used)
+    """Return the drawn tokens up to the first wrong guess, and advance the table's `stored`."""
+    is_used = batch.is_used
+    tokens, logprobs = unpack_draws(samples, is_used)
     num_new: np.ndarray | int = 1
     if plan.guesses is not None:
-        is_used = is_used & accepted(batch, tokens, table.stops)
-        dense = int(batch.fed.sum())
-        num_drawn = np.bincount(batch.rows[:dense][is_used[:dense]], minlength=plan.rows)[plan.dense]
-        reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
-        num_new = np.where(reply, plan.guessed + 1, num_drawn)
+        is_used = is_used & find_accepted(batch, tokens, table.stops)
+        num_dense = int(batch.fed_counts.sum())
+        num_drawn = np.bincount(batch.rows[:num_dense][is_used[:num_dense]], minlength=plan.rows)[plan.dense]
+        has_reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
+        num_new = np.where(has_reply, plan.guessed + 1, num_drawn)
     table.advance(plan.dense, num_new)
     if len(plan.slots):
         table.advance(plan.slots, plan.counts)

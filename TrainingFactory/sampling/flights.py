@@ -17,7 +17,7 @@ from TrainingFactory.sampling.cache.attention import StepContext, Tiles
 from TrainingFactory.sampling.cache.store import PagedCache
 from TrainingFactory.sampling.flattening import flatten_plan, make_draw_inputs
 from TrainingFactory.sampling.gpu.graphs import to_device
-from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, split_picked, uniforms
+from TrainingFactory.sampling.picking import Data, DrawInputs, pick, require_finite, uniforms, unpack_draws
 from TrainingFactory.sampling.planning import StepPlan
 from TrainingFactory.sampling.runner import Runner
 from TrainingFactory.sampling.tiles import TileLayout, plan_tiles
@@ -31,11 +31,11 @@ class InFlightStep:
     whose turn may continue."""
 
     slots: np.ndarray  # slots of the first tokens, then those of the second
-    places: np.ndarray  # positions of the tokens in their slot's sequence
+    positions: np.ndarray  # positions of the tokens in their slot's sequence
     first: int  # number of first tokens
     epochs: np.ndarray  # the token of a slot whose epoch has changed since is dropped
-    live: np.ndarray  # [M] the rows of logits whose tokens are used
-    picked: torch.Tensor | None  # [2, M], being copied to the host
+    is_used: np.ndarray  # [M] the rows of logits whose tokens are used
+    samples: torch.Tensor | None  # [2, M], being copied to the host
     ready: torch.cuda.Event | None  # recorded after that copy
 
 
@@ -62,7 +62,7 @@ class AsyncRunner(Runner):
         if fused.can_attend(self.shapes):
             self._kernels = kernels
             kind = self.model.config.get_text_config().model_type
-            self._fused_kind = fused.REPLACEMENTS.get(kind)
+            self._fused_class_of = fused.REPLACEMENTS.get(kind)
             self.refresh()
 
     def refresh(self) -> None:
@@ -83,7 +83,7 @@ class AsyncRunner(Runner):
             if self._kernels is None:
                 raise
             log.warning("Sampling without the fused GPU kernels, which is slower: %s", error)
-            self._kernels = self._fused_kind = None
+            self._kernels = self._fused_class_of = None
             self.refresh()
             super()._compare_logits()
 
@@ -91,9 +91,9 @@ class AsyncRunner(Runner):
     def tiled(self) -> bool:
         return self._kernels is not None
 
-    def _tile_comparison(self, step: StepContext, positions: torch.Tensor) -> StepContext:
+    def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
-            step.attend, step.positions, first = self._kernels.attend, positions, self._span[:1]
+            step.attend, step.positions, first = self._kernels.attend, positions, self._positions[:1]
             step.rows = Tiles(1, 1) if step.tokens else None
             step.pieces = (
                 None if step.tokens else Tiles(len(positions), 1, positions, first, first + len(positions))
@@ -104,18 +104,16 @@ class AsyncRunner(Runner):
     def launch(self, plan: StepPlan) -> InFlightStep:
         """Start the forward of a plan without guesses, and advance the table as if the sampled tokens were already
         known. `land` returns the tokens."""
-        table, plan.twice = self.table, True
-        batch, picked = self._begin(plan)
-        slots, offsets = batch.rows[batch.live], batch.offsets[batch.live]
-        copied_event = None
-        if picked is not None and picked.is_cuda:
-            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=True)
-            picked, copied_event = host.copy_(picked, non_blocking=True), torch.cuda.Event()
-            copied_event.record()
-        first = int((offsets == 0).sum())
-        flight = InFlightStep(
-            slots, table.lengths[slots] + offsets, first, table.epoch[slots], batch.live, picked, copied_event
-        )
+        table, plan.may_run_twice = self.table, True
+        batch, samples = self._begin_step(plan)
+        slots, offsets = batch.rows[batch.is_used], batch.offsets[batch.is_used]
+        copy_event = None
+        if samples is not None and samples.is_cuda:
+            host_tensor = torch.empty(samples.shape, dtype=samples.dtype, pin_memory=True)
+            samples, copy_event = host_tensor.copy_(samples, non_blocking=True), torch.cuda.Event()
+            copy_event.record()
+        first, positions = int((offsets == 0).sum()), table.lengths[slots] + offsets
+        flight = InFlightStep(slots, positions, first, table.epoch[slots], batch.is_used, samples, copy_event)
         table.advance(plan.dense, 1)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
@@ -125,19 +123,20 @@ class AsyncRunner(Runner):
         return flight
 
     def land(self, flight: InFlightStep) -> SampledTokens:
-        """Wait for the sampled tokens of a launched step. Return the tokens of turns that have not ended meanwhile."""
+        """Wait for the sampled tokens of a launched step. Return the tokens of turns that are still running."""
         if flight.ready is not None:
             flight.ready.synchronize()
         table, first = self.table, flight.first
-        tokens, logprobs = (array[flight.live] for array in split_picked(flight.picked, flight.live))
-        valid = table.epoch[flight.slots] == flight.epochs
+        tokens, logprobs = (array[flight.is_used] for array in unpack_draws(flight.samples, flight.is_used))
+        is_current = table.epoch[flight.slots] == flight.epochs
         if first < len(tokens):  # drop second tokens after a stop
             is_ended = np.zeros(table.slots, bool)
             is_ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
-            valid[first:] &= ~is_ended[flight.slots[first:]]
-        slots = flight.slots[valid]
-        table.flying -= np.bincount(slots, minlength=table.slots)
-        return SampledTokens(slots, flight.places[valid], tokens[valid], require_finite(logprobs[valid]))
+            is_current[first:] &= ~is_ended[flight.slots[first:]]
+        slots = flight.slots[is_current]
+        table.in_flight -= np.bincount(slots, minlength=table.slots)
+        logprobs = require_finite(logprobs[is_current])
+        return SampledTokens(slots, flight.positions[is_current], tokens[is_current], logprobs)
 
     def _feed_tokens(
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
@@ -149,78 +148,81 @@ class AsyncRunner(Runner):
         batch = flatten_plan(table, plan, 0, layout)
         draws, images = make_draw_inputs(table, batch), dict[str, Any]()
         dense = plan.rows * (plan.span or 1)
-        first = self._make_graph_inputs(
-            batch.tokens, batch.slots, batch.positions, dense, batch.rows, batch.live, batch.keep
+        first_inputs = self._make_graph_inputs(
+            batch.tokens, batch.slots, batch.positions, dense, batch.rows, batch.is_used, batch.logit_tokens
         )
-        recorded = layout.recorded and not draws.filters
+        is_recorded = layout.is_recorded and not draws.filters
         if self.vision is not None and self._shows_images(batch):
             ids, images = self.vision.model_inputs(self.model, batch.tokens[None])
-            first, recorded = first._replace(tokens=ids[0]), False
-        legs = [(first, draws)]
-        if recorded and plan.twice and plan.rows:
-            legs.append(self._second_leg(plan, batch, scaled=draws.temperature is not None))
+            first_inputs, is_recorded = first_inputs._replace(tokens=ids[0]), False
+        legs = [(first_inputs, draws)]
+        if is_recorded and plan.may_run_twice and plan.rows:
+            legs.append(self._make_second_leg(plan, batch, is_scaled=draws.temperature is not None))
         chunks = self._chunk_rows(plan, dense) if self.states.shapes else []
 
-        def step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            remaining, results = iter(tensors), []
-            leg_tensors = [_next_leg(remaining, leg) for leg in legs]
+        def run_step(tensors: list[torch.Tensor]) -> torch.Tensor:
+            remaining, leg_samples = iter(tensors), []
+            leg_tensors = [_take_leg(remaining, leg) for leg in legs]
             tiles = list(remaining)
-            for number, (inputs, draws) in enumerate(leg_tensors):
+            for leg_index, (inputs, draws) in enumerate(leg_tensors):
                 targets = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
                 context = StepContext(cache, targets, tokens=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.enter(context, plan, tiles)
-                has_chunks = len(plan.slots) and not number
+                has_chunks = len(plan.slots) and not leg_index
                 context.pieces = context.pieces if has_chunks else None
-                keep, ids = inputs.keep if has_chunks else 0, self._fill_in_flight_tokens(inputs.tokens)
-                self._enter_states(inputs, chunks if has_chunks else ())
+                ids = self._fill_in_flight_tokens(inputs.tokens)
+                keep = inputs.logit_tokens if has_chunks else 0
+                self._prepare_states(inputs, chunks if has_chunks else ())
                 logits = self._compute_logits(ids, self._select_rotary_input(inputs), context, keep, images)
                 if draws.filters:
-                    picked = pick(logits, draws.uniform, draws.temperature, draws.filters)
+                    samples = pick(logits, draws.uniform, draws.temperature, draws.filters)
                 else:
-                    picked = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
-                drawn = picked[0].long()
-                self._latest.index_copy_(0, inputs.target_slots, drawn)
-                self._leave_states(inputs, drawn)
-                results.append(picked)
-            return torch.cat(results, 1) if len(results) > 1 else results[0]
+                    samples = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
+                drawn_tokens = samples[0].long()
+                self._latest.index_copy_(0, inputs.target_slots, drawn_tokens)
+                self._record_ended(inputs, drawn_tokens)
+                leg_samples.append(samples)
+            return torch.cat(leg_samples, 1) if len(leg_samples) > 1 else leg_samples[0]
 
-        picked = None
-        if self._graphs is not None and recorded:
+        samples = None
+        if self._graphs is not None and is_recorded:
             self._check_graphs(cache)
-            key = plan.rows, plan.span, len(draws.present) - 1, len(legs), *layout.key, len(first.stops)
-            dry = [(inputs.dry(table.slots), draws) for inputs, draws in legs]
-            picked = self._graphs.run(key, _arrays(legs, layout), _arrays(dry, layout), step)
-        if picked is None:
-            picked = step(to_device(_arrays(legs, layout), self.device))
-        return batch, picked
+            sizes = len(draws.present) - 1, len(legs), len(first_inputs.stops)
+            key = plan.rows, plan.span, *sizes, *layout.key
+            dry_legs = [(inputs.dry(table.slots), draws) for inputs, draws in legs]
+            samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
+        if samples is None:
+            samples = run_step(to_device(_arrays_of(legs, layout), self.device))
+        return batch, samples
 
-    def _second_leg(self, plan: StepPlan, batch: FlatBatch, scaled: bool) -> Leg[np.ndarray]:
+    def _make_second_leg(self, plan: StepPlan, batch: FlatBatch, is_scaled: bool) -> Leg[np.ndarray]:
         """Return the inputs of a launch's second forward, and add its rows of logits to `batch`. It feeds the tokens
         that the first forward samples, in rows whose turn may continue. A launch runs two forwards because it takes the
         host about as long as one token takes the GPU."""
         table, rows = self.table, np.arange(plan.rows)
-        slots = batch.rows[batch.live]
+        slots = batch.rows[batch.is_used]
         slots = slots[(slots < plan.rows) & (table.lengths[slots] + 1 < table.limit[slots])]
-        live, places = np.zeros(plan.rows, bool), table.lengths[slots]
-        live[slots] = True
-        tokens, positions = np.where(live, -1 - rows, 0), batch.positions[: plan.rows].copy()
-        positions[slots] = places
+        is_used, next_positions = np.zeros(plan.rows, bool), table.lengths[slots]
+        is_used[slots] = True
+        tokens, positions = np.where(is_used, -1 - rows, 0), batch.positions[: plan.rows].copy()
+        positions[slots] = next_positions
         inputs = self._make_graph_inputs(
-            tokens, np.where(live, rows, table.slots), positions, plan.rows, rows, live
+            tokens, np.where(is_used, rows, table.slots), positions, plan.rows, rows, is_used
         )
-        batch.rows, batch.live = np.concatenate((batch.rows, rows)), np.concatenate((batch.live, live))
+        batch.rows = np.concatenate((batch.rows, rows))
+        batch.is_used = np.concatenate((batch.is_used, is_used))
         batch.offsets = np.concatenate((batch.offsets, np.ones(plan.rows, np.int64)))
         uniform = uniforms(table.seed[: plan.rows], table.lengths[: plan.rows] + 1)
-        draws = DrawInputs(uniform, table.temperature[: plan.rows] if scaled else None)
+        draws = DrawInputs(uniform, table.temperature[: plan.rows] if is_scaled else None)
         return inputs, draws
 
 
-def _arrays(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
+def _arrays_of(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
     return [*(array for inputs, draws in legs for array in (*inputs, *draws.present)), *layout.arrays]
 
 
-def _next_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
+def _take_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
     """Take the tensors of one forward from the iterator, in the order of its `arrays`."""
     inputs, draws = arrays
     return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))

@@ -25,7 +25,7 @@ import torch
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
 from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
-from TrainingFactory.sampling.compaction import exchange, scattered
+from TrainingFactory.sampling.compaction import exchange, find_exchanges
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
@@ -45,21 +45,21 @@ MAX_STEPS_AHEAD = (
 class NativeSession:
     """A sampling session of one episode. It samples one turn at a time."""
 
-    def __init__(self, engine: NativeEngine, order: int) -> None:
+    def __init__(self, engine: NativeEngine, session_number: int) -> None:
         self._engine = engine
-        self._seat = SessionSlot(order)
-        self._busy = False
+        self._session_slot = SessionSlot(session_number)
+        self._is_busy = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        if self._seat.closed:
+        if self._session_slot.closed:
             raise ValueError("this sampling session is closed")
-        if self._busy:
+        if self._is_busy:
             raise ValueError("a sampling session samples one turn at a time; open a session per episode")
-        self._busy = True
+        self._is_busy = True
         try:
-            return await self._engine._submit_request(self._seat, prompt_ids, params)
+            return await self._engine._submit_request(self._session_slot, prompt_ids, params)
         finally:
-            self._busy = False
+            self._is_busy = False
 
     def fork(self) -> NativeSession:
         """Open a session for a continuation. Its first turn shares the cache pages of the prompt with this session,
@@ -67,11 +67,11 @@ class NativeSession:
         return self._engine.session()
 
     def close(self) -> None:
-        if not self._seat.closed:
-            self._seat.closed = True
+        if not self._session_slot.closed:
+            self._session_slot.closed = True
             with self._engine._lock:
                 self._engine.sessions -= 1
-                self._engine._post_item(self._seat)
+                self._engine._post_message(self._session_slot)
 
     def __del__(self) -> None:
         self.close()  # a session that is garbage collected must release its slot
@@ -120,9 +120,9 @@ class NativeEngine:
         self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
         self._planner.has_images = vision is not None
-        self._planner.whole_images = vision is not None and vision.sees_whole_images
+        self._planner.keeps_images_whole = vision is not None and vision.sees_whole_images
         self._flight: InFlightStep | None = None  # the launched step whose tokens have not been fetched
-        self._ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
+        self._steps_ahead = 0  # steps launched ahead since one waited; negative: drafts are worth waiting for
         self.policy_version = 0
         self.max_length = (
             self._table.max_length
@@ -130,17 +130,17 @@ class NativeEngine:
         self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
-        self._opened = 0  # sessions so far
+        self._opened_sessions = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
-        self._working = False
+        self._is_working = False
         self._on_idle: Callable[[], object] | None = (
             None  # hold new turns, and call this once when no turn runs
         )
         # Used by the worker only.
         self._waiting: deque[SamplingRequest] = deque()
-        self._sparse = 0  # consecutive steps with fewer than half of the rows in use
+        self._sparse_steps = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
 
@@ -151,13 +151,13 @@ class NativeEngine:
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
-            while self._opened % self._table.slots:
-                self._opened += 1
-                self._post_item(SessionSlot(self._opened - 1, closed=True))
-        self._opened += 1
+            while self._opened_sessions % self._table.slots:
+                self._opened_sessions += 1
+                self._post_message(SessionSlot(self._opened_sessions - 1, closed=True))
+        self._opened_sessions += 1
         with self._lock:
             self.sessions += 1
-        return NativeSession(self, self._opened - 1)
+        return NativeSession(self, self._opened_sessions - 1)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         with contextlib.closing(self.session()) as session:
@@ -171,19 +171,19 @@ class NativeEngine:
                 f"the native engine shares the learner's weights; it cannot load {weights.folder}"
             )
         loop = asyncio.get_running_loop()
-        idle = loop.create_future()
+        idle_future = loop.create_future()
         with self._lock:
             assert self._on_idle is None, "one update at a time"
-            self._on_idle = lambda: loop.call_soon_threadsafe(_settle_futures, [(idle, None)])
-            if not self._working:
-                idle.set_result(None)
+            self._on_idle = lambda: loop.call_soon_threadsafe(_settle_futures, [(idle_future, None)])
+            if not self._is_working:
+                idle_future.set_result(None)
         try:
-            await idle
+            await idle_future
             if self._source is not None:
                 await loop.run_in_executor(self._pool, self._copy_weights)
             self._table.forget()
             self._runner.refresh()
-            if self._vision is not None and self._vision.trains:
+            if self._vision is not None and self._vision.is_trained:
                 self._vision.forget()
             self.policy_version = weights.version
         finally:
@@ -223,12 +223,12 @@ class NativeEngine:
     ) -> Completion:
         future = asyncio.get_running_loop().create_future()
         request = SamplingRequest(session_slot, self._check_prompt(prompt_ids), params, future)
-        self._post_item(request)
+        self._post_message(request)
         try:
             return await request.future
         except asyncio.CancelledError:
             request.cancelled = True
-            self._post_item(request)
+            self._post_message(request)
             raise
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> np.ndarray:
@@ -249,29 +249,29 @@ class NativeEngine:
                 raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {vocabulary}")
         return prompt.astype(np.int32)
 
-    def _post_item(self, item: SamplingRequest | SessionSlot) -> None:
+    def _post_message(self, message: SamplingRequest | SessionSlot) -> None:
         with self._lock:
-            self._inbox.append(item)
+            self._inbox.append(message)
             self._wake()
 
     def _wake(self) -> None:
         """Start the worker if a request is waiting. The caller must have the lock."""
-        if self._working or self._on_idle is not None:
+        if self._is_working or self._on_idle is not None:
             return
         if self._waiting or any(isinstance(item, SamplingRequest) for item in self._inbox):
-            self._working = True
+            self._is_working = True
             self._pool.submit(self._work)
 
     # -- called in the worker thread
 
     def _work(self) -> None:
-        """Run steps until no turn runs and none can be admitted."""
+        """Run steps until no request is running or can be admitted."""
         while True:
             with self._lock:
                 # One by one: the garbage collector may close a session in this thread, which appends to the inbox.
-                items, on_idle = [self._inbox.popleft() for _ in range(len(self._inbox))], self._on_idle
+                messages, on_idle = [self._inbox.popleft() for _ in range(len(self._inbox))], self._on_idle
             try:
-                self._receive_requests(items)
+                self._receive_requests(messages)
                 # Before an update, turns that were preempted must still end under the weights that they began with.
                 self._admit_requests(resumed_only=on_idle is not None)
                 is_running = bool(self._table.running.any()) or self._flight is not None
@@ -284,27 +284,27 @@ class NativeEngine:
                 continue
             with self._lock:
                 if not self._inbox and self._on_idle is on_idle:
-                    self._working = False
+                    self._is_working = False
                     break
         if on_idle is not None:
             on_idle()
 
-    def _receive_requests(self, items: list[SamplingRequest | SessionSlot]) -> None:
+    def _receive_requests(self, messages: list[SamplingRequest | SessionSlot]) -> None:
         """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
-        for item in items:
-            if isinstance(item, SamplingRequest) and not item.cancelled:
-                self._waiting.append(item)
+        for message in messages:
+            if isinstance(message, SamplingRequest) and not message.cancelled:
+                self._waiting.append(message)
                 continue
-            session_slot = item if isinstance(item, SessionSlot) else item.seat
+            session_slot = message if isinstance(message, SessionSlot) else message.session_slot
             running_request = None if session_slot.slot is None else self._table.requests[session_slot.slot]
             for request in [*self._waiting, running_request]:
-                if request is not None and (request is item or request.seat is item):
+                if request is not None and (request is message or request.session_slot is message):
                     self._drop_request(request)
-            if isinstance(item, SessionSlot):
-                self._table.close(item)
+            if isinstance(message, SessionSlot):
+                self._table.close(message)
 
     def _drop_request(self, request: SamplingRequest) -> None:
-        slot = request.seat.slot
+        slot = request.session_slot.slot
         if slot is not None and self._table.requests[slot] is request:
             self._table.abandon(slot)
         else:
@@ -327,7 +327,7 @@ class NativeEngine:
         self._runner.copy_pages()
 
     def _requeue_preempted(self) -> None:
-        """Put preempted turns first into the queue."""
+        """Put preempted requests at the front of the queue."""
         self._waiting.extendleft(reversed(self._table.preempted))
         self._table.preempted.clear()
 
@@ -335,8 +335,8 @@ class NativeEngine:
         self._compact_slots()
         self._table.reserve()
         self._requeue_preempted()
-        if self._runner.launches_ahead and (self._drafts is None or 0 <= self._ahead < MAX_STEPS_AHEAD):
-            self._launch_step(self._planner.plan(guess=False))
+        if self._runner.launches_ahead and (self._drafts is None or 0 <= self._steps_ahead < MAX_STEPS_AHEAD):
+            self._launch_step(self._planner.plan(with_guesses=False))
             return
         self._fetch_flight()
         plan = self._planner.plan()
@@ -345,17 +345,17 @@ class NativeEngine:
         elif len(plan.dense) or len(plan.slots):
             self._count_step(plan)
             self._record_sampled(self._runner.run(plan))
-        self._ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
+        self._steps_ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
 
     def _launch_step(self, plan: StepPlan) -> None:
-        """Launch the next step, then fetch the tokens of the previous one. Tokens after a stop are wasted."""
-        previous, self._flight = self._flight, None
+        """Launch the next step, then record the tokens of the previous one. Tokens after a stop are dropped."""
+        previous_flight, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
             self._flight = self._runner.launch(plan)
             self._count_step(plan, 1 + (self._flight.first < len(self._flight.slots)))
-        self._ahead += 1
-        if previous is not None:
-            self._record_sampled(self._runner.land(previous))
+        self._steps_ahead += 1
+        if previous_flight is not None:
+            self._record_sampled(self._runner.land(previous_flight))
 
     def _fetch_flight(self) -> None:
         flight, self._flight = self._flight, None
@@ -363,20 +363,20 @@ class NativeEngine:
             self._record_sampled(self._runner.land(flight))
 
     def _count_step(self, plan: StepPlan, legs: int = 1) -> None:
-        counts = self.stats
-        counts.prefilled += int(plan.counts.sum())
-        counts.guessed += int(plan.guessed.sum())
-        counts.forwards += legs
-        counts.decodes += legs if plan.rows else 0
-        counts.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
+        stats = self.stats
+        stats.prefilled += int(plan.counts.sum())
+        stats.guessed += int(plan.guessed.sum())
+        stats.forwards += legs
+        stats.decodes += legs if plan.rows else 0
+        stats.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
 
     def _record_sampled(self, sampled: SampledTokens) -> None:
-        """Record the sampled tokens, and deliver the turns that have ended."""
+        """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""
         table = self._table
         self.stats.sampled += len(sampled.slots)
         finished = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
-            self._drafts.learn(table.recent(sampled.slots, sampled.places, CONTEXT), sampled.tokens)
+            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT), sampled.tokens)
         if finished:
             self._deliver_results(finished)
 
@@ -384,13 +384,13 @@ class NativeEngine:
         """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
-        pairs = scattered(self._table)
-        self._sparse = self._sparse + 1 if pairs else 0
-        if self._sparse < COMPACT_AFTER:
+        pairs = find_exchanges(self._table)
+        self._sparse_steps = self._sparse_steps + 1 if pairs else 0
+        if self._sparse_steps < COMPACT_AFTER:
             return
-        self._sparse = 0
+        self._sparse_steps = 0
         self._fetch_flight()
-        pairs = scattered(self._table)
+        pairs = find_exchanges(self._table)
         if not pairs:
             return
         exchange(self._table, pairs)
@@ -398,15 +398,15 @@ class NativeEngine:
 
     def _deliver_results(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
         """Pass results to their event loops, with one call per loop, because every call may cost the worker the GIL."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
+        results_by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
         for request, result in results:
-            loops.setdefault(request.future.get_loop(), []).append((request.future, result))
-        for loop, loop_results in loops.items():
+            results_by_loop.setdefault(request.future.get_loop(), []).append((request.future, result))
+        for loop, loop_results in results_by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
                 loop.call_soon_threadsafe(_settle_futures, loop_results)
 
     def _fail_requests(self, error: BaseException) -> None:
-        """Raise the error of a failed step in every request, and reset the engine."""
+        """Deliver a step's error to every request, and reset the engine."""
         with self._lock:
             failed_requests = [item for item in self._inbox if isinstance(item, SamplingRequest)]
             self._inbox = deque(item for item in self._inbox if isinstance(item, SessionSlot))

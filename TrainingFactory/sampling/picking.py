@@ -43,7 +43,7 @@ def _mix_bits(z: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Return one float64 number in [0, 1) for each (seed, position); seeds are uint64."""
+    """Return a uniform float64 number in [0, 1) for each pair of a seed (uint64) and a position."""
     bits = _mix_bits(_mix_bits(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(24)) * 2.0**-40  # 40 bits: the product with a float64 total stays below it
 
@@ -51,7 +51,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def apply_filters(
     weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Zero the weights [M, V] that top-k, then top-p (of the rest), then min-p (of the largest) exclude; limits [M]."""
+    """Zero the weights [M, V] that the limits [M] exclude: top-k first, then top-p, then min-p."""
     sorted_weights, order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(top_k > 0, top_k, weights.shape[-1])  # 0 is off
@@ -73,22 +73,23 @@ def draw(
     if padding := -weights.shape[-1] % BLOCK:
         weights = torch.nn.functional.pad(weights, (0, padding))
     blocks = weights.unflatten(-1, (-1, BLOCK))
-    sums = blocks.sum(-1).double()  # [M, blocks]
-    ends = sums.cumsum(-1)
+    block_sums = blocks.sum(-1).double()  # [M, blocks]
+    block_ends = block_sums.cumsum(-1)
     if rows is not None:
-        sums, ends = sums[rows], ends[rows]
-    total = ends[:, -1:]
+        block_sums, block_ends = block_sums[rows], block_ends[rows]
+    total = block_ends[:, -1:]
     point = uniform[:, None] * total
-    block = torch.searchsorted(ends, point, right=True).clamp_(max=ends.shape[-1] - 1)  # [M, 1]; NaN is last
-    size = sums.gather(1, block)
+    last_block = blocks.shape[-2] - 1
+    block = torch.searchsorted(block_ends, point, right=True).clamp_(max=last_block)  # [M, 1]; NaN is last
+    block_sum = block_sums.gather(1, block)
     # Relative position in the block; below 1 despite rounding, so that the point is before the block's end.
-    share = ((point - ends.gather(1, block)) / size + 1).clamp_(0, BELOW_ONE)
+    share = ((point - block_ends.gather(1, block)) / block_sum + 1).clamp_(0, BELOW_ONE)
     if rows is None:
         block_values = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
     else:
         block_values = blocks[rows, block[:, 0]]
-    inner = block_values.cumsum(-1, dtype=torch.float64)
-    num_before = (inner <= share * inner[:, -1:]).sum(-1, keepdim=True)
+    inner_sums = block_values.cumsum(-1, dtype=torch.float64)
+    num_before = (inner_sums <= share * inner_sums[:, -1:]).sum(-1, keepdim=True)
     return block * BLOCK + num_before, total
 
 
@@ -119,8 +120,8 @@ def pick(
     return torch.cat((tokens.double(), logprobs), 1).T
 
 
-def split_picked(picked: torch.Tensor | None, is_used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    tokens, logprobs = np.zeros((2, len(is_used))) if picked is None else picked.cpu().numpy()
+def unpack_draws(samples: torch.Tensor | None, is_used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    tokens, logprobs = np.zeros((2, len(is_used))) if samples is None else samples.cpu().numpy()
     return tokens.astype(np.int64), logprobs
 
 

@@ -30,11 +30,11 @@ class StepPlan:
     # [P] slots that feed a chunk, in ascending order.
     slots: np.ndarray = field(default_factory=lambda: EMPTY)
     counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [P] tokens of each chunk
-    twice: bool = False  # the launch may feed a sampled token at once and sample a second one
+    may_run_twice: bool = False  # the launch may feed a sampled token at once and sample a second one
 
 
 class StepPlanner:
-    """Plans forwards. `few_shapes` limits the number of shapes, because each needs a CUDA graph."""
+    """Planner of forwards. `few_shapes` limits the number of shapes, because each needs a CUDA graph."""
 
     def __init__(
         self, table: SlotTable, prefill_tokens: int, drafts: DraftTable | None, guesses: int, few_shapes: bool
@@ -42,47 +42,48 @@ class StepPlanner:
         self.table, self.prefill_tokens, self.few_shapes = table, prefill_tokens, few_shapes
         self.drafts, self.guesses = drafts, guesses
         self.has_images = False  # prompts may have images
-        self.whole_images = False  # a chunk ends before or after an image
+        self.keeps_images_whole = False  # a chunk ends before or after an image
         self.tiled = False  # chunks of different lengths share a forward without padding
 
-    def plan(self, guess: bool = True) -> StepPlan:
-        """Return a plan for all decoding rows, and for as many prefill chunks as fit into the token budget, oldest
-        first."""
+    def plan(self, with_guesses: bool = True) -> StepPlan:
+        """Plan a step: all decoding rows, and the oldest prefill chunks that fit into the token budget."""
         table = self.table
         # A row whose in-flight token reaches the limit has nothing more to feed.
-        running_slots = np.flatnonzero(table.running & ((table.flying == 0) | (table.lengths < table.limit)))
-        chunking = table.stored[running_slots] < table.chunked[running_slots]
-        dense, queue = running_slots[~chunking], running_slots[chunking]
+        running_slots = np.flatnonzero(
+            table.running & ((table.in_flight == 0) | (table.lengths < table.limit))
+        )
+        is_prefilling = table.stored[running_slots] < table.chunked[running_slots]
+        dense, queue = running_slots[~is_prefilling], running_slots[is_prefilling]
         if table.deterministic:
             return self._plan_deterministic_step(dense, queue)
         rows = int(dense[-1]) + 1 if len(dense) else 0
         if self.few_shapes and rows:
             rows = graph_rows(rows, table.slots)
-        admitted, counts, longest, budget = [], [], 0, self.prefill_tokens
+        chunk_slots, counts, longest, budget = [], [], 0, self.prefill_tokens
         if self.tiled and rows:
             waiting_tokens = (table.chunked[queue] - table.stored[queue]).sum()
             budget = min(budget, next((size for size in PIECES[1:] if waiting_tokens <= 2 * size), budget))
         for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
             count = min(table.chunk_end(slot) - int(table.stored[slot]), budget)
-            if self.whole_images:
+            if self.keeps_images_whole:
                 stored = int(table.stored[slot])
                 count = (
                     find_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
                 )
-            size = sum(counts) + count if self.tiled else (len(admitted) + 1) * max(longest, count)
-            if admitted and size > budget:
+            size = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(longest, count)
+            if chunk_slots and size > budget:
                 continue
             longest = max(longest, count)
-            admitted.append(slot)
+            chunk_slots.append(slot)
             counts.append(count)
-        order = np.argsort(admitted)
-        slots, tokens = np.array(admitted, np.int64)[order], np.array(counts, np.int64)[order]
-        if self.has_images and self._shows_images(slots, tokens, dense):
+        order = np.argsort(chunk_slots)
+        slots, chunk_counts = np.array(chunk_slots, np.int64)[order], np.array(counts, np.int64)[order]
+        if self.has_images and self._shows_images(slots, chunk_counts, dense):
             # The host must know the other tokens of a step with images: one may be the model's placeholder.
-            dense = dense[table.flying[dense] == 0]
+            dense = dense[table.in_flight[dense] == 0]
             rows = rows if len(dense) else 0
-        plan = StepPlan(dense, rows, self.few_shapes, slots=slots, counts=tokens)
-        if len(dense) and guess:
+        plan = StepPlan(dense, rows, self.few_shapes, slots=slots, counts=chunk_counts)
+        if len(dense) and with_guesses:
             self._add_further_tokens(plan)
         return plan
 
@@ -94,7 +95,7 @@ class StepPlanner:
         )
 
     def _add_further_tokens(self, plan: StepPlan) -> None:
-        """Add further tokens to the rows: draft tokens, and with CUDA graphs known tokens that are not yet cached."""
+        """Let rows feed several tokens: draft tokens and, with CUDA graphs, known tokens missing in the cache."""
         table, count = self.table, len(plan.dense)
         rows = plan.rows if plan.fixed else count
         max_guesses = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)
@@ -115,7 +116,7 @@ class StepPlanner:
     def _use_known_tokens(
         self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, counts: np.ndarray
     ) -> None:
-        """In rows whose known tokens are not all in the cache yet, replace the guesses by those known tokens."""
+        """Replace the guesses of a row by its known tokens that the cache lacks."""
         stored_lengths = self.table.stored[dense]
         for row in np.flatnonzero(stored_lengths + 1 < known_lengths):
             unsent_ids = self.table.ids[dense[row], stored_lengths[row] + 1 : known_lengths[row]][
@@ -125,7 +126,7 @@ class StepPlanner:
             counts[row] = len(unsent_ids)
 
     def _plan_deterministic_step(self, dense: np.ndarray, queue: np.ndarray) -> StepPlan:
-        """Return a plan for deterministic mode: a single chunk, or one decoding row per slot."""
+        """Plan a step of deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(queue):
             return StepPlan(dense, table.slots, fixed=True)

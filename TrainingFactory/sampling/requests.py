@@ -12,7 +12,7 @@ from TrainingFactory.types import Completion, SamplingParams
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine was created."""
+    """Counters of an engine, since it was created."""
 
     prefilled: int = 0  # prompt and reply tokens fed in chunks, including twins that are computed only once
     shared: int = 0  # prompt tokens shared with another slot, or still present in a freed one
@@ -42,7 +42,7 @@ class SessionSlot:
 class SamplingRequest:
     """A request to sample one turn of a session."""
 
-    seat: SessionSlot
+    session_slot: SessionSlot
     prompt: np.ndarray  # int32
     params: SamplingParams
     future: asyncio.Future[Completion]
@@ -53,7 +53,7 @@ class SamplingRequest:
 
 @dataclass(slots=True)
 class AdmissionRound:
-    """State of one round in which the slot table admits waiting requests."""
+    """State of one pass over the waiting requests, which start in free slots."""
 
     must_wait: set[bytes] = field(default_factory=set)  # prompts that wait; equal prompts wait too
-    full: bool = False  # no slot is free, and no idle session can be evicted
+    is_full: bool = False  # no slot is free, and no idle session can be evicted

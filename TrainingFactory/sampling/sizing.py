@@ -18,8 +18,8 @@ SNAPSHOTS = 2  # for each slot: the ends of its prompt and of its last turn
 PREFILL_TOKENS = 8192  # most tokens of prompts in one forward
 
 
-def round_up(number: int, step: int) -> int:
-    return -(-number // step) * step
+def round_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def size_states(table: SlotTable, shapes: Sequence[StateShape], memory: int) -> int:
@@ -57,20 +57,20 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
     length = round_up(table.max_length, 64)
     windows, per_slot = layer_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)
-    fitting = memory * (LAZY_ROOM if lazy else 1) // slot_bytes
-    if table.deterministic and fitting < table.slots:
-        if not fitting:
+    fitting_slots = memory * (LAZY_ROOM if lazy else 1) // slot_bytes
+    if table.deterministic and fitting_slots < table.slots:
+        if not fitting_slots:
             raise ValueError(
                 f"the KV cache of one sequence of {table.max_length} tokens needs {slot_bytes / 2**30:.1f} GiB, "
                 f"but {memory / 2**30:.1f} GiB are available. Lower model.max_length."
             )
         log.warning(
             "Deterministic sampling with %d slots instead of %d, because the KV cache has %.1f GiB of memory",
-            fitting, table.slots, memory / 2**30,
+            fitting_slots, table.slots, memory / 2**30,
         )  # fmt: skip
-        table.resize(fitting, table.max_length)
-    enough = table.slots if shapes[0].device.type == "cpu" else table.slots * GPU_ROOM
-    fixed = table.deterministic or fitting >= enough
+        table.resize(fitting_slots, table.max_length)
+    needed_slots = table.slots if shapes[0].device.type == "cpu" else table.slots * GPU_ROOM
+    fixed = table.deterministic or fitting_slots >= needed_slots
     counts = (
         [table.slots * per_slot] * len(windows) if fixed else plan_pages(shapes, table.slots, length, memory)
     )
@@ -100,19 +100,19 @@ def plan_pages(shapes: Sequence[LayerShape], slots: int, max_length: int, memory
     page_bytes = [
         PAGE * sum(shape.token_bytes for shape in shapes if shape.window == window) for window in windows
     ]
-    needed = [slots * per_slot] * len(windows)
-    for number, window in enumerate(windows):
+    needed_pages = [slots * per_slot] * len(windows)
+    for index, window in enumerate(windows):
         if window is not None and len(windows) > 1:
             in_window = window // PAGE + 4
-            needed[number] = min(
-                needed[number], slots * in_window + 4 * max(per_slot, PREFILL_TOKENS // PAGE)
+            needed_pages[index] = min(
+                needed_pages[index], slots * in_window + 4 * max(per_slot, PREFILL_TOKENS // PAGE)
             )
-    total = sum(count * size for count, size in zip(needed, page_bytes, strict=True))
+    total = sum(count * size for count, size in zip(needed_pages, page_bytes, strict=True))
     if total > memory:  # tables of windows, which are small, get what they need, at most half of the memory
-        windowed = sum(needed[n] * page_bytes[n] for n in range(1, len(windows)))
-        shares = min(1.0, memory / 2 / windowed) if windowed else 1.0
-        counts = [int(count * shares) for count in needed]
-        rest = memory - sum(counts[n] * page_bytes[n] for n in range(1, len(windows)))
-        counts[0] = min(needed[0], rest // page_bytes[0])
-        needed = [max(1, count) for count in counts]
-    return needed
+        window_bytes = sum(needed_pages[n] * page_bytes[n] for n in range(1, len(windows)))
+        share = min(1.0, memory / 2 / window_bytes) if window_bytes else 1.0
+        counts = [int(count * share) for count in needed_pages]
+        remaining_bytes = memory - sum(counts[n] * page_bytes[n] for n in range(1, len(windows)))
+        counts[0] = min(needed_pages[0], remaining_bytes // page_bytes[0])
+        needed_pages = [max(1, count) for count in counts]
+    return needed_pages

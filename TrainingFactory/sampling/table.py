@@ -51,7 +51,7 @@ class SlotTable:
         self.logprobs = np.zeros((slots, max_length), np.float32)
         self.stored = np.zeros(slots, np.int64)  # tokens whose keys and values are in the cache
         self.lengths = np.zeros(slots, np.int64)  # tokens of the sequence; stored < known while running
-        self.pure = np.zeros(slots, np.int64)  # leading tokens that other sessions may copy
+        self.copyable = np.zeros(slots, np.int64)  # leading tokens that other sessions may copy
         self.chunked = np.zeros(slots, np.int64)  # tokens before this position are prefilled in chunks
         self.running = np.zeros(slots, bool)
         self.limit = np.zeros(slots, np.int64)  # length of the sequence at which the turn ends
@@ -65,11 +65,11 @@ class SlotTable:
         self.hashes = np.zeros(slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
         self.head = np.zeros(slots, np.int64)  # leading tokens that rows with the same mark have in common
         self.mark = np.zeros(slots, np.uint64)  # hash of the session's first prompt
-        self.flying = np.zeros(slots, np.int64)  # tokens in flight, which are counted as known
+        self.in_flight = np.zeros(slots, np.int64)  # tokens in flight, which are counted as known
         self.epoch = np.zeros(slots, np.int64)  # increases whenever a turn ends
         # Random, so that nobody can construct two texts with the same hash.
         self._factors = np.random.default_rng().integers(0, 1 << 64, max_length, np.uint64) | np.uint64(1)
-        self.seats: list[SessionSlot | None] = [None] * slots
+        self.session_slots: list[SessionSlot | None] = [None] * slots
         self.free = np.ones(slots, bool)  # no session has the slot
         self.requests: list[SamplingRequest | None] = [None] * slots
         self.changes = 0  # increases whenever a slot gets other tokens
@@ -82,7 +82,7 @@ class SlotTable:
     def close(self, session_slot: SessionSlot) -> None:
         """Release the session's slot. Its keys and values stay in the cache until their pages are needed."""
         if session_slot.slot is not None:
-            self.seats[session_slot.slot], self.free[session_slot.slot] = None, True
+            self.session_slots[session_slot.slot], self.free[session_slot.slot] = None, True
             session_slot.slot = None
         if self.deterministic:
             self._closed.add(session_slot.order)
@@ -93,7 +93,7 @@ class SlotTable:
 
     def forget(self) -> None:
         """Invalidate all cached keys and values, because the weights have changed."""
-        for array in (self.stored, self.pure, self.chunked, self.lengths):
+        for array in (self.stored, self.copyable, self.chunked, self.lengths):
             array[:] = 0
         self.pages.clear()
         if self.snapshots is not None:
@@ -103,30 +103,30 @@ class SlotTable:
         """Release all slots and invalidate the cache after a failed step; return the requests that were running."""
         failed_requests = [request for request in self.requests if request is not None] + self.preempted
         self.preempted = []
-        for session_slot in self.seats:
+        for session_slot in self.session_slots:
             if session_slot is not None:
                 session_slot.slot = None
-        self.seats, self.requests = [None] * self.slots, [None] * self.slots
+        self.session_slots, self.requests = [None] * self.slots, [None] * self.slots
         self.running[:], self.free[:] = False, True
-        self.flying[:] = 0
+        self.in_flight[:] = 0
         self.epoch += 1
         self.forget()
         return failed_requests
 
     # -- prefixes
 
-    def common(self, prompt: np.ndarray) -> np.ndarray:
+    def common_lengths(self, prompt: np.ndarray) -> np.ndarray:
         """Return the length [slots] of the common prefix of each slot's sequence and the prompt."""
         width = min(len(prompt), int(self.lengths.max()))
         if width == 0:
             return np.zeros(self.slots, np.int64)
-        differ = self.ids[:, :width] != prompt[:width]
-        first = differ.argmax(1)
-        first[~differ[np.arange(self.slots), first]] = width
-        return np.minimum(first, self.lengths)
+        is_different = self.ids[:, :width] != prompt[:width]
+        first_difference = is_different.argmax(1)
+        first_difference[~is_different[np.arange(self.slots), first_difference]] = width
+        return np.minimum(first_difference, self.lengths)
 
-    def trunk(self, slots: np.ndarray) -> int:
-        """Return the length of the prefix that all these slots share and have in the cache."""
+    def shared_prefix(self, slots: np.ndarray) -> int:
+        """Return the length of the cached prefix that all these slots have in common."""
         width = int(self.stored[slots].min())
         is_common = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
         return width if is_common.all() else int(is_common.argmin())
@@ -134,8 +134,8 @@ class SlotTable:
     def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
         """Start the request if a slot and pages are available, and if no other session is just computing a longer
         prefix that the request could share. Return whether it started."""
-        current, num_needed = request.seat.slot, len(request.prompt) - 1
-        if current is None and not self._has_slot(request.seat, admission):
+        current, num_needed = request.session_slot.slot, len(request.prompt) - 1
+        if current is None and not self._has_slot(request.session_slot, admission):
             return False
         if current is None and request.prompt.tobytes() in admission.must_wait:
             return False
@@ -147,41 +147,41 @@ class SlotTable:
             return self._continue_in_slot(request, current, stored_length, is_continuation=True)
         if current is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
-            equal = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
-                self.pure >= num_needed
+            has_prompt = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
+                self.copyable >= num_needed
             )
-            reusable = self.pages.usable(np.where(equal, num_needed, 0))
+            reusable = self.pages.usable(np.where(has_prompt, num_needed, 0))
             if reusable.any():
                 return self._share_prefix(request, int(reusable.argmax()), num_needed, reusable)
-        common = np.minimum(self.common(request.prompt), num_needed)
-        cached = self.pages.usable(np.minimum(common, self.pure))
+        common = np.minimum(self.common_lengths(request.prompt), num_needed)
+        cached = self.pages.usable(np.minimum(common, self.copyable))
         reusable = cached if self.snapshots is None else self.snapshots.usable(cached, self.stored)
         if current is not None and self.snapshots is None:
-            kept = int(self.pages.usable(np.minimum(common, self.stored))[current])
-            if kept > reusable[current]:
+            kept_length = int(self.pages.usable(np.minimum(common, self.stored))[current])
+            if kept_length > reusable[current]:
                 # Deterministic mode: only this session may reuse the tokens that it has decoded.
-                return self._continue_in_slot(request, current, kept)
+                return self._continue_in_slot(request, current, kept_length)
         source = int(reusable.argmax())
-        best = int(reusable[source])
+        shared = int(reusable[source])
         # Prefixes that are still being computed. A window may have released one that was computed.
-        ahead = np.minimum(common, self.chunked)
-        upcoming = np.where(self.running & (self.pure == self.stored) & (self.stored < ahead), ahead, 0)
-        if int(upcoming.max()) >= best + WAIT_FOR and self._pauses_prefill_at(
+        ends = np.minimum(common, self.chunked)
+        upcoming = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
+        if int(upcoming.max()) >= shared + WAIT_FOR and self._pause_prefill_at(
             int(upcoming.argmax()), upcoming.max()
         ):
             admission.must_wait.add(request.prompt.tobytes())
             return False
-        if not self._share_prefix(request, source, best, reusable):
+        if not self._share_prefix(request, source, shared, reusable):
             return False
-        if self.snapshots is not None and (missed := int(cached.max()) - best) > 0:
-            self.stats.recomputed += missed
-            if missed >= WAIT_FOR:
-                self._pauses_prefill_at(
-                    self._get_request_slot(request), best + missed
+        if self.snapshots is not None and (missed_tokens := int(cached.max()) - shared) > 0:
+            self.stats.recomputed += missed_tokens
+            if missed_tokens >= WAIT_FOR:
+                self._pause_prefill_at(
+                    self._get_request_slot(request), shared + missed_tokens
                 )  # for the next prompt with this prefix
         return True
 
-    def _pauses_prefill_at(self, slot: int, position: int) -> bool:
+    def _pause_prefill_at(self, slot: int, position: int) -> bool:
         """With recurrent layers, let the slot's prefill pause at `position` for a snapshot. Return whether the prefix
         up to there can then be shared. In deterministic mode, the prefix may end a few tokens earlier."""
         if self.snapshots is None:
@@ -203,7 +203,7 @@ class SlotTable:
         """Start the request in the slot that its session holds, and keep the slot's first `stored` tokens, if enough
         pages are available."""
         count = self.pages.missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
-        if not self._make_room(count, request.seat, [slot]):
+        if not self._make_room(count, request.session_slot, [slot]):
             if self.running.any():
                 return False
             return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
@@ -216,48 +216,48 @@ class SlotTable:
         self._start_request(request, slot, stored, is_continuation=is_continuation)
         return True
 
-    def _share_prefix(self, request: SamplingRequest, source: int, best: int, reusable: np.ndarray) -> bool:
-        """Start the request in a slot that already has the prompt's first `best` tokens, or in one that shares them
+    def _share_prefix(self, request: SamplingRequest, source: int, shared: int, reusable: np.ndarray) -> bool:
+        """Start the request in a slot that already has the prompt's first `shared` tokens, or in one that shares them
         with slot `source`, if enough pages are available. `reusable` [slots] is the length of the prefix that the
         request could reuse from each slot."""
-        session_slot = request.seat
+        session_slot = request.session_slot
         length = len(request.prompt) + MARGIN
         num_pages = self.pages.pages(length)
-        if not self._make_room(num_pages - best // PAGE + 1, session_slot, [source]):
+        if not self._make_room(num_pages - shared // PAGE + 1, session_slot, [source]):
             # No running turn will release pages, so place the request without the shared prefix.
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
                 return False
-            best = 0
-        reusable = np.minimum(reusable, self.pure if best else 0)  # without slots whose pages were released
-        previous, slot = session_slot.slot, self._choose_slot(session_slot, reusable, best)
-        if reusable[slot] == best:
+            shared = 0
+        reusable = np.minimum(reusable, self.copyable if shared else 0)  # released slots share nothing
+        previous, slot = session_slot.slot, self._choose_slot(session_slot, reusable, shared)
+        if reusable[slot] == shared:
             source = slot
-            self.pages.truncate(slot, best)
+            self.pages.truncate(slot, shared)
             if self.snapshots is not None:
                 self.snapshots.stops[slot].clear()
-                self.snapshots.restore(slot, best, int(self.stored[slot]))
+                self.snapshots.restore(slot, shared, int(self.stored[slot]))
         else:
             self.pages.release(slot)
-            self.pages.share(source, slot, best, length)
+            self.pages.share(source, slot, shared, length)
             if self.snapshots is not None:
-                self.snapshots.share(source, int(self.stored[source]), slot, best)
+                self.snapshots.share(source, int(self.stored[source]), slot, shared)
             self.used[source] = time.monotonic()
         if previous == source:
-            self.stats.kept_tokens += best
+            self.stats.kept_tokens += shared
         else:
-            self.stats.shared += best
-        self.seats[slot], self.free[slot], session_slot.slot = session_slot, False, slot
-        self.pure[slot] = best
-        self._start_request(request, slot, best)
+            self.stats.shared += shared
+        self.session_slots[slot], self.free[slot], session_slot.slot = session_slot, False, slot
+        self.copyable[slot] = shared
+        self._start_request(request, slot, shared)
         return True
 
     def _has_slot(self, session_slot: SessionSlot, admission: AdmissionRound) -> bool:
         if self.deterministic:
             return self._next_session[session_slot.order % self.slots] == session_slot.order
-        admission.full = admission.full or (not self.free.any() and self._find_longest_idle() is None)
-        return not admission.full
+        admission.is_full = admission.is_full or (not self.free.any() and self._find_longest_idle() is None)
+        return not admission.is_full
 
-    def _choose_slot(self, session_slot: SessionSlot, reusable: np.ndarray, best: int) -> int:
+    def _choose_slot(self, session_slot: SessionSlot, reusable: np.ndarray, shared: int) -> int:
         """Return the slot for a session: the slot that it holds, a free slot, or the slot of a session that it evicts.
         `_has_slot` must have returned True."""
         if session_slot.slot is not None:
@@ -265,12 +265,12 @@ class SlotTable:
         if self.deterministic:
             return session_slot.order % self.slots
         free = np.flatnonzero(self.free)
-        if best and (fitting := free[reusable[free] == best]).size:
+        if shared and (fitting := free[reusable[free] == shared]).size:
             return int(fitting[0])
         if free.size:
             return int(free[np.lexsort((self.used[free], self.stored[free] > 0))[0]])
         slot = self._find_longest_idle()
-        evicted = self.seats[slot] if slot is not None else None
+        evicted = self.session_slots[slot] if slot is not None else None
         assert slot is not None and evicted is not None
         evicted.slot = None
         self.stats.evictions += 1
@@ -289,19 +289,18 @@ class SlotTable:
 
     # -- pages
 
-    def _make_room(self, count: int, session_slot: SessionSlot, keep: list[int]) -> bool:
-        """Release pages of slots that are not in `keep` until `count` pages are free. Return False if that is
-        impossible."""
+    def _make_room(self, count: int, session_slot: SessionSlot, kept_slots: list[int]) -> bool:
+        """Free `count` pages by releasing slots outside `keep`. Return False if that is impossible."""
         if self.pages.fixed or self.pages.available >= count:
             return True
-        closed_slots = np.flatnonzero(self.free & (self.pages.held() > 0))
+        closed_slots = np.flatnonzero(self.free & (self.pages.held_pages() > 0))
         for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
-            if slot not in keep:
+            if slot not in kept_slots:
                 self._release_slot(slot)
             if self.pages.available >= count:
                 return True
-        youngest_first = self._find_younger(session_slot, keep)
-        if self.pages.available + int(self.pages.held()[youngest_first].sum()) < count:
+        youngest_first = self._find_younger(session_slot, kept_slots)
+        if self.pages.available + int(self.pages.held_pages()[youngest_first].sum()) < count:
             return False
         for slot in youngest_first:
             self._preempt_slot(slot)
@@ -309,15 +308,15 @@ class SlotTable:
                 return True
         return False
 
-    def _find_younger(self, session_slot: SessionSlot, keep: list[int]) -> list[int]:
+    def _find_younger(self, session_slot: SessionSlot, kept_slots: list[int]) -> list[int]:
         """Return the slots that may be preempted for a session: the slots of younger sessions. If no turn runs, add
         those of all idle sessions, because a parent session may be waiting for its child session. Idle sessions come
         first, younger ones before older ones."""
-        none_runs = not self.running.any()
+        is_idle = not self.running.any()
         orders = {
-            slot: seat.order
-            for slot, seat in enumerate(self.seats)
-            if seat is not None and slot not in keep and (none_runs or seat.order > session_slot.order)
+            slot: other.order
+            for slot, other in enumerate(self.session_slots)
+            if other is not None and slot not in kept_slots and (is_idle or other.order > session_slot.order)
         }
         return sorted(orders, key=lambda slot: (bool(self.running[slot]), -orders[slot]))
 
@@ -331,9 +330,9 @@ class SlotTable:
             request.prompt = self.ids[slot, :length].copy()
             request.sampled = self.logprobs[slot, start:length].copy()
             self.preempted.append(request)
-        seat = self.seats[slot]
-        assert seat is not None
-        seat.slot, self.seats[slot], self.free[slot] = None, None, True
+        session_slot = self.session_slots[slot]
+        assert session_slot is not None
+        session_slot.slot, self.session_slots[slot], self.free[slot] = None, None, True
         self._release_slot(slot)
         self.stats.preemptions += 1
 
@@ -341,12 +340,11 @@ class SlotTable:
         self.pages.release(slot)
         if self.snapshots is not None:
             self.snapshots.drop(slot)
-        for array in (self.stored, self.pure, self.chunked, self.lengths):
+        for array in (self.stored, self.copyable, self.chunked, self.lengths):
             array[slot] = 0
 
     def reserve(self) -> None:
-        """Reserve pages for the next tokens of all running slots, the oldest session first. A session that gets none is
-        preempted."""
+        """Reserve pages for the next tokens of all running slots. Preempt the youngest sessions if pages run out."""
         if self.pages.fixed:
             return
         capacity = self.pages.capacity()
@@ -354,36 +352,36 @@ class SlotTable:
         if not (is_short & self.running).any():
             return
         # Together with those that will be short soon, because the device's page table must be updated then.
-        short = np.flatnonzero(self.running & (self.lengths + (MARGIN + PAGE // 2) > capacity))
-        if self.pages.reserve_many(short, self.lengths[short] + MARGIN + PAGE // 2):
+        short_slots = np.flatnonzero(self.running & (self.lengths + (MARGIN + PAGE // 2) > capacity))
+        if self.pages.reserve_many(short_slots, self.lengths[short_slots] + MARGIN + PAGE // 2):
             return
-        for slot in sorted(short.tolist(), key=lambda slot: self._get_seat(slot).order):
+        for slot in sorted(short_slots.tolist(), key=lambda slot: self._get_session_slot(slot).order):
             if not self.running[slot]:
                 continue
             length = int(self.lengths[slot]) + MARGIN + PAGE // 2
-            if self._make_room(self.pages.missing(slot, length), self._get_seat(slot), [slot]):
+            if self._make_room(self.pages.missing(slot, length), self._get_session_slot(slot), [slot]):
                 self.pages.reserve(slot, length)
             else:
                 self._preempt_slot(slot)
 
     def _get_request_slot(self, request: SamplingRequest) -> int:
-        slot = request.seat.slot
+        slot = request.session_slot.slot
         assert slot is not None
         return slot
 
-    def _get_seat(self, slot: int) -> SessionSlot:
-        seat = self.seats[slot]
-        assert seat is not None
-        return seat
+    def _get_session_slot(self, slot: int) -> SessionSlot:
+        session_slot = self.session_slots[slot]
+        assert session_slot is not None
+        return session_slot
 
     def recent(self, slots: np.ndarray, ends: np.ndarray, count: int) -> np.ndarray:
-        """Return the `count` tokens before each of these positions [len(slots), count]; 0 before a sequence's start."""
-        places = ends[:, None] - np.arange(count, 0, -1)
-        return np.where(places >= 0, self.ids[slots[:, None], places], 0)
+        """Return the `count` tokens before each position [len(slots), count]; 0 before a sequence's start."""
+        positions = ends[:, None] - np.arange(count, 0, -1)
+        return np.where(positions >= 0, self.ids[slots[:, None], positions], 0)
 
-    def marks(self, tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def marks(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the hash of each token at its position, with random but constant factors."""
-        return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[places]
+        return (tokens.astype(np.uint64) + np.uint64(1)) * self._factors[positions]
 
     # -- turns
 
@@ -391,31 +389,31 @@ class SlotTable:
         self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
     ) -> None:
         prompt, params, size = request.prompt, request.params, len(request.prompt)
-        sampled = len(request.sampled)  # before a preemption
+        sampled_count = len(request.sampled)  # before a preemption
         self.pages.reserve(slot, size + MARGIN)
-        self.logprobs[slot, size - sampled : size] = request.sampled
-        first = bool(stored <= self.pure[slot]) if self.deterministic else not is_continuation
+        self.logprobs[slot, size - sampled_count : size] = request.sampled
+        is_first_turn = bool(stored <= self.copyable[slot]) if self.deterministic else not is_continuation
         self.changes += 1
         self.ids[slot, :size] = prompt
         if self.rope_of is not None:
-            self.rope[slot, :, :size], following = self.rope_of(prompt)
-            self.rope[slot, :, size:] = np.arange(following, following + self.max_length - size)
+            self.rope[slot, :, :size], next_position = self.rope_of(prompt)
+            self.rope[slot, :, size:] = np.arange(next_position, next_position + self.max_length - size)
         self.lengths[slot] = size
         self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
         if not is_continuation or stored < self.head[slot]:
             self.head[slot], self.mark[slot] = size - 1, self.hashes[slot]
         self.stored[slot] = stored
-        self.pure[slot] = min(int(self.pure[slot]), stored)
+        self.copyable[slot] = min(int(self.copyable[slot]), stored)
         if self.deterministic:  # decoding rows, which run anyway, feed short replies token by token
-            self.chunked[slot] = size - 1 if first or size - stored > 32 else 0
+            self.chunked[slot] = size - 1 if is_first_turn or size - stored > 32 else 0
         else:
-            self.chunked[slot] = size if size - stored > (1 if first else self.ride) else 0
+            self.chunked[slot] = size if size - stored > (1 if is_first_turn else self.ride) else 0
         if self.snapshots is not None:
             # The last token of a prompt is fed alone, so that equal prompts can begin with the state before it.
             self.chunked[slot] = size - 1 if self.chunked[slot] else 0
-            if first:
-                self._pauses_prefill_at(slot, size - 1)
-        self.limit[slot] = min(size - sampled + params.max_tokens, self.max_length)
+            if is_first_turn:
+                self._pause_prefill_at(slot, size - 1)
+        self.limit[slot] = min(size - sampled_count + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = params.top_p, params.top_k, params.min_p
@@ -432,29 +430,29 @@ class SlotTable:
         previous = self.stored[slots]
         self.stored[slots] = stored_lengths = previous + counts
         if self.deterministic:  # other sessions may not copy what decoding rows have computed
-            pure = (self.pure[slots] == previous) & (previous < self.chunked[slots])
-            stored_lengths = np.where(pure, stored_lengths, self.pure[slots])
-        self.pure[slots] = stored_lengths
+            is_copyable = (self.copyable[slots] == previous) & (previous < self.chunked[slots])
+            stored_lengths = np.where(is_copyable, stored_lengths, self.copyable[slots])
+        self.copyable[slots] = stored_lengths
         self.pages.leave_window(slots, self.stored[slots])
         if self.snapshots is not None and any(self.snapshots.stops):
-            self.snapshots.reach(slots, self.stored, self.pure)
+            self.snapshots.reach(slots, self.stored, self.copyable)
 
     def expect(self, slots: np.ndarray) -> None:
         """Append an in-flight token to the sequence of each slot, with the placeholder id -1 - slot, so that the next
         step can be planned before the token is known."""
         self.ids[slots, self.lengths[slots]] = -1 - slots
         self.lengths[slots] += 1
-        self.flying[slots] += 1
+        self.in_flight[slots] += 1
 
     def accept(
-        self, slots: np.ndarray, places: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
+        self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray
     ) -> list[int]:
-        """Write sampled tokens into the sequences of their slots. Return the slots whose turn has ended."""
-        self.ids[slots, places] = tokens
-        self.logprobs[slots, places] = logprobs
-        np.maximum.at(self.lengths, slots, places + 1)
-        np.add.at(self.hashes, slots, self.marks(tokens, places))
-        is_finished = (places + 1 >= self.limit[slots]) | self.stopped(slots, tokens)
+        """Append sampled tokens to the sequences of their slots. Return the slots whose turn has ended."""
+        self.ids[slots, positions] = tokens
+        self.logprobs[slots, positions] = logprobs
+        np.maximum.at(self.lengths, slots, positions + 1)
+        np.add.at(self.hashes, slots, self.marks(tokens, positions))
+        is_finished = (positions + 1 >= self.limit[slots]) | self.stopped(slots, tokens)
         return slots[is_finished].tolist() if is_finished.any() else []
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -463,15 +461,15 @@ class SlotTable:
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
         request = self.stop(slot)
-        new = slice(len(request.prompt) - len(request.sampled), int(self.lengths[slot]))
-        tokens = self.ids[slot, new].tolist()
-        finish = "stop" if tokens[-1] in request.params.stop_ids else "length"
-        return request, Completion(tokens, self.logprobs[slot, new].tolist(), finish, version)
+        turn_range = slice(len(request.prompt) - len(request.sampled), int(self.lengths[slot]))
+        tokens = self.ids[slot, turn_range].tolist()
+        finish_reason = "stop" if tokens[-1] in request.params.stop_ids else "length"
+        return request, Completion(tokens, self.logprobs[slot, turn_range].tolist(), finish_reason, version)
 
     def abandon(self, slot: int) -> None:
         """Stop a turn before its end. With recurrent layers, release the slot if tokens are in flight, because they
         have changed its state."""
-        in_flight = bool(self.flying[slot])
+        in_flight = bool(self.in_flight[slot])
         self.stop(slot)
         if in_flight and self.snapshots is not None:
             self._release_slot(slot)
@@ -483,8 +481,8 @@ class SlotTable:
         self.running[slot] = False
         self.used[slot] = time.monotonic()
         for array in (self.lengths, self.stored):  # drop tokens in flight
-            array[slot] -= self.flying[slot]
-        self.pure[slot] = min(self.pure[slot], self.stored[slot])
-        self.flying[slot] = 0
+            array[slot] -= self.in_flight[slot]
+        self.copyable[slot] = min(self.copyable[slot], self.stored[slot])
+        self.in_flight[slot] = 0
         self.epoch[slot] += 1
         return request

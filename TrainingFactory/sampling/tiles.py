@@ -29,18 +29,18 @@ class TileArrays(NamedTuple):
 
 @dataclass(slots=True)
 class TileLayout:
-    """The tiles of a forward as arrays, and the sizes that a CUDA graph fixes."""
+    """Tiles of a forward as arrays, with the sizes that a CUDA graph fixes."""
 
-    extra: int  # chunk tokens, including padding
+    chunk_tokens: int  # chunk tokens, including padding
     pieces: int  # tiles of the chunks
     groups: int  # tiles of rows that share a prefix; 0: every row reads all of its keys
     tokens: int  # of a tile of chunks or groups
     arrays: list[np.ndarray]
-    recorded: bool = True  # these shapes recur, so that a graph is worth recording
+    is_recorded: bool = True  # these shapes recur, so that a graph is worth recording
 
     @property
     def key(self) -> tuple[int, ...]:
-        return self.extra, self.pieces, self.groups
+        return self.chunk_tokens, self.pieces, self.groups
 
     def enter(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
         """Set the tiles of `step` from `tensors`, the device copies of `arrays`."""
@@ -61,15 +61,15 @@ def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
     if len(plan.slots):
         pieces = _make_chunk_tiles(plan, dense, tokens)
         layout.pieces = len(pieces.slots)
-        max_size = 2 * max(layout.extra, PIECES[1])  # larger sizes would waste too much on padding
-        sizes = [size for size in PIECES if layout.extra <= size < max_size]
-        fitting = [size for size in sizes if layout.pieces <= size // 8]
-        fitting = (
-            [] if table.snapshots is not None else fitting
+        max_size = 2 * max(layout.chunk_tokens, PIECES[1])  # larger sizes would waste too much on padding
+        sizes = [size for size in PIECES if layout.chunk_tokens <= size < max_size]
+        fitting_sizes = [size for size in sizes if layout.pieces <= size // 8]
+        fitting_sizes = (
+            [] if table.snapshots is not None else fitting_sizes
         )  # recurrent layers prefill each length by itself
-        if fitting:
-            layout.extra, layout.pieces = fitting[0], fitting[0] // 8
-        layout.recorded = bool(fitting)
+        if fitting_sizes:
+            layout.chunk_tokens, layout.pieces = fitting_sizes[0], fitting_sizes[0] // 8
+        layout.is_recorded = bool(fitting_sizes)
         layout.arrays += _pad_tiles(pieces, layout.pieces, tokens)
     if not plan.span and len(plan.dense) > 3:
         groups, begins = _make_group_tiles(plan, table, tokens)
@@ -108,10 +108,10 @@ def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[Ti
     dense = plan.dense
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
     rows = rows[table.mark[rows].argsort(kind="stable")]
-    _, first, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
-    offset = np.arange(len(rows)) - np.repeat(first, counts)
-    keep = np.repeat(counts, counts) > 1
-    rows, offset = rows[keep], offset[keep] % tokens
+    _, first_index, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
+    offset = np.arange(len(rows)) - np.repeat(first_index, counts)
+    is_shared = np.repeat(counts, counts) > 1
+    rows, offset = rows[is_shared], offset[is_shared] % tokens
     tile = (offset == 0).cumsum() - 1
     leaders = rows[offset == 0]
     saved_tokens = table.head[rows].sum() - table.head[leaders].sum()

@@ -10,7 +10,7 @@ import numpy as np
 
 
 class TwinRows(NamedTuple):
-    """The U of the N tokens of a forward that are computed, so that twins are computed once."""
+    """The U of N tokens that a forward computes, because rows with equal tokens and history are computed once."""
 
     leaders: np.ndarray  # [rows] whether a row is the first of its kind
     is_leader: np.ndarray  # [N] whether a token belongs to a leader
@@ -22,11 +22,11 @@ def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndar
     [rows] are hashes of the rows' sequences, `prompt_hashes` [N] are hashes of the tokens with their positions."""
     starts = counts.cumsum() - counts
     hashes = histories + np.add.reduceat(prompt_hashes, starts)
-    _, first, kind = np.unique(hashes, return_index=True, return_inverse=True)
-    if len(first) == len(counts):
+    _, first_rows, group = np.unique(hashes, return_index=True, return_inverse=True)
+    if len(first_rows) == len(counts):
         return None
-    leader = first[kind]
-    leaders = leader == np.arange(len(counts))
+    leader_of_row = first_rows[group]
+    leaders = leader_of_row == np.arange(len(counts))
     is_leader = np.repeat(leaders, counts)
-    leader_token = np.arange(len(prompt_hashes)) + np.repeat(starts[leader] - starts, counts)  # [N]
+    leader_token = np.arange(len(prompt_hashes)) + np.repeat(starts[leader_of_row] - starts, counts)  # [N]
     return TwinRows(leaders, is_leader, (is_leader.cumsum() - 1)[leader_token])

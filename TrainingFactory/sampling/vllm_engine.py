@@ -50,13 +50,13 @@ class VllmEngine:
         self._spec, self._lora = spec, bool(spec.options.get("enable_lora"))
         self._llm: Any = None
         self._version = 0
-        self._numbers = itertools.count(1)
-        self._unusable = ""  # why the engine cannot sample; "": it can
+        self._request_ids = itertools.count(1)
+        self._unusable_reason = ""  # why the engine cannot sample; "": it can
         self._shapes: Any = None  # of the model's weights, read at the first push
         self._adapter: Any = None  # LoRA request of the current adapter
         self._adapter_shapes: Any = None
-        self._base = "" if spec.pushed else spec.model  # folder of the base weights of adapters
-        self._loading = asyncio.Lock()
+        self._base_folder = "" if spec.pushed else spec.model  # folder of the base weights of adapters
+        self._load_lock = asyncio.Lock()
 
     async def start(self) -> dict[str, Any]:
         os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
@@ -71,12 +71,12 @@ class VllmEngine:
             ) from error
         self._llm = AsyncLLM.from_engine_args(engine_arguments(self._spec))
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        self._spans = hasattr(self._llm, "update_weight_version")  # not in earlier releases
+        self._reports_versions = hasattr(self._llm, "update_weight_version")  # not in earlier releases
         await self._llm.collective_rpc("tfactory_full_logprobs")
         await self._set_version(0)
         await self._sample_turn([0], SamplingParams(max_tokens=1))  # warm-up: the first request compiles
         if self._spec.pushed:
-            self._unusable = "has no weights yet: push weights before sampling"
+            self._unusable_reason = "has no weights yet: push weights before sampling"
         versions = {name: metadata.version(name) for name in ("torch", "transformers")}
         versions |= {"TrainingFactory": __version__, "python": platform.python_version()}
         versions["vllm"] = import_module("vllm").__version__  # its package has several names
@@ -87,11 +87,11 @@ class VllmEngine:
         self, prompt_ids: Sequence[int], params: SamplingParams, session: int = -1
     ) -> Completion:
         self._check_length(prompt_ids)
-        if self._lora or not self._spans:  # a turn has only one version, so wait for a load to finish
-            async with self._loading:
+        if self._lora or not self._reports_versions:  # a turn has only one version: wait for a running load
+            async with self._load_lock:
                 pass
-        if self._unusable:
-            raise RuntimeError(f"the engine {self._unusable}")
+        if self._unusable_reason:
+            raise RuntimeError(f"the engine {self._unusable_reason}")
         return await self._sample_turn(prompt_ids, params)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
@@ -99,12 +99,12 @@ class VllmEngine:
 
         self._check_length(token_ids)
         params = Params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False, ignore_eos=True)
-        answer = await self._request_output(token_ids, params)
-        pairs = zip(token_ids[1:], answer.prompt_logprobs[1:], strict=True)
-        return [float(logprobs[token].logprob) for token, logprobs in pairs]
+        output = await self._request_output(token_ids, params)
+        token_logprobs = zip(token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return [float(logprobs[token].logprob) for token, logprobs in token_logprobs]
 
     async def load(self, weights: Weights) -> None:
-        async with self._loading:
+        async with self._load_lock:
             if weights.kind == "adapter":
                 await self._load_adapter(weights)
             else:
@@ -112,7 +112,7 @@ class VllmEngine:
 
     async def close(self) -> None:
         if self._llm is not None:
-            self._unusable = "is closed"
+            self._unusable_reason = "is closed"
             llm, self._llm = self._llm, None
             await asyncio.to_thread(llm.shutdown)
 
@@ -145,10 +145,10 @@ class VllmEngine:
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request by itself: {output.finish_reason}")
         tokens = list(output.token_ids)
-        pairs = zip(tokens, output.logprobs, strict=True)
-        logprobs = [float(candidates[token].logprob) for token, candidates in pairs]
+        token_logprobs = zip(tokens, output.logprobs, strict=True)
+        logprobs = [float(candidates[token].logprob) for token, candidates in token_logprobs]
         # Turns with an adapter keep the version that they started with.
-        spans = output.weight_versions if self._spans and not has_adapter else ()
+        spans = output.weight_versions if self._reports_versions and not has_adapter else ()
         versions = [int(span.version) for span in spans for _ in range(span.start, span.end)] or [version]
         has_new_version = len(set(versions)) > 1
         return Completion(
@@ -160,18 +160,18 @@ class VllmEngine:
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
-        name, adapter, last = f"r{next(self._numbers)}", self._adapter, None
+        name, adapter, final_output = f"r{next(self._request_ids)}", self._adapter, None
         try:
             async for output in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
-                last = output
+                final_output = output
         except EngineDeadError as error:
             raise RuntimeError(f"vLLM's engine core has died: {error}") from error
         except Exception as error:
             if type(error).__name__ == "VLLMValidationError":  # since 0.32, which is not a ValueError
                 raise ValueError(str(error)) from error
             raise
-        assert last is not None
-        return last
+        assert final_output is not None
+        return final_output
 
     # -- weights
 
@@ -184,48 +184,48 @@ class VllmEngine:
         if self._shapes is None:
             self._shapes = await asyncio.to_thread(checkpoint_shapes, spec.model, spec.trust_remote_code)
         await asyncio.to_thread(check_weights, file, self._shapes)
-        mode = "keep" if self._spans and self._adapter is None else "wait"
+        mode = "keep" if self._reports_versions and self._adapter is None else "wait"
         await self._llm.pause_generation(mode=mode, clear_cache=True)
         try:
             await self._llm.collective_rpc("tfactory_load", args=(str(file),))
         except Exception as error:  # the model may be a mix of both weights, and the next load would fail too
-            self._unusable = f"could not load {file}: {error}"
-            raise RuntimeError(f"vLLM {self._unusable}") from error
+            self._unusable_reason = f"could not load {file}: {error}"
+            raise RuntimeError(f"vLLM {self._unusable_reason}") from error
         self._adapter = None
-        self._base = weights.folder
-        self._unusable = ""
+        self._base_folder = weights.folder
+        self._unusable_reason = ""
         await self._set_version(weights.version)
         await self._llm.resume_generation()
 
     async def _set_version(self, version: int) -> None:
-        if self._spans:
+        if self._reports_versions:
             await self._llm.update_weight_version(str(version))
         self._version = version
 
     async def _load_adapter(self, weights: Weights) -> None:
-        """Add the adapter under a new number, so that vLLM separates its prefix cache from that of other adapters."""
+        """Load an adapter under a new id, because vLLM then separates its prefix cache from other adapters'."""
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         from TrainingFactory.models.saved import check_weights
 
         if not self._lora:
             raise ValueError("the engine was started without adapters: set enable_lora in its options")
-        if weights.base != self._base:
+        if weights.base != self._base_folder:
             await self._load_full(Weights(weights.version, weights.base))
         file = Path(weights.folder) / ADAPTER  # the first adapter defines the names and shapes of all
         self._adapter_shapes = await asyncio.to_thread(check_weights, file, self._adapter_shapes)
-        request = LoRARequest(f"v{weights.version}", next(self._numbers), weights.folder)
-        first = self._adapter is None
-        if first:  # let requests without an adapter finish: next to requests with one they give wrong results
+        request = LoRARequest(f"v{weights.version}", next(self._request_ids), weights.folder)
+        is_first = self._adapter is None
+        if is_first:  # let requests without an adapter finish: next to others they give wrong results
             await self._llm.pause_generation(mode="wait", clear_cache=True)
         try:
             await self._llm.add_lora(request)
         except Exception as error:
-            self._unusable = f"could not load the adapter {weights.folder}: {error}"
-            raise RuntimeError(f"vLLM {self._unusable}") from error
+            self._unusable_reason = f"could not load the adapter {weights.folder}: {error}"
+            raise RuntimeError(f"vLLM {self._unusable_reason}") from error
         self._adapter = request
         await self._set_version(weights.version)
-        if first:
+        if is_first:
             await self._llm.resume_generation()
 
 
@@ -236,8 +236,8 @@ def engine_arguments(spec: EngineSpec) -> Any:
 
     on_cpu = current_platform.is_cpu()
     if on_cpu != (spec.device == "cpu") and spec.device != "auto":
-        kind = "CPUs, or sees no GPU" if on_cpu else "GPUs"
-        raise ValueError(f"model.device is {spec.device!r}, but the installed vLLM is built for {kind}")
+        hardware = "CPUs, or sees no GPU" if on_cpu else "GPUs"
+        raise ValueError(f"model.device is {spec.device!r}, but the installed vLLM is built for {hardware}")
     dtype = spec.dtype if spec.dtype != "auto" else "float32" if on_cpu else "bfloat16"
     arguments: dict[str, Any] = {
         "model": spec.model, "trust_remote_code": spec.trust_remote_code, "dtype": dtype,

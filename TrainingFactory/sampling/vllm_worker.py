@@ -69,15 +69,15 @@ def _repack_tied_head(model: Any) -> None:
 
 
 def _with_full_logprobs(sample: Any) -> Any:
-    def wrapped(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        filtered = metadata.top_p is not None or metadata.top_k is not None
-        filtered = filtered or any(
+    def sample_with_logprobs(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        is_filtered = metadata.top_p is not None or metadata.top_k is not None
+        is_filtered = is_filtered or any(
             getattr(processor, "min_p_count", 0) for processor in metadata.logitsprocs.argmax_invariant
         )
-        if not filtered or metadata.max_num_logprobs is None or metadata.temperature is None:
+        if not is_filtered or metadata.max_num_logprobs is None or metadata.temperature is None:
             return sample(logits, metadata, *args, **kwargs)
         temperature = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)[:, None]
         logprobs = (logits / temperature).log_softmax(-1, dtype=torch.float32)
         return sample(logits, metadata, *args, **kwargs)[0], logprobs
 
-    return wrapped
+    return sample_with_logprobs

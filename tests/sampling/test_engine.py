@@ -136,7 +136,7 @@ async def test_unused_rows_touch_nothing() -> None:
     sessions = [engine.session() for _ in range(4)]
     first = await asyncio.gather(*(s.sample(prompt, SamplingParams(max_tokens=4, seed=i))
                                    for i, s in enumerate(sessions)))  # fmt: skip
-    cache, slot = engine._runner.cache, sessions[3]._seat.slot
+    cache, slot = engine._runner.cache, sessions[3]._session_slot.slot
     assert cache is not None and slot is not None
     own_pages = engine._table.pages.tables[0].entries[slot]
     others = np.setdiff1d(np.arange(len(cache.layers[0].keys)), own_pages)
@@ -171,7 +171,7 @@ async def test_a_few_scattered_slots_cost_a_few_rows(few_shapes: bool) -> None:
     turns = list(zip(prompts, await asyncio.gather(*runs), strict=True))
     assert worst(model, turns) < 1e-4
     assert engine.stats.rows < 32 * 6 + 60 * (16 if few_shapes else 3), "the tail of three runs in a few rows"
-    assert engine._table.free.tolist() == [seat is None for seat in engine._table.seats]
+    assert engine._table.free.tolist() == [seat is None for seat in engine._table.session_slots]
 
 
 def test_training_between_rollouts() -> None:
@@ -267,5 +267,5 @@ def test_what_rows_have_in_common_is_read_once_and_rightly() -> None:
     trunks = []
     for prompts in (alike, unlike, half, unlike):
         assert worst(model, sample_each(engine, prompts, max_tokens=6)) < 1e-4
-        trunks.append(engine._runner.trunk(np.arange(4)))
+        trunks.append(engine._runner.shared_prefix(np.arange(4)))
     assert trunks == [128, 0, 96, 0]

@@ -54,7 +54,7 @@ def test_what_is_launched_ahead_is_what_would_have_been_sampled(
     played = play(ahead, PROMPTS)
     assert sampled(played) == sampled(expected)
     assert max(worst(model, turns) for turns in played) < 1e-4
-    assert ahead._flight is None and not ahead._table.flying.any()
+    assert ahead._flight is None and not ahead._table.in_flight.any()
     assert len(launches) > 10
     if guesses:
         assert ahead.stats.guessed > 100
@@ -81,7 +81,7 @@ def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> No
     assert {completion.finish for turns in played for _, completion in turns} == {"stop", "length"}
     assert max(worst(model, turns) for turns in played) < 1e-4
     assert 3 * seconds > engine.stats.sampled  # nearly every other token is the second of its launch
-    assert engine._flight is None and not engine._table.flying.any()
+    assert engine._flight is None and not engine._table.in_flight.any()
 
 
 @pytest.mark.parametrize("kernels", [False, True])
@@ -109,7 +109,7 @@ def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way(kerne
         await engine.update(Weights(1))
 
     asyncio.run(everything())
-    assert not engine._table.running.any() and not engine._table.flying.any() and engine.sessions == 0
+    assert not engine._table.running.any() and not engine._table.in_flight.any() and engine.sessions == 0
     played = play(engine, PROMPTS)
     assert sampled(played) == sampled(play(NativeEngine(model, slots=3, max_length=256), PROMPTS))
     assert max(worst(model, turns) for turns in played) < 1e-4
@@ -122,7 +122,7 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     plan = StepPlan(np.arange(12), 16, True, slots=np.array([13, 14]), counts=np.array([30, 3]))
     layout = plan_tiles(plan, table, 3)
     members, slots, ends, rows, leaders, shared, begins = layout.arrays
-    assert (layout.extra, layout.pieces, layout.groups, layout.recorded) == (64, 8, 8, True)
+    assert (layout.chunk_tokens, layout.pieces, layout.groups, layout.is_recorded) == (64, 8, 8, True)
     members, rows = members.reshape(8, layout.tokens), rows.reshape(8, layout.tokens)
     # 21 tokens of 3 query heads fit into a tile of 64; the chunks follow the 16 rows
     assert [[token for token in tile if token >= 0] for tile in members.tolist()] == [
@@ -140,7 +140,7 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     for tokens, extra in sizes.items():
         plan.counts = np.array([tokens, 3])
         layout = plan_tiles(plan, table, 3)
-        assert (layout.extra, layout.recorded) == (extra, extra in PIECES)
+        assert (layout.chunk_tokens, layout.is_recorded) == (extra, extra in PIECES)
 
 
 def test_chunks_of_a_step_that_decodes_fill_what_is_recorded() -> None:
@@ -151,5 +151,5 @@ def test_chunks_of_a_step_that_decodes_fill_what_is_recorded() -> None:
     for waiting, fed in ((10, 400), (25, 480), (26, 1040), (60, 2040), (102, 2040), (103, 4120)):
         table.chunked[:] = 0
         table.lengths[1 : 1 + waiting] = table.chunked[1 : 1 + waiting] = 140
-        assert planner.plan(guess=False).counts.sum() == fed
+        assert planner.plan(with_guesses=False).counts.sum() == fed
         table.lengths[:] = 101

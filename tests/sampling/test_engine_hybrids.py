@@ -254,7 +254,7 @@ def test_snapshots_are_what_was_taken() -> None:
                     texts[other] = texts[slot][:at]
             copy()
             assert rows[:slots] == texts
-            for text, positions in zip(texts, snapshots.at, strict=True):
+            for text, positions in zip(texts, snapshots.rows_at, strict=True):
                 assert all(rows[row] == text[:at] for at, row in positions.items())
 
 

@@ -169,11 +169,12 @@ def test_the_tower_runs_once_per_image_within_its_budget() -> None:
     vision = open_vision(loaded.model, loaded.vision.processor, loaded.tokenizer)  # pyright: ignore
 
     async def play(images: list[int]) -> int:
-        engine, before = NativeEngine(loaded.model, slots=2, max_length=256, vision=vision), vision.encoded
+        engine = NativeEngine(loaded.model, slots=2, max_length=256, vision=vision)
+        before = vision.encoded_count
         for seed in images:
             await engine.sample(ask(chat, picture(seed)), GREEDY)
         await engine.close()
-        return vision.encoded - before
+        return vision.encoded_count - before
 
     assert run(lambda: play([0, 1, 0, 1, 0])) == 2
     vision.forget()

@@ -106,7 +106,7 @@ async def test_the_youngest_idle_session_releases_its_pages_first() -> None:
     longer = prompts[0] + first[0].token_ids + words(random.Random(9), 3 * PAGE)
     await sessions[0].sample(longer, params)
     assert engine.stats.preemptions == 1
-    assert sessions[2]._seat.slot is None and sessions[1]._seat.slot is not None
+    assert sessions[2]._session_slot.slot is None and sessions[1]._session_slot.slot is not None
     again = prompts[2] + first[2].token_ids + [7]
     assert worst(model, [(again, await sessions[2].sample(again, params))]) < 1e-4
 

@@ -81,7 +81,7 @@ def test_turns_are_cancelled_while_tokens_are_in_flight() -> None:
     async def cut_short(seed: int) -> Turns:
         session, prompt = engine.session(), words(rng, 20)
         turn = asyncio.ensure_future(session.sample(prompt, SamplingParams(max_tokens=200, seed=seed)))
-        while not engine._table.flying.any():
+        while not engine._table.in_flight.any():
             await asyncio.sleep(0.001)
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)

@@ -42,11 +42,11 @@ def check(fused: Any, model: Any, *, opened: bool) -> None:
     onto = states.clone()
     with torch.no_grad():
         expected = [each(states) for each in several]
-        for got, wanted in zip(fused.products(states, *several), expected, strict=True):
+        for got, wanted in zip(fused.project(states, *several), expected, strict=True):
             torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-4)
-        fused.products(inner, down, onto=onto)
+        fused.project(inner, down, onto=onto)
         torch.testing.assert_close(onto, states + down(inner), atol=1e-5, rtol=1e-4)
-    assert (type(fused._opened(down).layer) is torch.nn.Linear) == opened
+    assert (type(fused._split_lora(down).layer) is torch.nn.Linear) == opened
 
 
 def test_projections_are_what_the_layers_make(fused: Any) -> None:

@@ -28,7 +28,7 @@ MakeMask = Callable[
 
 @dataclass(slots=True)
 class AttentionPart:
-    """One part of a forward: P rows of up to T tokens. Every row belongs to another slot; a row may be empty."""
+    """Part of a forward: P rows of up to T tokens, each of another slot. Rows may be empty."""
 
     slots: torch.Tensor | slice  # [P], or a slice if that avoids a copy
     positions: torch.Tensor  # [P, T]
@@ -67,7 +67,7 @@ class AttentionPart:
 
 @dataclass(slots=True)
 class Tiles:
-    """Work of the GPU attention kernel: in each tile, up to `tokens` tokens attend to the keys of one slot."""
+    """Tiles of the GPU attention kernel: in each, up to `tokens` tokens attend to the keys of one slot."""
 
     tokens: int
     count: int
@@ -132,8 +132,8 @@ def explicit_attention(
     scores = scores + mask
     if sinks is not None:
         groups = sinks.float().view(q.shape[1], -1)  # [Hkv, G]
-        column = groups.repeat_interleave(q.shape[2] // groups.shape[1], 1)[None, :, :, None]
-        scores = torch.cat((scores, column.expand(len(q), -1, -1, -1)), -1)
+        sink_scores = groups.repeat_interleave(q.shape[2] // groups.shape[1], 1)[None, :, :, None]
+        scores = torch.cat((scores, sink_scores.expand(len(q), -1, -1, -1)), -1)
     weights = scores.softmax(-1)[..., : k.shape[2]]
     return weights.to(v.dtype) @ v
 
@@ -153,10 +153,10 @@ def trunk_attention(
     shared, shared_sum = flash(all_queries, *prefix, scale=scale)
     shared = shared[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
     shared_sum = shared_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
-    rest, rest_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
-    rest, rest_sum = part.unfold(rest), part.unfold(rest_sum[..., None])
-    weight = torch.sigmoid(shared_sum - rest_sum)  # float32, like the merge
-    return torch.lerp(rest.float(), shared.float(), weight).to(rest.dtype)
+    suffix, suffix_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    suffix, suffix_sum = part.unfold(suffix), part.unfold(suffix_sum[..., None])
+    weight = torch.sigmoid(shared_sum - suffix_sum)  # float32, like the merge
+    return torch.lerp(suffix.float(), shared.float(), weight).to(suffix.dtype)
 
 
 def slot_attention(
@@ -172,7 +172,9 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write keys and values to the cache and attend, as transformers' attention function; return [1, N, H, dv]."""
     if tfactory_step is None:
-        raise unsupported_model(_kind(module), "it does not pass keyword arguments to its attention function")
+        raise unsupported_model(
+            _type_of(module), "it does not pass keyword arguments to its attention function"
+        )
     if is_latent(module):
         latent_query = absorb_keys(module, query)
         output = _attention(
@@ -190,9 +192,9 @@ def _attention(
     if step.cache is None:
         return _probe(module, query, key, value, attention_mask, step, sinks, kwargs)
     assert step.cache_positions is not None
-    number: Any = module.layer_idx
-    layer = step.cache.by_layer[number]
-    if step.cache.owners[number] == number:
+    layer_index: Any = module.layer_idx
+    layer = step.cache.by_layer[layer_index]
+    if step.cache.owners[layer_index] == layer_index:
         layer.write(step.cache_positions[layer.table], key, value, step.source)
     if step.attend is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -207,7 +209,7 @@ def _attention(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
 
 
-def _kind(module: torch.nn.Module) -> str:
+def _type_of(module: torch.nn.Module) -> str:
     return getattr(module.config, "model_type", type(module).__name__)
 
 
@@ -217,17 +219,17 @@ def _probe(
 ) -> torch.Tensor:  # fmt: skip
     """Record the shapes of the layer's keys and values. Raise ValueError if the engine does not support its kind of
     attention."""
-    kind = _kind(module)
+    model_type = _type_of(module)
     if kwargs.get("position_bias") is not None:
-        raise unsupported_model(kind, "its attention has a position bias")
+        raise unsupported_model(model_type, "its attention has a position bias")
     if attention_mask is not None:
-        raise unsupported_model(kind, "it builds its own attention mask")
-    number: Any = getattr(module, "layer_idx", None)
-    if not isinstance(number, int) or any(shape.layer >= number for shape in step.shapes):
-        raise unsupported_model(kind, "its attention layers are not numbered in the order of their calls")
+        raise unsupported_model(model_type, "it builds its own attention mask")
+    layer_index: Any = getattr(module, "layer_idx", None)
+    if not isinstance(layer_index, int) or any(shape.layer >= layer_index for shape in step.shapes):
+        raise unsupported_model(model_type, "its attention layers are not numbered in call order")
     shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
-    shape.layer = number
-    shape.window = _window(module, number, kwargs)
+    shape.layer = layer_index
+    shape.window = _window_of(module, layer_index, kwargs)
     shape.softcap, shape.sinks, shape.latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
     earlier = zip(step.shapes, step.keys, strict=True)
     shape.source = next((before.layer for before, earlier_key in earlier if earlier_key is key), None)
@@ -237,14 +239,14 @@ def _probe(
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
-def _window(module: torch.nn.Module, number: int, kwargs: dict[str, Any]) -> int | None:
+def _window_of(module: torch.nn.Module, layer_index: int, kwargs: dict[str, Any]) -> int | None:
     """Return the layer's sliding window: the argument that the layer passes to its attention function, else the value
     in its config. None: the layer has no window."""
     if kwargs.get("sliding_window") is not None:
         return int(kwargs["sliding_window"])
     config: Any = module.config
-    types = getattr(config, "layer_types", None)  # foreign object
-    if types and types[number] == "sliding_attention":
+    layer_types = getattr(config, "layer_types", None)  # foreign object
+    if layer_types and layer_types[layer_index] == "sliding_attention":
         return int(config.sliding_window)
     return None
 

@@ -23,8 +23,8 @@ class LatentAttention:
 
 
 @functools.cache
-def _with_latent_cache(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (LatentAttention, kind), {})
+def _with_latent_cache(attention_class: type[nn.Module]) -> type[nn.Module]:
+    return type(attention_class.__name__, (LatentAttention, attention_class), {})
 
 
 def latent_class(module: nn.Module) -> type[nn.Module] | None:
@@ -39,7 +39,7 @@ def is_latent(module: nn.Module) -> bool:
     return isinstance(module, LatentAttention)
 
 
-def _expansions(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _expansion_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrices [H, key size, r] and [H, value size, r] that expand the compressed vectors."""
     layer = module.kv_b_proj
     if type(layer) is nn.Linear:
@@ -53,12 +53,12 @@ def _expansions(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def absorb_keys(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Apply the expansion of the keys to the queries: [1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
-    keys, _ = _expansions(module)
-    plain, rotated = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
-    return torch.cat((plain[0] @ keys, rotated[0]), -1)[None]
+    keys, _ = _expansion_weights(module)
+    unrotated, rotated = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
+    return torch.cat((unrotated[0] @ keys, rotated[0]), -1)[None]
 
 
 def expand_values(module: Any, output: torch.Tensor) -> torch.Tensor:
     """Apply the expansion of the values to the attention output: [1, N, H, r] -> [1, N, H, value size]"""
-    _, values = _expansions(module)
+    _, values = _expansion_weights(module)
     return (output[0].transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)[None]

@@ -20,14 +20,14 @@ WINDOW_SLACK = 64  # tokens kept before the window, because a step can be rolled
 
 
 class PageCopies(NamedTuple):
-    """Pages of one table to copy. All are read before any is written."""
+    """Pending page copies of one page table. All sources are read before any target is written."""
 
     sources: list[int]
     targets: list[int]
 
 
 class PageTable:
-    """The pages of every slot in one pool. The last page of the pool is scratch: only padding is written there."""
+    """Page table of one pool: the pages of every slot. The pool's last page is scratch, for padding only."""
 
     def __init__(self, slots: int, per_slot: int, pages: int, window: int | None, fixed: bool) -> None:
         self.window, self.fixed, self.num_pages = window, fixed, pages
@@ -46,17 +46,17 @@ class PageTable:
             self.changed.update(range(slots))
 
     def reserve(self, slot: int, end_page: int) -> None:
-        """Give the slot all pages before `end_page`; the caller has checked that enough are free."""
-        start = int(self.ends[slot])
-        if self.fixed or end_page <= start:
+        """Allocate the slot's pages before `end_page`. The caller has checked that enough pages are free."""
+        start_page = int(self.ends[slot])
+        if self.fixed or end_page <= start_page:
             return
-        pages = self._take(end_page - start)
-        self.entries[slot, start:end_page] = pages
+        pages = self._take_pages(end_page - start_page)
+        self.entries[slot, start_page:end_page] = pages
         self.references[pages] = 1
         self.ends[slot] = end_page
         self.changed.add(slot)
 
-    def _take(self, count: int) -> np.ndarray:
+    def _take_pages(self, count: int) -> np.ndarray:
         self.num_free -= count
         assert self.num_free >= 0, "reserve pages only if enough are free"
         return self._free[self.num_free : self.num_free + count]
@@ -65,10 +65,10 @@ class PageTable:
         return self._free[: self.num_free].tolist()
 
     def reserve_many(self, slots: np.ndarray, end_pages: np.ndarray) -> None:
-        """Give each of these slots all pages before its entry in `end_pages`, without a Python loop over the slots."""
+        """Allocate pages before `end_pages` for each slot, without a Python loop over the slots."""
         while len(slots := slots[short := self.ends[slots] < end_pages]):
             end_pages = end_pages[short]
-            pages = self._take(len(slots))
+            pages = self._take_pages(len(slots))
             self.entries[slots, self.ends[slots]] = pages
             self.references[pages] = 1
             self.ends[slots] += 1
@@ -89,55 +89,54 @@ class PageTable:
         next token, replace it by a copy, so that the slot can write there."""
         if self.fixed or not self.ends[slot]:
             return
-        keep = -(-length // PAGE)
-        if keep < self.ends[slot]:
-            self.release(slot, max(keep, int(self.begins[slot])), int(self.ends[slot]))
-            self.ends[slot] = keep
-            self.begins[slot] = min(self.begins[slot], keep)
-        last = keep - 1
-        if length % PAGE and self.references[self.entries[slot, last]] > 1:
-            shared = int(self.entries[slot, last])
-            self.references[shared] -= 1
-            self.ends[slot] = last
-            self.reserve(slot, keep)
-            self._copy(shared, int(self.entries[slot, last]))
+        kept_pages = -(-length // PAGE)
+        if kept_pages < self.ends[slot]:
+            self.release(slot, max(kept_pages, int(self.begins[slot])), int(self.ends[slot]))
+            self.ends[slot] = kept_pages
+            self.begins[slot] = min(self.begins[slot], kept_pages)
+        last_page = kept_pages - 1
+        if length % PAGE and self.references[self.entries[slot, last_page]] > 1:
+            shared_page = int(self.entries[slot, last_page])
+            self.references[shared_page] -= 1
+            self.ends[slot] = last_page
+            self.reserve(slot, kept_pages)
+            self._copy(shared_page, int(self.entries[slot, last_page]))
 
     def share(self, source: int, target: int, length: int, end_page: int) -> None:
         """Give the slot `target`, which holds no pages, the first `length` tokens of `source`, and reserve its pages
         before `end_page`."""
-        full, rest = divmod(length, PAGE)
+        full_pages, tail_tokens = divmod(length, PAGE)
         if self.fixed:
-            pages = slice(0, full + bool(rest))
+            pages = slice(0, full_pages + bool(tail_tokens))
             sources, targets = self.entries[source, pages].tolist(), self.entries[target, pages].tolist()
             self.pending.update(zip(targets, map(self.pending.get, sources, sources), strict=True))
             return
-        first = min(int(self.begins[source]), full)
-        shared = self.entries[source, first:full]
-        self.references[shared] += 1
-        self.entries[target, first:full] = shared
-        self.begins[target], self.ends[target] = first, full
+        first_page = min(int(self.begins[source]), full_pages)
+        shared_pages = self.entries[source, first_page:full_pages]
+        self.references[shared_pages] += 1
+        self.entries[target, first_page:full_pages] = shared_pages
+        self.begins[target], self.ends[target] = first_page, full_pages
         self.changed.add(target)
-        self.reserve(target, max(end_page, full + bool(rest)))
-        if rest:
-            self._copy(int(self.entries[source, full]), int(self.entries[target, full]))
+        self.reserve(target, max(end_page, full_pages + bool(tail_tokens)))
+        if tail_tokens:
+            self._copy(int(self.entries[source, full_pages]), int(self.entries[target, full_pages]))
 
     def _copy(self, source: int, target: int) -> None:
         # A source that is itself a target of this round has the contents of its own source.
         self.pending[target] = self.pending.get(source, source)
 
     def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
-        """Release the pages of these slots that are outside the window of all further tokens."""
+        """Release pages whose tokens have left the sliding window."""
         if self.window is None:
             return
-        firsts = np.maximum(stored - self.window - WINDOW_SLACK, 0) // PAGE
-        for index in np.flatnonzero(firsts > self.begins[slots]).tolist():
-            slot, first = int(slots[index]), int(firsts[index])
-            self.release(slot, int(self.begins[slot]), first)
-            self.begins[slot] = first
+        first_pages = np.maximum(stored - self.window - WINDOW_SLACK, 0) // PAGE
+        for index in np.flatnonzero(first_pages > self.begins[slots]).tolist():
+            slot, first_page = int(slots[index]), int(first_pages[index])
+            self.release(slot, int(self.begins[slot]), first_page)
+            self.begins[slot] = first_page
 
     def has_prefix(self, lengths: np.ndarray) -> np.ndarray:
-        """Return for each slot whether it still holds all pages to which the token after its first `lengths` [slots]
-        tokens attends."""
+        """Return which slots still hold all pages that the token after their first `lengths` [slots] tokens reads."""
         if self.window is None:
             return np.ones(len(lengths), bool)
         return self.begins <= np.maximum(lengths - self.window + 1, 0) // PAGE
@@ -164,7 +163,7 @@ class CachePages:
         self.slots, self.fixed = slots, fixed
         self.per_slot = -(-max_length // PAGE)
         self._sizes = list(zip(windows, pages, strict=True))
-        self._windowed = not fixed and any(window is not None for window in windows)
+        self._has_windows = not fixed and any(window is not None for window in windows)
         self.peak = 0  # most pages of the first table in use
         self.clear()
 
@@ -183,8 +182,8 @@ class CachePages:
     def available(self) -> int:
         return min([table.num_free for table in self.tables])
 
-    def held(self) -> np.ndarray:
-        """Return the number of pages [slots] that each slot holds in the table where it holds the most."""
+    def held_pages(self) -> np.ndarray:
+        """Return the largest number of pages [slots] that each slot holds in any table."""
         return np.max([table.ends - table.begins for table in self.tables], 0)
 
     def capacity(self) -> np.ndarray:
@@ -218,8 +217,8 @@ class CachePages:
     def locate(self, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Return the position in the pool [tables, N] of the tokens at these positions [N] of these slots [N]."""
         column, offset = positions // PAGE, positions % PAGE
-        located = [table.entries[slots, column] * PAGE + offset for table in self.tables]
-        return located[0][None] if len(located) == 1 else np.stack(located)
+        pool_positions = [table.entries[slots, column] * PAGE + offset for table in self.tables]
+        return pool_positions[0][None] if len(pool_positions) == 1 else np.stack(pool_positions)
 
     def reserve(self, slot: int, length: int) -> None:
         for table in self.tables:
@@ -240,14 +239,13 @@ class CachePages:
             table.share(source, target, length, self.pages(reserved))
 
     def leave_window(self, slots: np.ndarray, stored: np.ndarray) -> None:
-        if self._windowed:
+        if self._has_windows:
             for table in self.tables:
                 table.leave_window(slots, stored)
 
     def usable(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the prefix lengths [slots], with 0 for each slot that has released pages to which the token after its
-        prefix attends."""
-        if not self._windowed:
+        """Return `lengths` [slots], with 0 for slots that have released pages of these prefixes."""
+        if not self._has_windows:
             return lengths
         return np.where(np.all([table.has_prefix(lengths) for table in self.tables], 0), lengths, 0)
 

@@ -13,7 +13,7 @@ EMPTY_STATE = -1  # source of a copy: the state before the first token
 
 
 class Snapshots:
-    """Snapshots of `count` states. When all are in use, the least recently used one is replaced."""
+    """Snapshots of `count` recurrent states. The least recently used one is replaced when all are in use."""
 
     def __init__(self, slots: int, count: int) -> None:
         self.slots, self.count = slots, count
@@ -29,8 +29,8 @@ class Snapshots:
         return self.slots
 
     def clear(self) -> None:
-        """Forget all snapshots and pending copies."""
-        self.at: list[dict[int, int]] = [{} for _ in range(self.slots)]  # row of the state at each position
+        """Drop all snapshots and pending copies."""
+        self.rows_at: list[dict[int, int]] = [{} for _ in range(self.slots)]  # state's row by position
         self.stops: list[set[int]] = [
             set() for _ in range(self.slots)
         ]  # where prefilling pauses for a snapshot
@@ -40,15 +40,16 @@ class Snapshots:
 
     def usable(self, lengths: np.ndarray, stored: np.ndarray) -> np.ndarray:
         """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""
-        best = np.where(stored <= lengths, stored, 0)
-        for slot, rows in enumerate(self.at):
-            if rows and lengths[slot] > best[slot]:
-                best[slot] = max((at for at in rows if at <= lengths[slot]), default=0) or best[slot]
-        return best
+        usable = np.where(stored <= lengths, stored, 0)
+        for slot, rows in enumerate(self.rows_at):
+            if rows and lengths[slot] > usable[slot]:
+                positions = [position for position in rows if position <= lengths[slot]]
+                usable[slot] = max(positions, default=0) or usable[slot]
+        return usable
 
     def take(self, slot: int, position: int) -> int:
         """Take a snapshot of the slot's current state, and return its row."""
-        row = self.at[slot].get(position)
+        row = self.rows_at[slot].get(position)
         if row is None:
             if not self._free:
                 self._replace(next(iter(self._slots_of)))
@@ -62,22 +63,22 @@ class Snapshots:
         `end`."""
         return min([end, *(stop for stop in self.stops[slot] if stop > stored)])
 
-    def reach(self, slots: np.ndarray, stored: np.ndarray, pure: np.ndarray) -> None:
-        """Take a snapshot of each of these slots that has reached a position at which prefilling pauses for one. Skip a
-        slot if other sessions may not reuse all of its tokens up to there."""
+    def reach(self, slots: np.ndarray, stored: np.ndarray, copyable: np.ndarray) -> None:
+        """Take snapshots of slots that reach a planned pause, if other sessions may reuse all tokens before it."""
         for slot in slots.tolist():
             if (position := int(stored[slot])) in self.stops[slot]:
                 self.stops[slot].remove(position)
-                if pure[slot] == position:
+                if copyable[slot] == position:
                     self.take(slot, position)
 
     def _refer(self, slot: int, position: int, row: int) -> None:
-        self.at[slot][position] = row
+        self.rows_at[slot][position] = row
         self._slots_of[row] = self._slots_of.pop(row, set()) | {slot}  # now the most recently used one
 
     def _replace(self, row: int) -> None:
         for slot in self._slots_of.pop(row):
-            self.at[slot] = {at: other for at, other in self.at[slot].items() if other != row}
+            rows_at = self.rows_at[slot].items()
+            self.rows_at[slot] = {position: other for position, other in rows_at if other != row}
         self._free.append(row)
 
     def restore(self, slot: int, position: int, stored: int) -> None:
@@ -88,10 +89,10 @@ class Snapshots:
             self.copies.append((EMPTY_STATE, slot))
             return
         if position != stored:
-            row = self.at[slot][position]
+            row = self.rows_at[slot][position]
             self._refer(slot, position, row)
             self.copies.append((row, slot))
-        for later in [at for at in self.at[slot] if at > position]:
+        for later in [later for later in self.rows_at[slot] if later > position]:
             self._forget(slot, later)
 
     def share(self, source: int, stored: int, target: int, position: int) -> None:
@@ -103,11 +104,11 @@ class Snapshots:
             return
         if position == stored:
             self.take(source, position)
-        for at, row in self.at[source].items():
-            if at <= position:
-                self.at[target][at] = row
+        for earlier, row in self.rows_at[source].items():
+            if earlier <= position:
+                self.rows_at[target][earlier] = row
                 self._slots_of[row].add(target)
-        row = self.at[source][position]
+        row = self.rows_at[source][position]
         self._refer(target, position, row)
         self.copies.append((row, target))
 
@@ -115,19 +116,19 @@ class Snapshots:
         """Exchange the states and the snapshots of two slots."""
         self.copies += [(first, self.unused), (second, first), (self.unused, second)]
         swapped = {first: second, second: first}
-        for row in {*self.at[first].values(), *self.at[second].values()}:
+        for row in {*self.rows_at[first].values(), *self.rows_at[second].values()}:
             self._slots_of[row] = {swapped.get(slot, slot) for slot in self._slots_of[row]}
-        self.at[first], self.at[second] = self.at[second], self.at[first]
+        self.rows_at[first], self.rows_at[second] = self.rows_at[second], self.rows_at[first]
         self.stops[first], self.stops[second] = self.stops[second], self.stops[first]
 
     def drop(self, slot: int) -> None:
-        """Forget the slot's snapshots. A snapshot that another slot shares stays."""
+        """Forget the slot's snapshots. Snapshots that other slots share stay."""
         self.stops[slot].clear()
-        for position in list(self.at[slot]):
+        for position in list(self.rows_at[slot]):
             self._forget(slot, position)
 
     def _forget(self, slot: int, position: int) -> None:
-        row = self.at[slot].pop(position)
+        row = self.rows_at[slot].pop(position)
         self._slots_of[row].discard(slot)
         if not self._slots_of[row]:
             del self._slots_of[row]

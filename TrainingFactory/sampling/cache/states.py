@@ -18,8 +18,7 @@ UNLIMITED = (0.0, float("inf"))
 
 
 class StateShape(NamedTuple):
-    """The states of one row of a recurrent layer, as recorded in the engine's probe run: convolution inputs and
-    recurrent state."""
+    """Shapes of a recurrent layer's states for one row, which the engine's probe run records."""
 
     layer: int
     states: tuple[torch.Tensor | None, torch.Tensor | None]  # empty tensors [0, ...]
@@ -36,7 +35,7 @@ class StateCache:
     def __init__(self, shapes: Sequence[StateShape], rows: int) -> None:
         self.layers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
         for layer, (conv, recurrent) in shapes:
-            self.layers[layer] = _zeros(conv, rows), _zeros(recurrent, rows)
+            self.layers[layer] = _make_zeros(conv, rows), _make_zeros(recurrent, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -73,7 +72,7 @@ def independent_copies(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int
     return batches
 
 
-def _zeros(like: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+def _make_zeros(like: torch.Tensor | None, rows: int) -> torch.Tensor | None:
     return None if like is None else like.new_zeros(rows, *like.shape[1:])
 
 
@@ -82,13 +81,13 @@ class StateRows(NamedTuple):
 
     tokens: slice | torch.Tensor  # flat tokens, row by row
     slots: slice | torch.Tensor  # [P] slots whose states the rows continue; padding rows have the unused row
-    size: int  # P
+    num_rows: int  # P
     is_new: bool = False  # the rows begin with the first token of their sequence
 
 
 @dataclass(slots=True)
 class StateStep:
-    """The inputs of a forward that recurrent layers need."""
+    """Inputs of the recurrent layers in one forward."""
 
     cache: StateCache | None = None  # None: the probe
     rows: list[StateRows] = field(default_factory=list)
@@ -107,7 +106,7 @@ class ModelStates:
         self.kernels: Any = None  # the module `gpu.delta`, on a device that runs it
 
     def prepare(self, snapshots: Snapshots | None, *, allocate: bool) -> None:
-        """Execute the copies that `snapshots` has pending. `allocate`: allocate a new cache first."""
+        """Execute the pending copies of `snapshots`. `allocate`: allocate a new cache first."""
         if snapshots is None:
             return
         if self.cache is None or allocate:
@@ -141,9 +140,9 @@ class LimitedSteps(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         output, bias = self.project(states), self.layer[0].dt_bias.float()
-        steps = output[..., -len(bias) :]
-        limited = torch.clamp(steps.float() + bias, self.low, self.high) - bias
-        return torch.cat((output[..., : -len(bias)], limited.to(output.dtype)), -1)
+        time_steps = output[..., -len(bias) :]
+        limited_steps = torch.clamp(time_steps.float() + bias, self.low, self.high) - bias
+        return torch.cat((output[..., : -len(bias)], limited_steps.to(output.dtype)), -1)
 
 
 class RecurrentLayer:
@@ -154,7 +153,7 @@ class RecurrentLayer:
     layer_idx: int
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Compute the layer for the N tokens of a forward [1, N, D]."""
+        """Compute the layer's output for the N tokens of a forward [1, N, D]."""
         step = self.tfactory_states.step
         kwargs["attention_mask"] = None
         if step.cache is None:
@@ -166,7 +165,7 @@ class RecurrentLayer:
         outputs: list[torch.Tensor] = []
         result: Any = None
         for rows in step.rows:
-            inputs = hidden_states[0, rows.tokens].unflatten(0, (rows.size, -1))
+            inputs = hidden_states[0, rows.tokens].unflatten(0, (rows.num_rows, -1))
             result = self._run(inputs, rows, step.cache.layers[self.layer_idx], args, kwargs)
             outputs.append((result[0] if isinstance(result, tuple) else result).flatten(0, 1))
         if len(outputs) == 1 and len(outputs[0]) == hidden_states.shape[1]:
@@ -189,11 +188,11 @@ class RecurrentLayer:
             and kernels.can_decode(self, *cached)
         ):
             return kernels.decode(self, inputs, rows.slots, *cached)
-        starts = [None if state is None or rows.is_new else _rows(state, rows.slots) for state in cached]
+        starts = [None if state is None or rows.is_new else _read_rows(state, rows.slots) for state in cached]
         states = RowStates(self.layer_idx, *starts)
         result = self._call(inputs, states, args, kwargs)
-        for cache, start, new in zip(cached, starts, states.tensors, strict=True):
-            if cache is None or new is None or (new is start and isinstance(rows.slots, slice)):
+        for cache, old, new in zip(cached, starts, states.tensors, strict=True):
+            if cache is None or new is None or (new is old and isinstance(rows.slots, slice)):
                 continue  # the layer has updated the cache in place
             if isinstance(rows.slots, slice):
                 cache[rows.slots] = new.to(cache.dtype)
@@ -202,19 +201,19 @@ class RecurrentLayer:
         return result
 
     def _call(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
-        plain: Any = super()
-        return plain.forward(inputs, *args, **{**kwargs, cache_argument(type(self).__mro__[2]): states})
+        base: Any = super()
+        return base.forward(inputs, *args, **{**kwargs, cache_argument(type(self).__mro__[2]): states})
 
 
-def _rows(states: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
+def _read_rows(states: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
     """Return the states of the slots: a view if `slots` is a slice, otherwise a copy. A layer may change the result in
     place."""
     return states[slots] if isinstance(slots, slice) else states.index_select(0, slots)
 
 
 @functools.cache
-def _with_states(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (RecurrentLayer, kind), {})
+def _with_states(layer_class: type[nn.Module]) -> type[nn.Module]:
+    return type(layer_class.__name__, (RecurrentLayer, layer_class), {})
 
 
 def recurrent_class(module: nn.Module) -> type[nn.Module] | None:
@@ -239,15 +238,15 @@ def chunk_rows(
     tokens begin at flat index `begin`. Rows of equal length share an entry, unless only some of them begin their
     sequence."""
     rows: list[StateRows] = []
-    firsts = begin + counts.cumsum() - counts
+    token_starts = begin + counts.cumsum() - counts
     groups: dict[tuple[int, bool], list[int]] = {}
-    for number in range(len(chunks)):
-        groups.setdefault((int(counts[number]), int(starts[number]) == 0), []).append(number)
-    for (count, is_new), numbers in groups.items():
-        tokens = (firsts[numbers][:, None] + np.arange(count)).ravel()
-        group_slots = torch.from_numpy(chunks[numbers]).to(device)
-        flat: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
+    for index in range(len(chunks)):
+        groups.setdefault((int(counts[index]), int(starts[index]) == 0), []).append(index)
+    for (count, is_new), indices in groups.items():
+        tokens = (token_starts[indices][:, None] + np.arange(count)).ravel()
+        group_slots = torch.from_numpy(chunks[indices]).to(device)
+        flat_tokens: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
         if len(tokens) != tokens[-1] + 1 - tokens[0]:
-            flat = torch.from_numpy(tokens).to(device)
-        rows.append(StateRows(flat, group_slots, len(numbers), is_new))
+            flat_tokens = torch.from_numpy(tokens).to(device)
+        rows.append(StateRows(flat_tokens, group_slots, len(indices), is_new))
     return rows

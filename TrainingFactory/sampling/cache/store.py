@@ -16,7 +16,7 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no
 
 @dataclass(slots=True)
 class LayerShape:
-    """Shape and properties of the keys and values of an attention layer, as recorded in the engine's probe run."""
+    """Shape and properties of an attention layer's keys and values, which the engine's probe run records."""
 
     queries: int  # query heads
     heads: int
@@ -60,8 +60,8 @@ class LayerCache:
         """Write keys and values [1, Hkv, N, d] to `cache_positions` of the pool. `source` is the token to write at each
         of these positions; None: token i at the i-th position."""
         pairs = ((self.keys, keys),) if self.shape.latent else ((self.keys, keys), (self.values, values))
-        for cache, new in pairs:
-            tokens = new[0].transpose(0, 1).flatten(1)
+        for cache, new_states in pairs:
+            tokens = new_states[0].transpose(0, 1).flatten(1)
             tokens = tokens if source is None else tokens.index_select(0, source)
             cache.flatten(0, 1).flatten(1).index_copy_(0, cache_positions, tokens)
 
@@ -85,11 +85,11 @@ class PagedCache:
                 continue
             table = windows.index(shape.window)
             size = pages.tables[table].num_pages + 1
-            keys = _zeros((size, PAGE, shape.heads, shape.key_size), shape)
+            keys = _make_zeros((size, PAGE, shape.heads, shape.key_size), shape)
             values = (
                 keys[..., : shape.value_size]
                 if shape.latent
-                else _zeros((size, PAGE, shape.heads, shape.value_size), shape)
+                else _make_zeros((size, PAGE, shape.heads, shape.value_size), shape)
             )
             self.layers.append(LayerCache(keys, values, table, shape))
             self.by_layer[shape.layer] = self.layers[-1]
@@ -107,12 +107,12 @@ class PagedCache:
         """Copy the changed entries of the page tables to the device."""
         if self._host_tables is not self.pages.tables:  # they were cleared
             self._host_tables = self.pages.tables
-            for number, table in enumerate(self.pages.tables):
+            for index, table in enumerate(self.pages.tables):
                 entries = torch.from_numpy(table.entries)
-                if self.tables[number].device.type == "cpu":
-                    self.tables[number] = entries
+                if self.tables[index].device.type == "cpu":
+                    self.tables[index] = entries
                 else:
-                    self.tables[number].copy_(entries)
+                    self.tables[index].copy_(entries)
                 table.changed.clear()
         for device_table, table in zip(self.tables, self.pages.tables, strict=True):
             if table.changed and device_table.device.type != "cpu":
@@ -123,13 +123,13 @@ class PagedCache:
             table.changed.clear()
 
     def copy_pages(self) -> None:
-        """Copy pages on the device: the copies that became pending when slots shared or exchanged their prefixes."""
-        for number, copies in enumerate(self.pages.take_copies()):
+        """Execute the pending page copies on the device. Slots that share or exchange prefixes request them."""
+        for index, copies in enumerate(self.pages.take_copies()):
             if not copies.targets:
                 continue
-            device = self.tables[number].device
+            device = self.tables[index].device
             sources, targets = (torch.tensor(pages, device=device) for pages in copies)
-            for layer in {id(layer): layer for layer in self.layers if layer.table == number}.values():
+            for layer in {id(layer): layer for layer in self.layers if layer.table == index}.values():
                 for cache in (layer.keys,) if layer.shape.latent else (layer.keys, layer.values):
                     cache.index_copy_(0, targets, cache.index_select(0, sources))
 
@@ -145,7 +145,7 @@ class PagedCache:
         return states.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)
 
 
-def _zeros(size: Sequence[int], shape: LayerShape) -> torch.Tensor:
+def _make_zeros(size: Sequence[int], shape: LayerShape) -> torch.Tensor:
     """Return a tensor of zeros. On a CPU, the operating system commits its memory only when it is first written."""
     if shape.device.type != "cpu":
         return torch.zeros(*size, dtype=shape.dtype, device=shape.device)
@@ -161,8 +161,8 @@ def layer_windows(shapes: Sequence[LayerShape]) -> list[int | None]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that an engine may use by default."""
+    """Return the number of bytes that an engine uses by default."""
     if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached))
+        cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached_bytes))
     return int(CPU_SHARE * psutil.virtual_memory().available)

@@ -35,12 +35,12 @@ def causal_model(model: Any) -> PreTrainedModel:
         return model
     unwrap = getattr(model, "get_base_model", None)
     if unwrap is None:
-        kind = type(model).__name__
-        raise ValueError(f"the native engine samples transformers and PEFT models, but got a {kind}")
+        class_name = type(model).__name__
+        raise ValueError(f"the native engine samples transformers and PEFT models, but got a {class_name}")
     if model.active_peft_config.is_prompt_learning:
-        name = model.active_peft_config.peft_type
+        adapter_type = model.active_peft_config.peft_type
         raise unsupported_model(
-            model.config.model_type, f"{name} adapters add virtual tokens outside its layers"
+            model.config.model_type, f"{adapter_type} adapters add virtual tokens outside its layers"
         )
     return unwrap()
 
@@ -65,15 +65,15 @@ def can_fuse_norm(module: nn.Module) -> bool:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._modules or "forward" in module.__dict__:
         return False
-    size, copied = len(weight), kind.__new__(kind)
+    size, norm_copy = len(weight), kind.__new__(kind)
     # Different weights, and small numbers that show the effect of epsilon.
     test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
-    copied.__dict__.update(module.__dict__, _parameters=test_weights)
+    norm_copy.__dict__.update(module.__dict__, _parameters=test_weights)
     states = torch.linspace(-3, 3, 2 * size).view(2, -1)
     states = torch.cat([states, states * 1e-3])
     try:
-        expected = rms_norm(states, (size,), copied.weight, float(copied.variance_epsilon))  # pyright: ignore
-        return torch.allclose(copied(states), expected, 1e-6, 1e-6)
+        expected = rms_norm(states, (size,), norm_copy.weight, float(norm_copy.variance_epsilon))  # pyright: ignore
+        return torch.allclose(norm_copy(states), expected, 1e-6, 1e-6)
     except Exception:  # an unknown class
         return False
 
@@ -86,7 +86,7 @@ def shared_view(
     configs: dict[int, PreTrainedConfig] = {}
     modules: dict[int, nn.Module] = {}
 
-    def view_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    def copy_config(config: PreTrainedConfig) -> PreTrainedConfig:
         if id(config) not in configs:
             config_copy = copy.deepcopy(config)
             config_copy._attn_implementation = attention
@@ -110,7 +110,7 @@ def shared_view(
         view_module.__dict__["training"] = False
         view_module.__dict__["plain"] = module.__class__
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
-            view_module.__dict__["config"] = view_config(config)
+            view_module.__dict__["config"] = copy_config(config)
         view_module.__dict__["_modules"] = {
             name: child if child is None else view(child) for name, child in module._modules.items()
         }
@@ -128,12 +128,12 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
         return None
     weights, size = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
     first, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
-    contiguous = all(
+    are_contiguous = all(
         end == weight.data_ptr() for end, weight in zip(end_addresses, weights[1:], strict=False)
     )
     available_bytes = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
     with torch.inference_mode(False), torch.no_grad():  # because the learner trains these weights
-        if contiguous and available_bytes >= size * first.shape[1] * first.itemsize:
+        if are_contiguous and available_bytes >= size * first.shape[1] * first.itemsize:
             return first.detach().as_strided((size, first.shape[1]), first.stride())
         joined = torch.cat(weights)
         for weight, weight_part in zip(
@@ -165,15 +165,14 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def has_state_or_keys(model: PreTrainedModel) -> set[int]:
-    """Return the numbers of the layers that attend to other tokens or carry a state. Other layers, such as MLPs,
-    compute each token alone."""
-    text = model.config.get_text_config()
-    types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
-    return {number for number, kind in enumerate(types) if kind not in PASSIVE_LAYERS}
+    """Return the indices of layers that attend to other tokens or carry a state, unlike MLPs."""
+    text_config = model.config.get_text_config()
+    layer_types = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
+    return {index for index, kind in enumerate(layer_types) if kind not in PASSIVE_LAYERS}
 
 
 def routes_tokens(model: PreTrainedModel) -> bool:
     """Return whether the model routes tokens to experts, so that shapes inside a layer depend on the whole batch."""
-    text = model.config.get_text_config()
+    text_config = model.config.get_text_config()
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any((getattr(text, name, None) or 0) > 1 for name in names)
+    return any((getattr(text_config, name, None) or 0) > 1 for name in names)

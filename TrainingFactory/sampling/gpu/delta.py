@@ -16,7 +16,7 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from TrainingFactory.sampling.gpu.fused import products
+from TrainingFactory.sampling.gpu.fused import project
 
 CHANNELS = 512  # of a program of the convolution
 
@@ -28,20 +28,20 @@ def _convolve(
     """Append a row's inputs to its convolution state, and convolve."""
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row) if LISTED else first + row
-    in_bounds, place = channel < C, tl.arange(0, W)
-    offset = slot.to(tl.int64) * C * W + channel[:, None] * W + place[None, :]
+    in_bounds, tap = channel < C, tl.arange(0, W)
+    offset = slot.to(tl.int64) * C * W + channel[:, None] * W + tap[None, :]
     inputs = tl.load(x + row * x_stride + channel, in_bounds, 0)
-    previous = tl.load(states + offset + 1, in_bounds[:, None] & (place < W - 1)[None, :], 0)
-    window = tl.where((place < W - 1)[None, :], previous, inputs[:, None].to(previous.dtype))
+    previous = tl.load(states + offset + 1, in_bounds[:, None] & (tap < W - 1)[None, :], 0)
+    window = tl.where((tap < W - 1)[None, :], previous, inputs[:, None].to(previous.dtype))
     tl.debug_barrier()  # other threads still read what this one writes
     tl.store(states + offset, window, in_bounds[:, None])
-    weights = tl.load(weight + channel[:, None] * W + place[None, :], in_bounds[:, None], 0)
+    weights = tl.load(weight + channel[:, None] * W + tap[None, :], in_bounds[:, None], 0)
     total = tl.sum(window.to(tl.float32) * weights.to(tl.float32), 1).to(weights.dtype).to(tl.float32)
     tl.store(out + row * C + channel, (total * tl.sigmoid(total)).to(out.dtype.element_ty), in_bounds)
 
 
 @triton.jit
-def _unit(x):
+def _normalize(x):
     return x * tl.rsqrt(tl.sum(x * x) + 1e-6)
 
 
@@ -55,8 +55,8 @@ def _update(
     slot = tl.load(slots + row) if LISTED else first + row
     channels: tl.constexpr = 2 * (H // G) * D + H * E
     base = qkv + row * channels
-    query = _unit(tl.load(base + head // G * D + d).to(tl.float32)) * scale
-    key = _unit(tl.load(base + (H // G + head // G) * D + d).to(tl.float32))
+    query = _normalize(tl.load(base + head // G * D + d).to(tl.float32)) * scale
+    key = _normalize(tl.load(base + (H // G + head // G) * D + d).to(tl.float32))
     value = tl.load(base + 2 * (H // G) * D + head * E + e)
     raw_rate = tl.load(b + row * b_stride + head)
     rate = tl.sigmoid(raw_rate.to(tl.float32)).to(raw_rate.dtype).to(tl.float32)
@@ -80,9 +80,9 @@ def can_decode(layer: Any, conv: torch.Tensor | None, recurrent: torch.Tensor | 
     if conv is None or recurrent is None or not hasattr(layer, "in_proj_qkv") or layer.activation != "silu":
         return False
     sizes = (layer.head_k_dim, layer.head_v_dim, conv.shape[2])
-    powers = all(size & (size - 1) == 0 for size in sizes) and max(sizes) <= 128
-    layout = conv.shape[1] == layer.conv_dim and recurrent.shape[1:] == (layer.num_v_heads, *sizes[:2])
-    return powers and layout and layer.conv1d.bias is None
+    are_powers = all(size & (size - 1) == 0 for size in sizes) and max(sizes) <= 128
+    fits_layout = conv.shape[1] == layer.conv_dim and recurrent.shape[1:] == (layer.num_v_heads, *sizes[:2])
+    return are_powers and fits_layout and layer.conv1d.bias is None
 
 
 def decode(
@@ -90,19 +90,19 @@ def decode(
 ) -> torch.Tensor:
     """Return the layer's output [P, 1, N] for one token of each row [P, 1, N], and update the states of the slots."""
     tokens = states[:, 0]
-    qkv, z, b, a = products(tokens, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
-    rows, channels, listed = len(tokens), layer.conv_dim, not isinstance(slots, slice)
+    qkv, z, b, a = project(tokens, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
+    rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
     first = 0 if isinstance(slots, torch.Tensor) else slots.start
     convolved = qkv.new_empty(rows, channels)
     _convolve[(rows, triton.cdiv(channels, CHANNELS))](
-        qkv, layer.conv1d.weight, conv, slots if listed else None, convolved, first, qkv.stride(0), channels,
-        conv.shape[2], listed, CHANNELS,
+        qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first, qkv.stride(0), channels,
+        conv.shape[2], has_list, CHANNELS,
     )  # fmt: skip
     heads, keys, values = recurrent.shape[1:]
     output = qkv.new_empty(rows, heads * values)
     _update[(rows, heads)](
-        convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if listed else None,
+        convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if has_list else None,
         output, first, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
-        heads, layer.num_v_heads // layer.num_k_heads, keys, values, listed, num_warps=8,
+        heads, layer.num_v_heads // layer.num_k_heads, keys, values, has_list, num_warps=8,
     )  # fmt: skip
-    return products(output, layer.out_proj)[0][:, None]
+    return project(output, layer.out_proj)[0][:, None]

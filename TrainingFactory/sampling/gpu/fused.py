@@ -32,7 +32,7 @@ class FusedLayer(nn.Module):
         mlp: Any = self.mlp
         layer, states = step.cache.layers[attention.layer_idx], hidden_states[0]
         normalised, _ = kernels.norm(states, self.input_layernorm)
-        q, k, v = products(normalised, attention.q_proj, attention.k_proj, attention.v_proj)
+        q, k, v = project(normalised, attention.q_proj, attention.k_proj, attention.v_proj)
         norms = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
         kernels.norm_rotate_and_cache(
             q, k, v, kwargs["position_embeddings"], layer, step.cache_positions[layer.table], norms
@@ -40,10 +40,10 @@ class FusedLayer(nn.Module):
         attention_output = step.attend(
             q.unflatten(1, (-1, layer.keys.shape[3])), layer, step, attention.scaling
         )
-        (attention_output,) = products(attention_output.flatten(1), attention.o_proj)
+        (attention_output,) = project(attention_output.flatten(1), attention.o_proj)
         normalised, states = kernels.norm(attention_output, self.post_attention_layernorm, states)
-        inner = kernels.gate(*products(normalised, mlp.gate_proj, mlp.up_proj))
-        products(inner, mlp.down_proj, onto=states)
+        gated = kernels.gate(*project(normalised, mlp.gate_proj, mlp.up_proj))
+        project(gated, mlp.down_proj, onto=states)
         return states[None]
 
 
@@ -56,7 +56,7 @@ class Projection(NamedTuple):
     scaling: float = 1.0
 
 
-def _opened(layer: Any) -> Projection:
+def _split_lora(layer: Any) -> Projection:
     """Split a LoRA layer with one active adapter into its base layer and its adapter. Any other layer is returned
     whole."""
     if type(layer) is not LoraLinear or layer.disable_adapters or layer.merged:
@@ -70,11 +70,11 @@ def _opened(layer: Any) -> Projection:
     return Projection(layer.base_layer, down, up, layer.scaling[name])
 
 
-def products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
+def project(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = None) -> Sequence[torch.Tensor]:
     """Return the outputs of all layers for the states [N, E]. The plain layers share one matrix product, and the down
     projections of their adapters share another one. If `onto` is given, there must be one layer, and its output is
     added to `onto` in place."""
-    projections = [_opened(layer) for layer in layers]
+    projections = [_split_lora(layer) for layer in layers]
     down_layers = [projection.down for projection in projections if projection.down is not None]
     weight = join_weights([projection.layer for projection in projections])
     down_weight = join_weights(down_layers) if down_layers else None
@@ -84,10 +84,10 @@ def products(states: torch.Tensor, *layers: Any, onto: torch.Tensor | None = Non
     product = torch.mm(states, weight.t()) if onto is None else onto.addmm_(states, weight.t())
     outputs = product.split([projection.layer.out_features for projection in projections], 1)
     if down_weight is not None:
-        low = iter(torch.mm(states, down_weight.t()).split([down.out_features for down in down_layers], 1))
+        down = iter(torch.mm(states, down_weight.t()).split([layer.out_features for layer in down_layers], 1))
         for output, projection in zip(outputs, projections, strict=True):
             if projection.down is not None:
-                output.addmm_(next(low), projection.up.weight.t(), alpha=projection.scaling)
+                output.addmm_(next(down), projection.up.weight.t(), alpha=projection.scaling)
     return outputs
 
 
@@ -117,9 +117,9 @@ def fused_class(module: nn.Module) -> type[nn.Module] | None:
     wrapped forward."""
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
-    parts: list[Any] = [module, *module.children()]
-    silu = type(module.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")  # pyright: ignore
-    return FusedLayer if silu and not _is_patched(parts) else None
+    modules: list[Any] = [module, *module.children()]
+    has_silu = type(module.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")  # pyright: ignore
+    return FusedLayer if has_silu and not _is_patched(modules) else None
 
 
 def norm_class(module: nn.Module) -> type[nn.Module] | None:
@@ -141,6 +141,6 @@ REPLACEMENTS = {
 
 def can_attend(shapes: list[LayerShape]) -> bool:
     """Return whether the attention kernel supports these layers."""
-    kinds = (torch.float32, torch.bfloat16, torch.float16)
-    sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256, 512) for shape in shapes)
-    return sizes and all(shape.dtype in kinds for shape in shapes)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    has_sizes = all(shape.key_size == shape.value_size in (16, 32, 64, 128, 256, 512) for shape in shapes)
+    return has_sizes and all(shape.dtype in dtypes for shape in shapes)

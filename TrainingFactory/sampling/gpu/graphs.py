@@ -20,7 +20,7 @@ Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
 def graph_rows(rows: int, max_rows: int) -> int:
-    """Round a number of rows up to one that has a graph, so that there are few graphs."""
+    """Round a number of rows up to a size with a CUDA graph, because each size needs a graph."""
     return min(max_rows, next((size for size in ROWS if size >= rows), -(-rows // 256) * 256))
 
 
@@ -67,13 +67,13 @@ class DecodeGraphs:
         if recording is None:
             return None
         graph, inputs, result = recording
-        inputs.copy_(packed(arrays).pin_memory(), non_blocking=True)
+        inputs.copy_(pack_arrays(arrays).pin_memory(), non_blocking=True)
         graph.replay()
         self.replayed += 1
         return result
 
     def _record(self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: Step) -> Any:
-        start_time, inputs = time.perf_counter(), packed(arrays).to(self.device)
+        start_time, inputs = time.perf_counter(), pack_arrays(arrays).to(self.device)
         tensors = unpack_arrays(inputs, arrays)
         try:
             stream = torch.cuda.Stream()
@@ -95,22 +95,22 @@ class DecodeGraphs:
         return self._graphs[key]
 
 
-def packed(arrays: list[np.ndarray]) -> torch.Tensor:
+def pack_arrays(arrays: list[np.ndarray]) -> torch.Tensor:
     """Pack arrays of int64 and float64 into one int64 tensor, for a single transfer."""
     return torch.from_numpy(np.concatenate([array.view(np.int64) for array in arrays]))
 
 
 def unpack_arrays(packed: torch.Tensor, arrays: list[np.ndarray]) -> list[torch.Tensor]:
-    kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
-    parts = packed.split([len(array) for array in arrays])
-    return [view.view(kinds[array.dtype]) for view, array in zip(parts, arrays, strict=True)]
+    dtypes = {np.dtype(np.int64): torch.int64, np.dtype(np.float64): torch.float64}
+    views = packed.split([len(array) for array in arrays])
+    return [view.view(dtypes[array.dtype]) for view, array in zip(views, arrays, strict=True)]
 
 
 def to_device(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy arrays to the device in one transfer, because small copies to a GPU cost the same as large ones."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    return unpack_arrays(packed(arrays).to(device), arrays)
+    return unpack_arrays(pack_arrays(arrays).to(device), arrays)
 
 
 def active_adapters(model: torch.nn.Module) -> Hashable:

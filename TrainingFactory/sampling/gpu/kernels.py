@@ -181,7 +181,7 @@ def _merge(
     parts, sums, out, begins, sinks, tokens, T, count, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
     GROUPED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the results over parts of the keys by their log-sum-exps; part 0 may be a group's shared prefix."""
+    """Merge partial attention outputs by their log-sum-exps. Part 0 may be a group's shared prefix."""
     token, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     in_bounds, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
     first: tl.constexpr = 1 if GROUPED else 0
@@ -292,17 +292,17 @@ def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def norm_rotate_and_cache(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor], layer: LayerCache,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], layer: LayerCache,
     cache_positions: torch.Tensor, norms: tuple[Any, Any],
 ) -> None:  # fmt: skip
     """Apply the norm and the rotary embedding to q [N, H * D] in place. Write k, with norm and rotary embedding, and v
     to the cache. q, k and v may be columns of one tensor."""
-    heads, size = layer.keys.shape[2:]
-    first, second = norms
+    heads, head_size = layer.keys.shape[2:]
+    q_norm, k_norm = norms
     _rotate[(len(q), 3)](
-        q, k, v, *turn, first and first.weight, second and second.weight, cache_positions, layer.keys, layer.values,
-        first.variance_epsilon if first else 0.0, q.stride(0), k.stride(0), q.shape[1] // size, heads, size,
-        triton.next_power_of_2(max(q.shape[1] // size, heads)), first is not None,
+        q, k, v, *cos_sin, q_norm and q_norm.weight, k_norm and k_norm.weight, cache_positions, layer.keys,
+        layer.values, q_norm.variance_epsilon if q_norm else 0.0, q.stride(0), k.stride(0), q.shape[1] // head_size,
+        heads, head_size, triton.next_power_of_2(max(q.shape[1] // head_size, heads)), q_norm is not None,
     )  # fmt: skip
 
 
@@ -318,44 +318,44 @@ def attend(
             layer.shape.window is not None
         ):  # a row's window has its own begin, and other rows may have released it
             rows, groups = replace(rows, begins=None), None
-        spare = layer.keys.shape[2] * rows.count
-        splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, spare))) if spare < PROGRAMS else 1
+        programs = layer.keys.shape[2] * rows.count
+        splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))) if programs < PROGRAMS else 1
         first = int(groups is not None)
         if first + splits == 1:
-            _tiles(q, layer, step, rows, scale, output, sinks)
+            _run_tiles(q, layer, step, rows, scale, output, sinks)
         else:
             parts = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
             sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
             if groups is not None:
-                _tiles(q, layer, step, groups, scale, parts, None, sums)
-            _tiles(q, layer, step, rows, scale, parts, None, sums, first, splits)
+                _run_tiles(q, layer, step, groups, scale, parts, None, sums)
+            _run_tiles(q, layer, step, rows, scale, parts, None, sums, first, splits)
             _merge[(dense,)](
                 parts, sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
                 triton.next_power_of_2(q.shape[1]), groups is not None, sinks is not None,
             )  # fmt: skip
     if step.pieces is not None:
-        _tiles(q, layer, step, step.pieces, scale, output, sinks)
+        _run_tiles(q, layer, step, step.pieces, scale, output, sinks)
     return output
 
 
-def _tiles(
+def _run_tiles(
     q: torch.Tensor, layer: LayerCache, step: StepContext, tiles: Tiles, scale: float, out: torch.Tensor,
     sinks: torch.Tensor | None, sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
 ) -> None:  # fmt: skip
     assert step.cache is not None
-    heads, size = layer.keys.shape[2:]
+    heads, head_size = layer.keys.shape[2:]
     pages, shape = step.cache.tables[layer.table], layer.shape
     has_members = tiles.members is not None
     rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory, unless rows are long.
     few_rows, is_long = rows == 16, pages.shape[1] * PAGE >= LONG
-    values = 2048 if q.element_size() > 2 else 4096 if few_rows and not is_long else 8192
-    keys = min(64, max(16, values // size))
+    max_values = 2048 if q.element_size() > 2 else 4096 if few_rows and not is_long else 8192
+    block_keys = min(64, max(16, max_values // head_size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
         tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
         scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
-        q.shape[1], heads, size, rows, keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
+        q.shape[1], heads, head_size, rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
         tiles.begins is not None, shape.window is not None, sinks is not None, sums is not None,
         num_warps=2 if few_rows and not is_long else 4, num_stages=2 if few_rows and is_long else 3,
     )  # fmt: skip
@@ -364,15 +364,15 @@ def _tiles(
 def sample_tokens(
     logits: torch.Tensor, uniform: torch.Tensor, temperature: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the result of `picking.pick` without filters, computed in one pass over the logits [M, V]."""
+    """Draw tokens as `picking.pick` does without filters, in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
     tops, masses = logits.new_empty(2, rows, chunks, dtype=torch.float32)
     output = logits.new_empty(2, rows, dtype=torch.float64)
-    scaled = temperature is not None
-    _mass[(rows, chunks)](logits, temperature, tops, masses, vocabulary, scaled, CHUNK)
+    is_scaled = temperature is not None
+    _mass[(rows, chunks)](logits, temperature, tops, masses, vocabulary, is_scaled, CHUNK)
     _choose[(rows,)](
-        logits, temperature, uniform, tops, masses, output, vocabulary, chunks, scaled, CHUNK,
+        logits, temperature, uniform, tops, masses, output, vocabulary, chunks, is_scaled, CHUNK,
         triton.next_power_of_2(chunks),
     )  # fmt: skip
     return output
