@@ -368,7 +368,9 @@ class EpisodeRun:
                 announce_placeholders()
                 text, images = as_text(text, images), []
             content = chat.truncate(valid_text(text), limit)
-            truncated.append(reply.with_content(content, shift_images(images, text, content) if images else []))
+            truncated.append(
+                reply.with_content(content, shift_images(images, text, content) if images else [])
+            )
         return truncated
 
     async def _score_episode(self) -> None:

@@ -138,7 +138,9 @@ def test_layers_that_somebody_changed_are_not_fused() -> None:
     first.mlp.register_forward_hook(lambda *_: None)
     with fused_layers(model, tree.tree_attention):
         assert "forward" not in first.__dict__ and "forward" in second.__dict__
-        with fused_layers(model, tree.tree_attention):  # a second time: nothing is left to do, or to take back
+        with fused_layers(
+            model, tree.tree_attention
+        ):  # a second time: nothing is left to do, or to take back
             pass
         assert "forward" in second.__dict__
 
