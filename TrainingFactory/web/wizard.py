@@ -70,7 +70,7 @@ class WizardRoutes:
         servers, problems = self._servers(pasted.text)
         if problems:
             raise ApiError(problems[0], "text")
-        if unconfirmed := [server.name for server in servers if server.launch not in pasted.confirmed]:
+        if unconfirmed := [server.name for server in servers if server.digest not in pasted.confirmed]:
             text = f"{', '.join(unconfirmed)} changed since it was confirmed; check its command and confirm it again"
             raise ApiError(text, "confirmed", status=409, code="not_confirmed")
         path = str(self._save(pasted.text, "mcp.json"))
@@ -122,7 +122,7 @@ def _describe_server(server: ServerConfig) -> Json:
     """Return the command or URL of a server entry in full, with environment values shown as ${NAME}."""
 
     def mask(text: str) -> str:
-        for name, value in server.filled.items():
+        for name, value in server.variables.items():
             if len(value) > 3 and value == os.environ.get(name):
                 text = text.replace(value, f"${{{name}}}")
         return text
@@ -130,7 +130,7 @@ def _describe_server(server: ServerConfig) -> Json:
     command = [mask(part) for part in (server.command, *server.args) if part]
     variables = [f"{name}={mask(value)}" for name, value in sorted((server.env | server.headers).items())]
     fields = {"url": mask(server.url), "cwd": mask(server.cwd or "") or None, "variables": variables}
-    return {"name": server.name, "command": command, "digest": server.launch} | fields
+    return {"name": server.name, "command": command, "digest": server.digest} | fields
 
 
 def _detect_format(text: str) -> str:
