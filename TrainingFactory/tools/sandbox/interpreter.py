@@ -23,8 +23,8 @@ FRAMES = 6  # of a traceback, counted from the innermost
 RESERVE_BYTES = 8 * 2**20  # freed after a MemoryError, so that the answer can still be written
 
 
-class CappedOutput(io.RawIOBase):
-    """Stream of unlimited length that keeps only `limit` bytes: the beginning and the end."""
+class CappedOutput:
+    """Output of unlimited length of which only `limit` bytes are kept: the beginning and the end."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self.head_bytes = limit, limit * 3 // 4
@@ -33,13 +33,7 @@ class CappedOutput(io.RawIOBase):
     def clear(self) -> None:
         self.buffer, self.cut_bytes = bytearray(), 0
 
-    def writable(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Do nothing, because the next call uses the stream again."""
-
-    def write(self, data: Any, /) -> int:
+    def write(self, data: Any) -> int:
         data = bytes(data)
         self.buffer += data
         excess = max(len(self.buffer) - self.limit, 0)
@@ -51,6 +45,19 @@ class CappedOutput(io.RawIOBase):
         marker = f"\n[... {self.cut_bytes} bytes cut ...]\n".encode() if self.cut_bytes else b""
         output = self.buffer[: self.head_bytes] + marker + self.buffer[self.head_bytes :]
         return output.decode("utf-8", errors="replace")
+
+
+class OutputStream(io.RawIOBase):
+    """Stream that writes to an output. The stream of one call may be closed, and later calls use the same output."""
+
+    def __init__(self, output: CappedOutput) -> None:
+        self.output = output
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        return self.output.write(data)
 
 
 class Interpreter:
@@ -70,7 +77,7 @@ class Interpreter:
         self.calls += 1
         self.output.clear()
         sys.stdout = sys.stderr = io.TextIOWrapper(
-            io.BufferedWriter(self.output), "utf-8", errors="replace", write_through=True
+            io.BufferedWriter(OutputStream(self.output)), "utf-8", errors="replace", write_through=True
         )
         source_name = f"<call {self.calls}>"
         linecache.cache[source_name] = (len(code), None, code.splitlines(keepends=True), source_name)
