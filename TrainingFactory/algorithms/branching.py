@@ -40,8 +40,8 @@ def has_forks(group: Sequence[Trajectory]) -> bool:
 
 
 class EpisodeTrees:
-    """The trees of forked episodes over the scored leaves of a group. `group` includes unscored episodes, because
-    leaves may have been forked from them."""
+    """The trees whose leaves are the scored episodes of a group. Episodes fork from episodes that may be unscored, so
+    `group` includes these."""
 
     def __init__(self, group: Sequence[Trajectory], leaves: Sequence[Trajectory]) -> None:
         self._members = {trajectory.member: trajectory for trajectory in group}

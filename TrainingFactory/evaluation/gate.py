@@ -65,7 +65,7 @@ class Gate(Section):
         return 0.0 - (self.not_worse or 0.0)
 
     def problems(self, entries: Sequence[str]) -> list[Problem]:
-        """Return a problem for each entry that is not in `entries` and for each guard without a limit."""
+        """Return a problem for each guard without a limit or with an entry that is not in `entries`, the suite's."""
         references = [(("gate", "entry"), self.entry)]
         references += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
         message = f"is not an entry of the suite. Its entries: {', '.join(entries)}"

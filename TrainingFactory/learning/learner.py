@@ -136,7 +136,7 @@ class Learner:
         self.processes.exchange(packs, fields)
 
     def update(self, batch: Batch, loss: Loss, needs: frozenset[str] = frozenset()) -> dict[str, float]:
-        """Make one optimizer step over the rows and return its metrics. Skip it without rows or a finite gradient."""
+        """Make one optimizer step, unless there are no rows or the gradient is not finite. Return its metrics."""
         metrics: dict[str, float] = {name: getattr(batch, field) for name, field in COUNTS.items()}
         metrics["row_tokens"] = sum(pack.row_tokens for pack in batch.packs)
         metrics["computed_tokens"] = sum(len(pack.token_ids) for pack in batch.packs)

@@ -32,7 +32,7 @@ class ImageUse(NamedTuple):
 
     @classmethod
     def largest(cls, image_tokens: int) -> ImageUse:
-        """Return an upper bound: rows of the largest images only, and more images than the cache holds."""
+        """Return the largest possible use: only images of the largest size, and more of them than the cache holds."""
         return cls(image_tokens, 1.0, float("inf"))
 
     @classmethod

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, frozen=True)
 class SiblingFactory:
-    """A sibling factory: its package, its class in `services` that resolves ids, and two of the class's methods."""
+    """Another framework that resolves ids: its package, and the class in its `services` with its methods."""
 
     package: str
     class_name: str

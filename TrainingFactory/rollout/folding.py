@@ -44,7 +44,7 @@ class Folding:
 
 @dataclass(slots=True, frozen=True)
 class ContextTurn:
-    """A turn in a context. `token_ids` are the ids of its message: sampled, or written; None: not written yet."""
+    """A turn in a context. `token_ids` are those of its message, sampled or rendered; None: not rendered yet."""
 
     message: Message
     replies: list[Message]

@@ -29,7 +29,7 @@ StepMetrics = dict[str, float]
 
 @dataclass(slots=True, frozen=True)
 class StepWindow:
-    """Input of a rule: metrics of the last steps, of the run's first steps, and of the steps before the last ones."""
+    """Metrics that a rule compares: of the latest steps, of earlier steps, and of the first steps of the run."""
 
     recent: Sequence[StepMetrics]
     initial: Sequence[StepMetrics]

@@ -241,9 +241,9 @@ class DryRun(Training):
             self.diagnosis.add("unscored", batch.problem)
         policy, sampler = loop.policy, loop.sampler
         if batch.rows and isinstance(policy, LocalPolicy) and isinstance(sampler, NativeEngine):
-            changed = await measure_router_mismatch(sampler, policy.learner, batch.rows[0])
-            if changed is not None:
-                checks.check_routers(self.diagnosis, changed)
+            mismatch = await measure_router_mismatch(sampler, policy.learner, batch.rows[0])
+            if mismatch is not None:
+                checks.check_routers(self.diagnosis, mismatch)
         start_time = time.perf_counter()
         metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         update_seconds = time.perf_counter() - start_time

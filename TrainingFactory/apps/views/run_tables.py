@@ -94,7 +94,7 @@ def usage_totals(metrics: Rows) -> dict[str, float]:
 
 
 def usage_rows(metrics: Rows) -> Iterator[tuple[str, str]]:
-    """Yield a (name, text) row for judges and one for pools, without zero values."""
+    """Yield a row (name, text) with the nonzero counts of judges, then one with those of reward pools."""
     total = usage_totals(metrics)
     for prefix in USAGE_PREFIXES:
         usage = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}

@@ -13,7 +13,7 @@ BYTES_KEPT, MAX_LINES, MAX_LINE_CHARS = 8000, 5, 500  # of stderr
 
 
 def inherited_variables(extra_names: list[str]) -> dict[str, str]:
-    """Return the variables in `INHERITED` and `names` that are set."""
+    """Return the variables in `INHERITED` and `extra_names` that are set."""
     return {name: os.environ[name] for name in (*INHERITED, *extra_names) if name in os.environ}
 
 

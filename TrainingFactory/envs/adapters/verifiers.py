@@ -100,7 +100,7 @@ class Adapter:
 
 
 class ModelServer:
-    """HTTP server for the requests of the agents to the model. A request waits for the next turn of its episode."""
+    """HTTP server that agents call as their model. Each request waits until its episode is given the next turn."""
 
     def __init__(self) -> None:
         self.episodes: dict[str, Episode] = {}  # by the id of their trace

@@ -161,7 +161,7 @@ def layer_windows(shapes: Sequence[LayerShape]) -> list[int | None]:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the number of bytes that an engine uses by default."""
+    """Return the free bytes of a device that an engine may use by default."""
     if device.type == "cuda":
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached_bytes))
