@@ -169,7 +169,7 @@ def tree_gradients(learner: Learner, rows: list[Sample]) -> Gradients:
         return 1.0
 
     learner._step_optimizers = keep  # pyright: ignore[reportAttributeAccessIssue]
-    learner.update(make_batch(rows, sharing=learner.sharing, min_shared=learner.min_shared), weighted)
+    learner.update(make_batch(rows, sharing=learner.sharing, split_above=learner.split_above), weighted)
     learner._step_optimizers = real  # pyright: ignore[reportAttributeAccessIssue]
     return gradients
 

@@ -154,7 +154,7 @@ class Contender:
             training_rows(rows, self.args.prompt),
             TOKEN_BUDGET,
             sharing=self.learner.sharing,
-            min_shared=self.learner.min_shared,
+            split_above=self.learner.split_above,
         )
         start = time.perf_counter()
         self.learner.update(batch, lambda trained: (-trained.logprobs.mean(), {}))

@@ -45,7 +45,7 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
 
 
 def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
-    """Return the config with `map_path` applied to each file that it names."""
+    """Return the config with `move` applied to each file that it names."""
 
     def map_name(name: str) -> str:
         if not is_file_name(name):

@@ -189,7 +189,7 @@ def make_publishing_policy(
 ) -> LocalPolicy:  # fmt: skip
     """Make the policy of this process. If the run samples (`has_episodes`) with engines that cannot share the policy's
     weights, the policy publishes them: into folders for engines in other processes, or, if the learner is sharded, to
-    an engine in this process whose model is `gathers`."""
+    an engine in this process that has the `full_model`."""
     is_sharded = (config.compute.learners or 1) > 1
     policy = make_policy(config, loaded_model, algorithm, steps, is_sharded)
     if not (

@@ -69,10 +69,10 @@ class Pack:
 
 
 def pack(
-    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, min_shared: int = 0,
+    samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, split_above: int = 0,
     splitting: bool = False,
 ) -> list[Pack]:  # fmt: skip
-    """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `min_shared`
+    """Pack the rows. Without `sharing`, every row is its own tree, and the budget counts padded tokens. `split_above`
     is the approximate number of tokens under the root of a tree; 0: no limit. `splitting` spreads the rows of an
     episode over several packs if they exceed the budget."""
     for row, sample in enumerate(samples):
@@ -95,12 +95,12 @@ def pack(
             tree_size = longest * len(unit)
             joint_size = max(widest, longest) * (num_rows + len(unit))
         if batch and joint_size > token_budget:
-            packs += _build_packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
+            packs += _build_packs(samples, ids, keys, batch, token_budget, sharing, split_above, splitting)
             batch, joint_size, widest, num_rows = [], tree_size, 0, 0
         batch.append(unit)
         size, widest, num_rows = joint_size, max(widest, longest), num_rows + len(unit)
     return (
-        packs + _build_packs(samples, ids, keys, batch, token_budget, sharing, min_shared, splitting)
+        packs + _build_packs(samples, ids, keys, batch, token_budget, sharing, split_above, splitting)
         if batch
         else packs
     )
@@ -151,8 +151,8 @@ class _Tree:
         self.grow(0, len(ids), 0, -1)
 
     def grow(self, start_row: int, end_row: int, depth: int, parent: int) -> None:
-        """Add the nodes of rows first..last-1 to the tree. The first `depth` tokens of these rows are in ancestor
-        nodes."""
+        """Add the nodes of the rows from `start_row` up to `end_row` to the tree. The first `depth` tokens of these
+        rows are in ancestor nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
         if end_row - start_row == 1:
             self._add_node(start_row, end_row, depth, len(self.ids[start_row]), parent, level)
@@ -200,7 +200,7 @@ def _build_packs(
     units: list[list[int]],
     budget: int,
     sharing: bool,
-    min_shared: int,
+    split_above: int,
     splitting: bool,
 ) -> list[Pack]:
     """Build one pack, or several if the tree exceeds the budget. The tree can have more tokens than
@@ -214,28 +214,28 @@ def _build_packs(
     ]
     tree = _Tree(
         [ids[index] for index in rows],
-        _cut_small_overlaps([len(ids[row]) for row in rows], overlaps, min_shared),
+        _cut_small_overlaps([len(ids[row]) for row in rows], overlaps, split_above),
     )
     if splitting and len(units) == 1 and tree.size > budget:
         units = [[row] for row in rows]
     half = len(units) // 2
     if half and tree.size > budget:
         halves = (
-            _build_packs(samples, ids, keys, half_units, budget, sharing, min_shared, splitting)
+            _build_packs(samples, ids, keys, half_units, budget, sharing, split_above, splitting)
             for half_units in (units[:half], units[half:])
         )
         return [*chain.from_iterable(halves)]
     return [_build_pack(samples, ids, rows, tree)]
 
 
-def _cut_small_overlaps(lengths: list[int], overlaps: list[int], min_shared: int) -> list[int]:
+def _cut_small_overlaps(lengths: list[int], overlaps: list[int], split_above: int) -> list[int]:
     """Return `overlaps` with 0 at each row where a new tree begins. Such a row shares no more tokens than all rows of
     the previous tree share, and that tree is large enough."""
     shared_lengths = list(overlaps)
     size = shortest = lengths[0]
-    for row in range(1, len(overlaps)) if min_shared else ():
+    for row in range(1, len(overlaps)) if split_above else ():
         shortest = min(shortest, overlaps[row])
-        if overlaps[row] == shortest and size > max(min_shared, COPY_SHARE * overlaps[row]):
+        if overlaps[row] == shortest and size > max(split_above, COPY_SHARE * overlaps[row]):
             shared_lengths[row] = size = 0
             shortest = lengths[row]
         size += lengths[row] - shared_lengths[row]
@@ -321,10 +321,10 @@ class Batch:
 
 def make_batch(
     samples: Sequence[Sample], token_budget: int = 16_384, sharing: bool = True, mismatched: bool = False,
-    min_shared: int = 0, splitting: bool = False,
+    split_above: int = 0, splitting: bool = False,
 ) -> Batch:  # fmt: skip
-    """Pack the rows of a step. `sharing`, `min_shared` and `splitting` have the same meaning as in `pack`."""
-    packs = pack(samples, token_budget, sharing, min_shared, splitting)
+    """Pack the rows of a step. `sharing`, `split_above` and `splitting` have the same meaning as in `pack`."""
+    packs = pack(samples, token_budget, sharing, split_above, splitting)
     num_split = _add_lengths(samples, packs) if splitting else 0
     return Batch(
         packs,
@@ -332,7 +332,7 @@ def make_batch(
         sum(len(p.target) for p in packs),
         len({samples[row].episode for p in packs for row in p.rows}),
         sum(len(p.pairs) for p in packs),
-        mismatched=pack(mismatched_rows(samples), token_budget, sharing, min_shared) if mismatched else [],
+        mismatched=pack(mismatched_rows(samples), token_budget, sharing, split_above) if mismatched else [],
         split_episodes=num_split,
     )
 

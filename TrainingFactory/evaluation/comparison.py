@@ -187,7 +187,9 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
     better = [flip for flip in flips if flip.success_rates[1] > flip.success_rates[0]]
     worse = [flip for flip in flips if flip.success_rates[1] < flip.success_rates[0]]
     if len(flips) < MIN_FLIPS:
-        notes.append(f"only {len(flips)} of {num_tasks} tasks flipped, too few for significance; use more")
+        notes.append(
+            f"only {len(flips)} of {num_tasks} tasks flipped, too few for significance; use more tasks"
+        )
     p = statistics.exact_test(len(better), len(worse))
     return Comparison(first, second, statistics.bootstrap(strata), p, num_tasks, better, worse, notes)
 

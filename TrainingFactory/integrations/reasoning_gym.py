@@ -156,7 +156,7 @@ def _find_evaluators(name: str) -> set[str]:
 
 
 def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:
-    """Return whether evaluators can safely run on a text: arithmetic, or for eval and exec also literals."""
+    """Return whether evaluators can safely run on a text: arithmetic; for eval and exec also literals, invalid code."""
     if not evaluators:
         return True
     with suppress(ValueError, ZeroDivisionError, RecursionError):

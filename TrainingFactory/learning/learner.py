@@ -50,7 +50,7 @@ class Learner:
     frozen model; None: the base under the adapter. With several `processes`, the given models are sharded in place.
     `activation_offload` keeps the inputs of checkpointed layers in CPU memory. `router_aux_loss` is the coefficient of
     the auxiliary loss of a mixture of experts; None: the model's own. `vision` is the `Vision` of a model that sees
-    images. Callers pass `sharing` (compute common prefixes once) and `min_shared` (split larger trees; 0: never) to
+    images. Callers pass `sharing` (compute common prefixes once) and `split_above` (split larger trees; 0: never) to
     `make_batch`."""
 
     def __init__(
@@ -73,7 +73,7 @@ class Learner:
         self.reference, self.head, self.critic = reference, head, critic
         self.temperature, self.activation_offload, self.vision = temperature, activation_offload, vision
         # A GPU serialises the gradients of keys that all tokens attend to, so smaller trees are faster.
-        self.min_shared = 4096 if self.causal.device.type == "cuda" else 0
+        self.split_above = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
         for module in self._trained_models() if gradient_checkpointing else ():
             causal_model(module).gradient_checkpointing_enable({"use_reentrant": False})

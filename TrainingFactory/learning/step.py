@@ -95,7 +95,7 @@ def _make_annotated_batch(
 ) -> Batch:
     def pack_rows(budget: int) -> Batch:
         return make_batch(
-            rows, budget, learner.sharing, "mismatched" in needs, learner.min_shared, "lengths" in needs
+            rows, budget, learner.sharing, "mismatched" in needs, learner.split_above, "lengths" in needs
         )
 
     return learner.annotate(learner.processes.pack_batch(pack_rows, token_budget), needs)

@@ -399,7 +399,7 @@ def _find_runs(token_ids: np.ndarray) -> Iterator[tuple[ImageTokens | None, int,
 
 
 def _with_ratio(picture: Any, max_ratio: int) -> Any:
-    """Return the picture with its longer edge squeezed to at most `limit` times the shorter one."""
+    """Return the picture with its longer edge squeezed to at most `max_ratio` times the shorter one."""
     width, height = picture.size
     if max(width, height) <= max_ratio * min(width, height):
         return picture

@@ -95,7 +95,9 @@ class Allocation:
             num_gpus = getattr(spec, "count", None)
         name = str(source.allocation_id)
         if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
-            raise ValueError(f"allocation {name!r} has {num_gpus!r} GPUs; it must be an integer from 1")
+            raise ValueError(
+                f"allocation {name!r} has {num_gpus!r} GPUs; the number must be an integer from 1"
+            )
         release = getattr(source, "release", None)
         if release is None and COMPUTE.installed and (method := COMPUTE.load_method("release_resource")):
             release = functools.partial(method, name)

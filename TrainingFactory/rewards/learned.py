@@ -13,7 +13,7 @@ ScoringQueue = list[tuple[Trajectory, "asyncio.Future[Reward]"]]
 
 
 class LearnedReward:
-    """Reward by a trained reward model, which scores the episodes of each `patience` seconds in one batch."""
+    """Reward by a trained reward model, which scores together the episodes that end within `patience` seconds."""
 
     def __init__(self, scorer: Scorer, patience: float = 0.005) -> None:
         self.scorer, self.patience = scorer, patience

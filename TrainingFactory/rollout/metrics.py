@@ -125,7 +125,7 @@ def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequen
 
 def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
     """Return the weight of each episode: the product of 1 / continuations over the forks on its path, so that the
-    episodes of a tree have weights that sum to 1."""
+    weights of all episodes of a tree sum to 1."""
     episodes = {(episode.group, episode.member): episode for episode in trajectories}
     continuations = Counter(
         (episode.group, episode.parent, episode.fork_turn)

@@ -364,8 +364,8 @@ class RunFolder:
         return self.images.remove_unused(used_digests)
 
     def _requested_evaluations(self, offset: int) -> bytes:
-        """Return the lines from byte `start` of evaluations.jsonl that `tfactory eval` wrote. Lines written by training
-        are left out, because the resumed run repeats these evaluations."""
+        """Return the lines that `tfactory eval` wrote to evaluations.jsonl, from byte `offset`. Those of training are
+        left out, because the resumed run repeats these evaluations."""
         lines = (self.path / EVALUATIONS).read_bytes()[offset:].splitlines(keepends=True)
         return b"".join(line for line in lines if b'"by": "eval"' in line and line.endswith(b"\n"))
 

@@ -290,7 +290,7 @@ class SlotTable:
     # -- pages
 
     def _make_room(self, count: int, session_slot: SessionSlot, kept_slots: list[int]) -> bool:
-        """Free `count` pages by releasing slots outside `keep`. Return False if that is impossible."""
+        """Free `count` pages by releasing slots outside `kept_slots`. Return False if that is impossible."""
         if self.pages.fixed or self.pages.available >= count:
             return True
         closed_slots = np.flatnonzero(self.free & (self.pages.held_pages() > 0))

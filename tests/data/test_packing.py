@@ -138,7 +138,7 @@ def test_a_beginning_of_many_rows_is_there_again(seed: int, monkeypatch: pytest.
     monkeypatch.setattr(packing, "COPY_SHARE", 2)
     start = [3] * 40
     rows = [row([*start, *one.token_ids], [False] * 40 + one.loss_mask) for one in ragged_rows(seed)]
-    (whole,), (parted,) = pack(rows, 100_000), pack(rows, 100_000, min_shared=150)
+    (whole,), (parted,) = pack(rows, 100_000), pack(rows, 100_000, split_above=150)
     check(rows, [parted])
     tops = [number for number, node in enumerate(parted.nodes) if node.parent < 0]
     assert len([node for node in whole.nodes if node.parent < 0]) == 1 < len(tops)

@@ -241,7 +241,7 @@ def test_models_that_cannot_share_go_by_rows(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, rows = linear(), ragged_rows(0)[:6]
-    monkeypatch.setattr(recurrent, "MARKS", ())  # as if its linear attention took no state
+    monkeypatch.setattr(recurrent, "RECURRENT_ATTRIBUTES", ())  # as if its linear attention took no state
     learner = make_learner(model)
     assert not learner.sharing and "linear_attention" in caplog.text and "one by one" in caplog.text
     model.eval()

@@ -110,6 +110,14 @@ def test_a_read_only_file_stays_as_it_is(shop: Path, query: str):
     assert not (shop.parent / "other.db").exists()
 
 
+@pytest.mark.parametrize(
+    "query", ["PRAGMA table_list", "PRAGMA table_info(items)", "PRAGMA table_xinfo(items)"]
+)
+def test_the_schema_of_a_read_only_file_can_be_explored(shop: Path, query: str):
+    (listed,) = run(SqlTool(shop), query)
+    assert listed.ok and ("items" in listed.content or "price" in listed.content)
+
+
 @pytest.mark.parametrize("query", ESCAPES)
 def test_writing_does_not_reach_other_files(shop: Path, query: str):
     (refused,) = run(SqlTool(shop, write=True), query.format(folder=shop.parent))

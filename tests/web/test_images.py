@@ -124,7 +124,7 @@ def test_the_terminal_names_images(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_reports_have_small_copies(tmp_path: Path) -> None:
-    shown = EmbeddedImages().shown
+    shown = EmbeddedImages().render
     wide = picture(RED, (1000, 500))
     html = str(shown(Message("user", "<b>&", images=[PlacedImage(1, wide)])))
     found = re.fullmatch(
@@ -145,13 +145,13 @@ def test_reports_have_small_copies(tmp_path: Path) -> None:
 def test_a_page_has_a_limited_number_of_images() -> None:
     one = Message("user", "", images=[PlacedImage(0, picture(RED, (40, 40)))])
     images = EmbeddedImages(max_images=2)
-    shown = [images.shown(one) for _ in range(4)]
+    shown = [images.render(one) for _ in range(4)]
     assert ["<img" in html for html in shown] == [True, True, False, False]
     assert shown[2].endswith("(left out)") and images.note.startswith("2 images left out")
     size = len(thumbnail(one.images[0].image))
     small = EmbeddedImages(max_bytes=size + 1)
-    assert "<img" in small.shown(one) and "<img" not in small.shown(one) and small.left_out == 1
-    assert not EmbeddedImages().note and EmbeddedImages().shown("<b>") == "&lt;b&gt;"
+    assert "<img" in small.render(one) and "<img" not in small.render(one) and small.num_omitted == 1
+    assert not EmbeddedImages().note and EmbeddedImages().render("<b>") == "&lt;b&gt;"
 
 
 def test_reports_tables_and_comparisons_show_the_images_of_episodes(

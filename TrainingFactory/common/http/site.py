@@ -246,7 +246,7 @@ class _Guard:
         return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
 
     def _sign_in(self, request: Request) -> Response | None:
-        """Check the token. Return None if it is valid, a sign-in page, or a hint; raise ApiError for API requests."""
+        """Check the token. Return None if it is valid, else a sign-in page or a hint; raise ApiError in the API."""
         authorization = request.headers.get("authorization", "")
         if self._token is None or _is_equal(authorization, f"Bearer {self._token}"):
             return None

@@ -27,7 +27,7 @@ STEPS_PER_TIME_CHECK = 1000  # SQLite virtual machine instructions between two c
 
 READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 DENIED_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
-PRAGMAS = {"table_info", "table_xinfo", "text", "index_list", "index_info", "foreign_key_list"}
+PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
 DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
 
 

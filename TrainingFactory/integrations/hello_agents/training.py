@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.trainers.trainer import Trainer
 
 RECORD = "training_result.json"  # in output_dir; lists the files of the model
-# Key of the textbook -> ours. `_special` converts the keys that need more than another name.
+# Key of the textbook -> ours. `_convert_special` converts the keys that need more than another name.
 OPTIONS = {
     **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
                                           "max_grad_norm", "max_steps", "gradient_checkpointing", "seed")},

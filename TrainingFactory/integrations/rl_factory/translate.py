@@ -20,7 +20,7 @@ PREFIX = "actor_rollout_ref."
 
 
 class Translation:
-    """Config (`sections`) of a translated script, and `notes` on overrides without a counterpart."""
+    """Config (`sections`) of a translated script, and `notes` on overrides to translate by hand or drop."""
 
     def __init__(self, script: LaunchScript) -> None:
         self.script, self.folder = script, Path(script.path).parent

@@ -50,7 +50,7 @@ def read_arguments(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, 
 
 
 class SwiftTranslation:
-    """Config (`sections`) of an ms-swift training, and `notes` on arguments without a counterpart."""
+    """Config (`sections`) of an ms-swift training, and `notes` on arguments to translate by hand or drop."""
 
     def __init__(self, path: Path, arguments: Mapping[str, Any], is_complete: bool = False) -> None:
         self.path, self.is_complete = path, is_complete

@@ -244,7 +244,7 @@ class CachePages:
                 table.leave_window(slots, stored)
 
     def usable(self, lengths: np.ndarray) -> np.ndarray:
-        """Return `lengths` [slots], with 0 for slots that have released pages of these prefixes."""
+        """Return `lengths` [slots], with 0 for slots that have released pages which the next token reads."""
         if not self._has_windows:
             return lengths
         return np.where(np.all([table.has_prefix(lengths) for table in self.tables], 0), lengths, 0)

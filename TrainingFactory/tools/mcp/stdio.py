@@ -103,7 +103,7 @@ async def _write(process: Process, to_server: Any, from_server: Any, may_end: an
             await process.stdin.send(line.encode(errors="replace") + b"\n")
     except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         from_server.close()  # no answers will come
-    # Closing stdin ends the process, after which `_end` could no longer list its descendants.
+    # Closing stdin ends the process, after which its descendants could no longer be listed.
     await may_end.wait()
     with contextlib.suppress(anyio.BrokenResourceError, OSError):
         await process.stdin.aclose()
