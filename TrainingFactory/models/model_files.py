@@ -93,6 +93,7 @@ def read_tokenizer(source: str, options: dict[str, Any]) -> Any:
     tokenizer = AutoTokenizer.from_pretrained(source, **options)
     backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
     if "gguf_file" in options:
+        _check_merges(backend, options["gguf_file"])
         return tokenizer
     if backend is not None and not decodes_unchanged(backend):
         # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
@@ -100,6 +101,18 @@ def read_tokenizer(source: str, options: dict[str, Any]) -> Any:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = composite.read_processor_template(source, options)
     return tokenizer
+
+
+def _check_merges(backend: Any, file: str) -> None:
+    """Raise ValueError if transformers built a Unigram tokenizer from a GGUF file. Language models have BPE tokenizers;
+    transformers 5.17 builds Gemma's as Unigram, which splits text differently from the model's training."""
+    if type(getattr(backend, "model", None)).__name__ == "Unigram":
+        from transformers import __version__
+
+        raise ValueError(
+            f"transformers {__version__} builds the wrong kind of tokenizer (Unigram instead of BPE) from {file}: it "
+            "would split text differently from the model's training. Install transformers 5.19 or newer"
+        )
 
 
 @contextmanager

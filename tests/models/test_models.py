@@ -12,6 +12,9 @@ import pytest
 import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import Unigram
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from tests.kits.engine import tiny
@@ -190,6 +193,17 @@ def write_gguf(path: Path, model, tokenizer) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def test_a_gguf_tokenizer_of_the_wrong_kind_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers 5.17 builds Gemma's as Unigram: "Some text." became four pieces that the model has never seen."""
+    (tmp_path / "gemma.gguf").write_bytes(b"GGUF")
+    unigram = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(Unigram([("a", 0.0), ("b", -1.0)], 0)))
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: unigram)
+    with pytest.raises(ValueError, match=r"Unigram instead of BPE.* from gemma.gguf.*Install transformers"):
+        load_tokenizer(str(tmp_path / "gemma.gguf"))
 
 
 def test_gguf_file_gives_the_same_model_and_can_be_saved(tmp_path: Path) -> None:
