@@ -27,8 +27,8 @@ QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "lora+", "router-aux-loss"]
 WRITTEN = [name for name in QUICK if name.endswith("+")]
 FAR = 1e-5
 # In bfloat16 other packs are rounded otherwise, and Adam makes as much of a small gradient as of a large one: how far
-# all of them may be from those of one process, relative to their length. Packs of 80 to 180 tokens in one process are up
-# to 0.032 and 0.0003 away from those of 250.
+# all of them may be from those of one process, relative to their length. In one process, packs of 80 to 180 tokens are
+# up to 0.032 and 0.0003 away from those of 250.
 HALVES = ("bf16", "lora-bf16")
 HALF_FAR = {"gradient/": 0.05, "weight/": 5e-4}
 
