@@ -73,15 +73,15 @@ class TokenizedDataset:
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.chat, self.max_length = chat, max_length
-        self.bad, self.long = list(examples.bad), list[str]()
-        self.unused = sum(examples.unused.values())
+        self.bad, self.long = list(examples.row_problems), list[str]()
+        self.unused = sum(examples.unused_counts.values())
         self.ids: list[str] = []
         # precomputed log-probs of the reference model, per row of each example
         self.references: list[list[list[float]]] = []
         self._groups: list[list[TokenizedConversation | CompactTrajectory]] = []
         problems: list[str] = []
-        reporter = ProgressReporter(notify, len(examples.found))
-        for number, example in enumerate(examples.found, 1):
+        reporter = ProgressReporter(notify, len(examples.usable))
+        for number, example in enumerate(examples.usable, 1):
             try:
                 self._add_example(example)
             except ValueError as error:
