@@ -85,7 +85,7 @@ class TokenizedDataset:
             try:
                 self._add_example(example)
             except ValueError as error:
-                problems.append(f"{example.where}: the chat template cannot render it: {error}")
+                problems.append(f"{example.location}: the chat template cannot render it: {error}")
             reporter.report(number, "rows tokenized")
         self.bad += problems
         if problems and not skip_bad_rows:
@@ -177,7 +177,7 @@ class TokenizedDataset:
         max_length = max(item.length for item in group)
         if max_length <= self.max_length:
             return group
-        self.long.append(f"{example.where} has {max_length} tokens, over the limit of {self.max_length}")
+        self.long.append(f"{example.location} has {max_length} tokens, over the limit of {self.max_length}")
         return []
 
     def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
