@@ -63,7 +63,7 @@ class DeviceFarm:
     """Pool that leases devices, first come first served. All farms of a process share their leases, because two
     environments may name the same device. Therefore locks and times belong to threads, not to an event loop."""
 
-    _leased: ClassVar[set[tuple[int | None, str]]] = set()
+    _leased_devices: ClassVar[set[tuple[int | None, str]]] = set()
     _lock = threading.Lock()
 
     def __init__(self, options: FarmOptions) -> None:
@@ -73,26 +73,26 @@ class DeviceFarm:
         self.counts: Counter[str] = Counter()
         self._wait_queue: deque[object] = deque()
 
-    async def lease(self) -> Device:
+    async def lease_device(self) -> Device:
         """Return a healthy device in its initial state. Raise DeviceUnavailable if there is none."""
         while True:
             device = Device(self.adb, await self._wait_for_device())
             try:
                 await self._check_health(device)
-                await self._reset(device)
+                await self._reset_device(device)
             except DeviceUnavailable as error:
                 device.failure = str(error)
-                self.release(device)
+                self.release_device(device)
                 continue  # with the next device, until all are quarantined
             except BaseException:
-                self.release(device)
+                self.release_device(device)
                 raise
             if self.quarantined.pop(device.serial, None):
                 log.warning("Android device %s is healthy again", device.serial)
             self.counts["leases"] += 1
             return device
 
-    def release(self, device: Device) -> None:
+    def release_device(self, device: Device) -> None:
         """Release a device; quarantine it if it was unavailable to a call."""
         if device.failure is not None:
             ends_at = time.monotonic() + self.options.quarantine
@@ -104,7 +104,7 @@ class DeviceFarm:
                 device.failure,
             )  # fmt: skip
         with self._lock:
-            self._leased.discard(self._lease_key(device.serial))
+            self._leased_devices.discard(self._lease_key(device.serial))
 
     def metrics(self) -> dict[str, float]:
         """Return the number of leases and device failures so far, and of devices that are quarantined now."""
@@ -142,11 +142,11 @@ class DeviceFarm:
         ]
         with self._lock:
             for serial in usable_serials:
-                if self._lease_key(serial) not in self._leased:
-                    self._leased.add(self._lease_key(serial))
+                if self._lease_key(serial) not in self._leased_devices:
+                    self._leased_devices.add(self._lease_key(serial))
                     return serial
         if not usable_serials:
-            reasons = "; ".join(entry.reason for entry in self.quarantined.values())
+            reasons = "; ".join(quarantine.reason for quarantine in self.quarantined.values())
             raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
         return None
 
@@ -154,21 +154,21 @@ class DeviceFarm:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:
-        state = "unknown"
+        device_state = "unknown"
         for attempt in range(HEALTH_CHECKS):  # adb's server may just be starting
             if ":" in device.serial:  # does nothing if it is connected
                 await self.adb.call("connect", device.serial)
-            state = await device.state()
-            if state == "device":
+            device_state = await device.read_state()
+            if device_state == "device":
                 break
             await asyncio.sleep(attempt * RETRY_DELAY)
         else:
-            raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {state}")
+            raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {device_state}")
         boot_result = await device.shell("getprop", "sys.boot_completed")
         if boot_result.output.strip() != "1":
             raise DeviceUnavailable(f"Android device {device.serial} has not finished booting")
 
-    async def _reset(self, device: Device) -> None:
+    async def _reset_device(self, device: Device) -> None:
         if self.options.reset == "snapshot":
             command = ("emu", "avd", "snapshot", "load", self.options.snapshot)
             load_result = await device.call(*command, timeout=BOOT_TIMEOUT)

@@ -63,7 +63,7 @@ class ContentCheck:
             "--projection",
             "_id",
             "--where",
-            _sql_condition(self.where),
+            _make_sql_condition(self.where),
         )
         result = await device.shell(*command)
         if result.status != 0 or not result.output.startswith(("Row: 0 ", "No result found")):
@@ -149,7 +149,7 @@ class ContentSetup:
     where: Annotated[dict[Column, Texts], Field(min_length=1)]
 
     def commands(self) -> list[tuple[str, ...]]:
-        return [("content", "delete", "--uri", self.uri, "--where", _sql_condition(self.where))]
+        return [("content", "delete", "--uri", self.uri, "--where", _make_sql_condition(self.where))]
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -210,31 +210,31 @@ class TaskState:
                     f"{device.serial}: setup command {' '.join(command[:3])} failed: {reason}"
                 )
 
-    async def outcomes(self, device: Device, answer: str | None) -> dict[str, float]:
+    async def score_checks(self, device: Device, answer: str | None) -> dict[str, float]:
         """Return the result of each check, 1 or 0, by the check's number and type."""
-        type_names = {kind: name for name, kind in self.CHECKS.items()}
+        type_names = {check_type: name for name, check_type in self.CHECKS.items()}
         return {
             f"{number}_{type_names[type(check)]}": float(await check.holds(device, answer))
             for number, check in enumerate(self.checks, 1)
         }
 
 
-def _read_entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> list[Any]:
+def _read_entries(task_id: str, metadata: Mapping[str, Any], key: str, types: Mapping[str, Any]) -> list[Any]:
     entries = metadata.get(key) or []
     if not isinstance(entries, list):
         raise ValueError(
-            f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(kinds))}}}"
+            f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(types))}}}"
         )
-    parsed = []
+    parsed_entries = []
     for number, entry in enumerate(entries, 1):
         try:
-            parsed.append(make_named(kinds, entry, "type", key))
+            parsed_entries.append(make_named(types, entry, "type", key))
         except OptionError as error:
             raise ValueError(f"task {task_id}, {key} entry {number}: {error}") from error
-    return parsed
+    return parsed_entries
 
 
-def _sql_condition(where: Mapping[str, str | list[str]]) -> str:
+def _make_sql_condition(where: Mapping[str, str | list[str]]) -> str:
     """Return an SQL condition; values are SQL strings, so their quotes are doubled."""
     terms = []
     for column, values in where.items():
