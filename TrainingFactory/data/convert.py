@@ -38,7 +38,7 @@ Layout = Literal["trl", "swift"]
 
 DEFAULT_THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
-FOLDED = "was folded"  # reason to drop an episode
+FOLDED_REASON = "was folded"  # reason to drop an episode
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ def convert(rows: Iterable[DatasetRow], form: Form, filters: Filters | None = No
         episode = _read_episode(row, form, filters)
         if isinstance(episode, str):
             result.dropped[episode] += 1
-            num_folded += episode == FOLDED
+            num_folded += episode == FOLDED_REASON
         else:
             episodes.append(episode)
             num_forked += row.columns.get("parent") is not None
@@ -142,7 +142,7 @@ def _read_episode(row: DatasetRow, form: Form, filters: Filters) -> _Episode | s
     if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"
     if episode.is_folded:  # its rows have prompts of tokens, not of messages
-        return FOLDED
+        return FOLDED_REASON
     turns = [turn for turn in episode.turns if turn.completion.finish == "stop"]
     if not turns or (len(turns) < len(episode.turns) and form not in ("sft", "prm")):
         return "was truncated"
@@ -211,7 +211,7 @@ def _make_single_row(episode: _Episode, form: Form, threshold: float) -> dict[st
     return row
 
 
-def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
+def _make_pairs(episodes: list[_Episode], filters: Filters, drops: Counter[str]) -> list[dict[str, Any]]:
     """Return one pair per group: its best and its worst episode, the first of equally good ones."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
@@ -220,13 +220,13 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str
     for group_name, group in groups.items():
         pair = best_and_worst(group, lambda episode: episode.reward)
         if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
-            dropped["pair: equal rewards or completions"] += 1
+            drops["pair: equal rewards or completions"] += 1
         elif (margin := pair[0].reward - pair[1].reward) < filters.min_margin:
-            dropped["pair: --min-margin"] += 1
+            drops["pair: --min-margin"] += 1
         else:
             best, worst = pair[0].row, pair[1].row
             if best.get("images") != worst.get("images"):  # a row has one column of images for both sides
-                dropped["pair: the episodes saw different images"] += 1
+                drops["pair: the episodes saw different images"] += 1
                 continue
             row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
             pair_columns = {"chosen": best["completion"], "rejected": worst["completion"]}
@@ -234,17 +234,17 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str
     return rows
 
 
-def _deduplicate_rows(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
+def _deduplicate_rows(rows: list[dict[str, Any]], drops: Counter[str]) -> list[dict[str, Any]]:
     unique_rows: dict[str, dict[str, Any]] = {}
     for row in rows:
         columns = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
         unique_rows.setdefault(json.dumps(columns, sort_keys=True), row)
-    dropped["--dedupe"] += len(rows) - len(unique_rows)
+    drops["--dedupe"] += len(rows) - len(unique_rows)
     return list(unique_rows.values())
 
 
 def _limit_rows_per_task(
-    rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
+    rows: list[dict[str, Any]], filters: Filters, drops: Counter[str]
 ) -> list[dict[str, Any]]:
     indices_by_task: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -253,7 +253,7 @@ def _limit_rows_per_task(
     max_rows = filters.max_per_task or 0
     selections = (rng.sample(indices, min(max_rows, len(indices))) for indices in indices_by_task.values())
     selected_indices = sorted(chain.from_iterable(selections))
-    dropped["--max-per-task"] += len(rows) - len(selected_indices)
+    drops["--max-per-task"] += len(rows) - len(selected_indices)
     return [rows[index] for index in selected_indices]
 
 
@@ -264,14 +264,14 @@ def to_swift_row(row: dict[str, Any]) -> dict[str, Any]:
     # The prompt is excluded from the loss.
     prompt_messages = to_swift_messages(row.get("prompt", []), {"loss": False})
     answer_rows = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
-    converted: dict[str, Any] = {"messages": prompt_messages + to_swift_messages(answer_rows)}
+    swift_columns: dict[str, Any] = {"messages": prompt_messages + to_swift_messages(answer_rows)}
     if "rejected" in row:
-        converted["rejected_messages"] = prompt_messages + to_swift_messages(row["rejected"])
+        swift_columns["rejected_messages"] = prompt_messages + to_swift_messages(row["rejected"])
     if "images" in row:
-        converted["images"] = row["images"]
+        swift_columns["images"] = row["images"]
     if "tools" in row:
-        converted["tools"] = json.dumps(row["tools"], ensure_ascii=False)
-    return {key: row[key] for key in ("id", "label", "margin") if key in row} | converted
+        swift_columns["tools"] = json.dumps(row["tools"], ensure_ascii=False)
+    return {key: row[key] for key in ("id", "label", "margin") if key in row} | swift_columns
 
 
 def _insert_image_tags(content: Any) -> str:

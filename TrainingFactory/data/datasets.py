@@ -204,9 +204,9 @@ def _read_dicts(rows: Iterable[Any], name: str | None, is_arrow: bool = False) -
 def _drop_nulls(value: Any, recursive: bool) -> Any:
     """Drop null keys. `recursive`: also in nested objects, to which Arrow adds the keys of all rows."""
     if isinstance(value, Mapping):
-        items = {key: item for key, item in value.items() if item is not None}
-        return {key: _drop_nulls(item, recursive) for key, item in items.items()} if recursive else items
-    return [_drop_nulls(item, recursive) for item in value] if isinstance(value, list) else value
+        fields = {key: child for key, child in value.items() if child is not None}
+        return {key: _drop_nulls(child, recursive) for key, child in fields.items()} if recursive else fields
+    return [_drop_nulls(child, recursive) for child in value] if isinstance(value, list) else value
 
 
 def get_column(columns: Mapping[str, Any], name: str) -> Any:

@@ -38,7 +38,7 @@ def open_regular_file(path: Path, mode: str = "rb") -> IO[Any]:
         raise ValueError(
             f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
         )
-    opener = lambda name, flags: os.open(name, flags | SAFE_OPEN_FLAGS, 0o644)  # noqa: E731
+    opener = lambda file_name, flags: os.open(file_name, flags | SAFE_OPEN_FLAGS, 0o644)  # noqa: E731
     file = open(resolved_path, mode, opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
@@ -125,11 +125,11 @@ def delete_training_state(folder: Path) -> None:
 
 def modified_files(folder: Path, ignored: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or no longer match their recorded digests, except those in `ignored`."""
-    sums = {n: digest for n, digest in read_checksums(folder).items() if n not in ignored}
-    unmodified = {
-        n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest
+    digests = {n: digest for n, digest in read_checksums(folder).items() if n not in ignored}
+    unmodified_files = {
+        n for n, digest in digests.items() if (folder / n).is_file() and file_digest(folder / n) == digest
     }
-    return sorted(sums.keys() - unmodified)
+    return sorted(digests.keys() - unmodified_files)
 
 
 def file_digest(path: Path) -> str:

@@ -116,7 +116,7 @@ def _group_into_units(
         return keys[row] if sharing else (len(ids[row]), keys[row])
 
     units: dict[int, list[int]] = {}
-    for row in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=sort_key):
+    for row in sorted((i for i, sample in enumerate(samples) if any(sample.loss_mask)), key=sort_key):
         units.setdefault(samples[row].pair, []).append(row)
     return list(units.values())
 

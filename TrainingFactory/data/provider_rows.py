@@ -45,7 +45,7 @@ class ProviderFormat(NamedTuple):
     convert_pair: Callable[[Row, list[Row], Row, Row], Row] | None  # row, prompt, chosen and rejected message
 
 
-def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]) -> list[Row]:
+def provider_rows(rows: Sequence[Row], provider: Provider, drops: Counter[str]) -> list[Row]:
     """Convert rows to the provider's format; count the rows that it cannot represent in `dropped` by reason."""
     provider_format, converted_rows = FORMATS[provider], []
     for row in rows:
@@ -56,7 +56,7 @@ def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]
         try:
             converted_rows.append(_check_row(row, provider_format))
         except UnfitRow as error:
-            dropped[f"{provider}: {error}"] += 1
+            drops[f"{provider}: {error}"] += 1
     return converted_rows
 
 
@@ -68,8 +68,8 @@ def _check_row(row: Row, provider_format: ProviderFormat) -> Row:
             raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
     if "chosen" in row:
         assert provider_format.convert_pair is not None
-        shared, chosen, rejected = _split_at_difference(row)
-        prompt = [*_remove_weights(row["prompt"]), *shared]
+        shared_messages, chosen, rejected = _split_at_difference(row)
+        prompt = [*_remove_weights(row["prompt"]), *shared_messages]
         _check_messages([*prompt, chosen])
         _check_messages([*prompt, rejected])
         return provider_format.convert_pair(row, prompt, chosen, rejected)
@@ -209,8 +209,8 @@ def _to_gemini_schema(schema: Any) -> Any:
 
 def _to_gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
     frame: Row = {}
-    if system := _join_system_texts(messages):
-        frame["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
+    if system_text := _join_system_texts(messages):
+        frame["systemInstruction"] = {"role": "system", "parts": [{"text": system_text}]}
     functions = [tool["function"] for tool in row.get("tools", ())]
     if functions:
         declarations = [
@@ -264,14 +264,14 @@ def _to_bedrock_row(row: Row, messages: list[Row]) -> Row:
             turns.append({"role": role, "content": _to_bedrock_blocks(message)})
     if turns[0]["role"] != "user":
         raise UnfitRow("the first message is not the user's")
-    converted: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
-    converted["messages"] = turns
+    bedrock_row: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
+    bedrock_row["messages"] = turns
     if row.get("tools"):
         functions = [tool["function"] for tool in row["tools"]]
-        converted["toolConfig"] = {
+        bedrock_row["toolConfig"] = {
             "tools": [{"toolSpec": _to_bedrock_tool_spec(function)} for function in functions]
         }
-    return converted
+    return bedrock_row
 
 
 def _to_bedrock_tool_spec(function: Row) -> Row:

@@ -64,7 +64,7 @@ def _make_task(dataset_row: DatasetRow, default_id: str, image_urls: bool) -> Ta
     metadata = row.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError('has invalid "metadata": it must be an object')
-    other_columns = {
+    metadata_columns = {
         key: value for key, value in row.items() if key not in ("id", "prompt", "answer", "metadata")
     }
     prompt: str | list[Message] = with_system(row, read_text_or_messages(row, "prompt", "user"))
@@ -72,7 +72,7 @@ def _make_task(dataset_row: DatasetRow, default_id: str, image_urls: bool) -> Ta
         raise ValueError('has a "prompt" that ends with the assistant; it must end before the model\'s turn')
     if isinstance(row["prompt"], str) and prompt == [Message("user", row["prompt"])]:
         prompt = row["prompt"]
-    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), other_columns | metadata)
+    return Task(str(row.get("id", default_id)), prompt, row.get("answer"), metadata_columns | metadata)
 
 
 def _find_prompt_column(row: Mapping[str, Any]) -> str:

@@ -84,7 +84,7 @@ def test_harbor_folders_are_read(tmp_path: Path) -> None:
         {"LEVEL": "3"},
     )
     assert task.context == tmp_path / "add" / "environment" and task.image is None
-    assert task.tests == (tmp_path / "add" / "tests",) and task.test_script == "/tests/test.sh"
+    assert task.test_paths == (tmp_path / "add" / "tests",) and task.test_script == "/tests/test.sh"
     older = write_harbor_task(tmp_path / "old", '[environment]\nmemory = "2G"\ndocker_image = "alpine:3"\n')
     assert (read_task(older).memory_mb, read_task(older).image, read_task(older).test_seconds) == (
         2048,
@@ -101,7 +101,7 @@ def test_terminal_bench_folders_are_read(tmp_path: Path) -> None:
         "Add one to the number in the file number.",
         30.0,
     )
-    assert task.tests == (folder / "run-tests.sh", folder / "tests") and not task.writes_reward
+    assert task.test_paths == (folder / "run-tests.sh", folder / "tests") and not task.writes_reward
     assert task.test_env == {"TEST_DIR": "/tests"} and task.solution == folder / "solution.sh"
 
 

@@ -69,7 +69,7 @@ class DeviceFarm:
     def __init__(self, options: FarmOptions) -> None:
         self.options = options
         self.adb = Adb(options.adb, options.server_port, options.call_timeout)
-        self.quarantined: dict[str, Quarantine] = {}
+        self.quarantines: dict[str, Quarantine] = {}
         self.counts: Counter[str] = Counter()
         self._wait_queue: deque[object] = deque()
 
@@ -87,7 +87,7 @@ class DeviceFarm:
             except BaseException:
                 self.release_device(device)
                 raise
-            if self.quarantined.pop(device.serial, None):
+            if self.quarantines.pop(device.serial, None):
                 log.warning("Android device %s is healthy again", device.serial)
             self.counts["leases"] += 1
             return device
@@ -96,11 +96,11 @@ class DeviceFarm:
         """Release a device; quarantine it if it was unavailable to a call."""
         if device.failure is not None:
             ends_at = time.monotonic() + self.options.quarantine
-            self.quarantined[device.serial] = Quarantine(device.failure, ends_at)
+            self.quarantines[device.serial] = Quarantine(device.failure, ends_at)
             self.counts["failures"] += 1
             log.warning(
                 "Android device %s is quarantined for %g s (%d of %d devices are): %s",
-                device.serial, self.options.quarantine, len(self.quarantined), len(self.options.devices),
+                device.serial, self.options.quarantine, len(self.quarantines), len(self.options.devices),
                 device.failure,
             )  # fmt: skip
         with self._lock:
@@ -111,7 +111,7 @@ class DeviceFarm:
         return {
             "android/leases": self.counts["leases"],
             "android/failures": self.counts["failures"],
-            "android/quarantined": len(self.quarantined),
+            "android/quarantined": len(self.quarantines),
         }
 
     async def _wait_for_device(self) -> str:
@@ -138,7 +138,7 @@ class DeviceFarm:
         usable_serials = [
             serial
             for serial in self.options.devices
-            if serial not in self.quarantined or self.quarantined[serial].ends_at <= now
+            if serial not in self.quarantines or self.quarantines[serial].ends_at <= now
         ]
         with self._lock:
             for serial in usable_serials:
@@ -146,7 +146,7 @@ class DeviceFarm:
                     self._leased_devices.add(self._lease_key(serial))
                     return serial
         if not usable_serials:
-            reasons = "; ".join(quarantine.reason for quarantine in self.quarantined.values())
+            reasons = "; ".join(quarantine.reason for quarantine in self.quarantines.values())
             raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
         return None
 

@@ -175,7 +175,7 @@ class ContainerEnvironment(ToolEnvironment):
             await container.execute(
                 "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", timeout=60.0
             )
-            for path in task.tests:
+            for path in task.test_paths:
                 await container.copy_in(path, "/tests")
             timeout = task.test_seconds
             result = await container.execute(
@@ -236,8 +236,8 @@ class ContainerEnvironment(ToolEnvironment):
                     options.network,
                     options.lifetime,
                 )
-                self._container = await self.runtime.start(image, limits, task.workdir, task.env)
-                self._workdir = task.workdir or await self._container.workdir()
+                self._container = await self.runtime.start_container(image, limits, task.workdir, task.env)
+                self._workdir = task.workdir or await self._container.read_workdir()
                 await self._chown_workdir(self._container)
             return self._container
 

@@ -94,7 +94,7 @@ class ContainerRuntime:
             reason = "took too long" if result.status is None else "failed"
             raise ContainerError(f"building {context} {reason}: {_join_lines(result.output)}")
 
-    async def start(
+    async def start_container(
         self, image: str, limits: Limits, workdir: str | None = None, env: Mapping[str, str] | None = None
     ) -> Container:
         container_name = f"tfactory-{uuid.uuid4().hex[:16]}"
@@ -188,7 +188,7 @@ class Container:
         if result.status != 0:
             raise ContainerError(f"copying {path} into the container failed: {_join_lines(result.output)}")
 
-    async def workdir(self) -> str:
+    async def read_workdir(self) -> str:
         """Return the working directory of the image."""
         result = await self.runtime.run("inspect", "--format", "{{json .Config.WorkingDir}}", self.name)
         try:

@@ -41,7 +41,7 @@ class ContainerTask:
     instruction: str
     image: str | None  # name of an existing image; None: built from `context`
     context: Path | None  # folder with the Dockerfile
-    tests: tuple[Path, ...]  # copied to /tests
+    test_paths: tuple[Path, ...]  # copied to /tests
     test_script: str  # in the container
     solution: Path | None
     test_seconds: float

@@ -294,8 +294,8 @@ def _make_step(calls: list[ToolCall], results: dict[str, ToolResult | None], row
         Message("tool", result.content, tool_call_id=call_id, name=name_by_id[call_id], images=result.images)
         for call_id, result in results_by_id.items()
     ]
-    other_messages = [message for message in messages if message.tool_call_id not in name_by_id]
-    return Step([*replies, *other_messages], tool_results=list(results_by_id.values()))
+    new_messages = [message for message in messages if message.tool_call_id not in name_by_id]
+    return Step([*replies, *new_messages], tool_results=list(results_by_id.values()))
 
 
 def _get_list(answer: dict[str, Any], key: str) -> list[Any]:

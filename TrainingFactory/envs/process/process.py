@@ -78,7 +78,7 @@ class EnvironmentProcess:
         self._lifeline_fd = -1
         self._tasks: list[asyncio.Task[None]] = []
         self._end_task: asyncio.Task[None] | None = None
-        self.start_task = asyncio.ensure_future(self._start())
+        self.start_task = asyncio.ensure_future(self._start_process())
 
     @property
     def pid(self) -> int | None:
@@ -122,7 +122,7 @@ class EnvironmentProcess:
             line = json.dumps({"id": next(self._id_counter), "method": method, **fields}).encode() + b"\n"
             self._process.stdin.write(line)
 
-    async def _start(self) -> None:
+    async def _start_process(self) -> None:
         try:
             async with asyncio.timeout(self.program.start_seconds):
                 await self._launch()
@@ -233,15 +233,15 @@ class EnvironmentProcess:
         for future in futures.values():
             if not future.done():
                 future.set_exception(ProcessLost(self.error))
-        self._end_task = self._end_task or asyncio.ensure_future(self._end())
+        self._end_task = self._end_task or asyncio.ensure_future(self._end_process())
 
     async def close(self) -> None:
         """End the process. Further calls wait for its end."""
         self.error = self.error or f"environment {self.program.name}: the process was closed"
-        self._end_task = self._end_task or asyncio.ensure_future(self._end())
+        self._end_task = self._end_task or asyncio.ensure_future(self._end_process())
         await asyncio.shield(self._end_task)
 
-    async def _end(self) -> None:
+    async def _end_process(self) -> None:
         """Close stdin, then kill the process group and descendants outside of it."""
         process = self._process
         if process is not None:

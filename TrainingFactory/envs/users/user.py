@@ -75,15 +75,15 @@ def fill_template(template: str, columns: Mapping[str, Any], task_id: str, key: 
     """Replace {column} and {column.key} by the values of a task."""
 
     def look_up(match: re.Match[str]) -> str:
-        value: Any = columns
+        cell: Any = columns
         for name in match[1].split("."):
-            if not isinstance(value, Mapping) or name not in value:
+            if not isinstance(cell, Mapping) or name not in cell:
                 raise ValueError(
                     f"environment.user.{key} has {match[0]}, but task {task_id} has no such column; its columns: "
                     f"{', '.join(columns)}"
                 )
-            value = value[name]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            cell = cell[name]
+        return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
 
     return PLACEHOLDER.sub(look_up, template)
 
