@@ -15,7 +15,7 @@ from TrainingFactory.cli.teach import teach
 from TrainingFactory.data.convert import Filters, Layout, to_swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
-from TrainingFactory.data.provider_rows import OPENAI_MIN_ROWS, Provider, provider_rows
+from TrainingFactory.data.provider_rows import OPENAI_MIN_ROWS, Provider, to_provider_rows
 
 data = App(
     name="data", help="Convert episodes to datasets, let a teacher play new ones; show and check datasets."
@@ -62,7 +62,7 @@ def convert(
     with Display() as display:
         conversion = converted(display.counted(read_rows(path), "episodes"), form, filters)
     if layout in get_args(Provider):
-        conversion.rows = provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
+        conversion.rows = to_provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
         if layout == "openai" and 0 < len(conversion.rows) < OPENAI_MIN_ROWS:
             conversion.note = f"OpenAI rejects files with fewer than {OPENAI_MIN_ROWS} rows"
     rows = [("episodes read", f"{conversion.num_read} from {path}")]

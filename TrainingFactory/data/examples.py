@@ -234,7 +234,7 @@ def _read_single_conversation(
     if (column := next((key for key in CONVERSATION_COLUMNS if key in columns), None)) is not None:
         messages = check_roles(read_conversation(columns, column, is_negative), column)
         return Conversation(
-            row_id, messages, read_tools(columns), bad=_all_indices(messages, is_negative)
+            row_id, messages, read_tools(columns), bad=_find_bad_indices(messages, is_negative)
         ), column
     if "prompt" not in columns or "completion" not in columns:
         raise ValueError(_describe_missing_columns(columns, form))
@@ -243,11 +243,11 @@ def _read_single_conversation(
     messages = _join_answer(prompt, answer, "completion")
     tools = read_tools(columns)
     return Conversation(
-        row_id, messages, tools, context=len(prompt), bad=_all_indices(messages, is_negative)
+        row_id, messages, tools, context=len(prompt), bad=_find_bad_indices(messages, is_negative)
     ), "completion"
 
 
-def _all_indices(messages: list[Message], is_negative: bool) -> frozenset[int]:
+def _find_bad_indices(messages: list[Message], is_negative: bool) -> frozenset[int]:
     return frozenset(range(len(messages) if is_negative else 0))
 
 
@@ -277,7 +277,7 @@ def _read_pair(columns: Mapping[str, Any], row_id: str, check_call: CallChecker 
         Conversation(row_id, messages, tools, context=context_length, reward=Reward(reward))
         for messages, reward in zip(sides, (margin, 0.0), strict=True)
     )
-    rejected.bad = _all_indices(rejected.messages, True)
+    rejected.bad = _find_bad_indices(rejected.messages, True)
     check_calls(chosen, "chosen", check_call)
     return [chosen, rejected]
 

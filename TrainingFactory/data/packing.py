@@ -146,11 +146,11 @@ class _Tree:
         self.ids, self.overlaps = ids, overlaps
         self.nodes: list[TreeNode] = []
         self.tokens: list[np.ndarray] = []
-        self.paths: list[list[int]] = [[] for _ in ids]
+        self.node_paths: list[list[int]] = [[] for _ in ids]
         self.size = 0
-        self.grow(0, len(ids), 0, -1)
+        self.add_rows(0, len(ids), 0, -1)
 
-    def grow(self, start_row: int, end_row: int, depth: int, parent: int) -> None:
+    def add_rows(self, start_row: int, end_row: int, depth: int, parent: int) -> None:
         """Add the nodes of the rows from `start_row` up to `end_row` to the tree. The first `depth` tokens of these
         rows are in ancestor nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
@@ -165,7 +165,7 @@ class _Tree:
             overlap == common_length for overlap in self.overlaps[start_row + 1 : end_row]
         ):
             for row in range(start_row, end_row):
-                self.grow(row, row + 1, depth, parent)
+                self.add_rows(row, row + 1, depth, parent)
             return
         boundaries = [
             start_row,
@@ -173,7 +173,7 @@ class _Tree:
             end_row,
         ]
         for child_start, child_end in pairwise(boundaries):
-            self.grow(child_start, child_end, depth, parent)
+            self.add_rows(child_start, child_end, depth, parent)
 
     def _add_node(
         self, start_row: int, end_row: int, depth: int, end_depth: int, parent: int, level: int
@@ -184,12 +184,12 @@ class _Tree:
         self.tokens.append(self.ids[start_row][depth:end_depth])
         self.size += end_depth - depth
         for row in range(start_row, end_row):
-            self.paths[row].append(len(self.nodes) - 1)
+            self.node_paths[row].append(len(self.nodes) - 1)
         return len(self.nodes) - 1
 
     def find_token_indices(self, row: int) -> np.ndarray:
         """Return the flat index of each token of a row."""
-        nodes = (self.nodes[index] for index in self.paths[row])
+        nodes = (self.nodes[index] for index in self.node_paths[row])
         return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
 
 
@@ -220,11 +220,11 @@ def _build_packs(
         units = [[row] for row in rows]
     middle = len(units) // 2
     if middle and tree.size > budget:
-        halves = (
+        half_packs = (
             _build_packs(samples, ids, keys, half_units, budget, sharing, split_above, splitting)
             for half_units in (units[:middle], units[middle:])
         )
-        return [*chain.from_iterable(halves)]
+        return [*chain.from_iterable(half_packs)]
     return [_build_pack(samples, ids, rows, tree)]
 
 
@@ -284,10 +284,10 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], indices: list[
     )
 
 
-def _order_pairs(episodes: Iterable[Sample], episode_index: dict[int, int]) -> np.ndarray:
+def _order_pairs(first_rows: Iterable[Sample], episode_index: dict[int, int]) -> np.ndarray:
     """Return [P, 2]: the episodes of each pair, the one with the higher label first."""
     groups: dict[int, list[Sample]] = {}
-    for sample in episodes:
+    for sample in first_rows:
         groups.setdefault(sample.pair, []).append(sample)
     pairs = [sorted(group, key=lambda sample: -sample.label) for group in groups.values() if len(group) == 2]
     index_pairs = [[episode_index[sample.episode] for sample in pair] for pair in pairs]
@@ -341,16 +341,16 @@ def make_batch(
 def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
     """Set `lengths` to the lengths of whole episodes in each pack that has only a part of one. Return the number of
     split episodes."""
-    episodes = [list(dict.fromkeys(samples[row].episode for row in pack.rows)) for pack in packs]
-    counts = Counter(chain.from_iterable(episodes))
-    if (num_split := sum(count > 1 for count in counts.values())) == 0:
+    episode_ids_by_pack = [list(dict.fromkeys(samples[row].episode for row in pack.rows)) for pack in packs]
+    pack_counts = Counter(chain.from_iterable(episode_ids_by_pack))
+    if (num_split := sum(count > 1 for count in pack_counts.values())) == 0:
         return 0
-    lengths = dict.fromkeys(counts, 0.0)
+    lengths = dict.fromkeys(pack_counts, 0.0)
     for sample in samples:
         if sample.episode in lengths:
             weights = sample.loss_mask if sample.weights is None else np.asarray(sample.weights, np.float32)
             lengths[sample.episode] += float(np.sum(weights, dtype=float))
-    for pack, episode_ids in zip(packs, episodes, strict=True):
-        if any(counts[episode_id] > 1 for episode_id in episode_ids):
+    for pack, episode_ids in zip(packs, episode_ids_by_pack, strict=True):
+        if any(pack_counts[episode_id] > 1 for episode_id in episode_ids):
             pack.lengths = np.array([lengths[episode_id] for episode_id in episode_ids])
     return num_split

@@ -20,7 +20,7 @@ Provider = Literal["openai", "gemini", "bedrock"]
 Row = dict[str, Any]
 BEDROCK_VERSION = "bedrock-conversation-2024"
 BEDROCK_RESERVED = ("User:", "Bot:", "Assistant:", "System:", "<image>", "<video>", "[EOS]")
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CALL_ID = re.compile(r"[a-zA-Z0-9_-]+")
 SCHEMA_KEYS = (
     "type",
@@ -45,7 +45,7 @@ class ProviderFormat(NamedTuple):
     convert_pair: Callable[[Row, list[Row], Row, Row], Row] | None  # row, prompt, chosen and rejected message
 
 
-def provider_rows(rows: Sequence[Row], provider: Provider, drops: Counter[str]) -> list[Row]:
+def to_provider_rows(rows: Sequence[Row], provider: Provider, drops: Counter[str]) -> list[Row]:
     """Convert rows to the provider's format; count the rows that it cannot represent in `dropped` by reason."""
     provider_format, converted_rows = FORMATS[provider], []
     for row in rows:
@@ -64,7 +64,7 @@ def _check_row(row: Row, provider_format: ProviderFormat) -> Row:
     if row.get("images"):
         raise UnfitRow("the row has images, which this format does not carry")
     for tool in row.get("tools", ()):
-        if not TOOL_NAME.fullmatch(tool["function"]["name"]):
+        if not TOOL_NAME_PATTERN.fullmatch(tool["function"]["name"]):
             raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
     if "chosen" in row:
         assert provider_format.convert_pair is not None

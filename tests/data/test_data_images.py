@@ -24,7 +24,7 @@ from TrainingFactory.common.images import image_from_pillow, read_image, split_t
 from TrainingFactory.data.convert import convert, image_path, to_swift_row
 from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.examples import load_examples
-from TrainingFactory.data.provider_rows import provider_rows
+from TrainingFactory.data.provider_rows import to_provider_rows
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import (
     CompactTrajectory,
@@ -378,7 +378,7 @@ def test_pairs_that_saw_different_images_and_tags_in_texts_are_no_rows(tmp_path:
     with pytest.raises(ValueError, match="has the text <image>"):
         to_swift_row(first)
     dropped: Counter[str] = Counter()
-    assert provider_rows(convert(read_rows(tmp_path / "t.jsonl"), "sft").rows, "openai", dropped) == []
+    assert to_provider_rows(convert(read_rows(tmp_path / "t.jsonl"), "sft").rows, "openai", dropped) == []
     assert dropped == {"openai: the row has images, which this format does not carry": 2}
 
 

@@ -264,7 +264,7 @@ def test_containers_of_dead_processes_are_swept(tmp_path: Path, is_dead: bool) -
     host, pid, start = make_owner_id().rsplit(":", 2)
     fake.answer("inspect", f"{host}:{pid}:{int(start) - is_dead}\n")  # a process id that is used again
     runtime = ContainerRuntime([fake.command])
-    asyncio.run(runtime.sweep())
+    asyncio.run(runtime.remove_orphans())
     removed = [["rm", "-f", "c1"]] if is_dead else []
     assert [call for call in fake.calls if call[0] == "rm"] == removed and runtime.counts["swept"] == is_dead
 

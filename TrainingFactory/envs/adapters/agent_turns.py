@@ -72,14 +72,14 @@ class AgentEpisode:
             if problem := self.find_problem(result):
                 raise RuntimeError(problem)
             return {"done": True, **self.make_ending(result)}
-        num_known = len(self._history)
+        history_length = len(self._history)
         messages = request["messages"]
-        if messages[:num_known] != self._history or [
-            row["role"] for row in messages[num_known : num_known + 1]
+        if messages[:history_length] != self._history or [
+            row["role"] for row in messages[history_length : history_length + 1]
         ] != ["assistant"]:
             raise RuntimeError("the agent changed earlier messages; run it as a program: environment.command")
         self._history = messages
-        return {"messages": [strip_message(row) for row in messages[num_known + 1 :]]}
+        return {"messages": [strip_message(row) for row in messages[history_length + 1 :]]}
 
     async def finish(self) -> Any:
         """Refuse further requests, wait for the end of the run, and return its result."""

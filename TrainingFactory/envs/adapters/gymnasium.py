@@ -20,7 +20,7 @@ INSTRUCTIONS = {
     "FrozenLake": "Walk from S to G over the frozen lake. F is ice, H is a hole. Brackets mark where you stand.",
 }
 HIGHLIGHTED_CELL = re.compile(r"(?:\x1b\[[0-9;]*m)+(.)(?:\x1b\[0m)+")  # a coloured cell of a rendered board
-MAX_VALUES = 256  # of an observation; larger ones are images
+MAX_OBSERVATION_VALUES = 256  # of an observation; larger ones are images
 MAX_TASKS = 2**31 - 1  # seeds of numpy
 
 
@@ -43,7 +43,7 @@ class Adapter:
         base_name = name.rpartition("/")[2]
         self.format = ActionFormat(environment.action_space, _find_by_prefix(ACTION_NAMES, base_name, []))
         num_values = math.prod(getattr(environment.observation_space, "shape", None) or ())
-        if num_values > MAX_VALUES and not self.render_args:
+        if num_values > MAX_OBSERVATION_VALUES and not self.render_args:
             raise ValueError(f"{name}: an observation has {num_values} values; images are not supported")
         request = "Call act with" if self.actions == "tools" else "Answer with"
         instructions = _find_by_prefix(INSTRUCTIONS, base_name, f"You act in the environment {name}.")

@@ -13,7 +13,7 @@ from typing import Any
 REQUIREMENTS = ["textarena==0.7.4"]
 MAX_TASKS = 2**31 - 1
 MAX_OPPONENT_TURNS = 1000  # between two turns of the model
-LISTED_ACTIONS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
+ACTION_LISTS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
 RANDOM_LOCK = threading.Lock()  # the games draw from the module `random`
 
 
@@ -52,19 +52,19 @@ class Adapter:
         except LookupError as error:
             nltk_folder = f"{sys.prefix}/nltk_data"
             raise ValueError(
-                f"textarena:{self.name} needs data of NLTK: {_first_line(error)}. Download it: "
+                f"textarena:{self.name} needs data of NLTK: {_get_first_line(error)}. Download it: "
                 f"{sys.executable} -m nltk.downloader -d {nltk_folder} words averaged_perceptron_tagger_eng"
             ) from error
         except (TypeError, ImportError) as error:
             raise ValueError(f"textarena:{self.name}: {error}") from error
 
-    def _is_playable(self, num_players: int, last_count: int) -> bool:
+    def _is_playable(self, num_players: int, max_players: int) -> bool:
         environment = self.make_game()
         try:
             environment.reset(num_players=num_players, seed=0)
             return True
         except Exception as error:
-            if num_players == last_count:
+            if num_players == max_players:
                 raise ValueError(f"textarena:{self.name}: {type(error).__name__}: {error}") from error
             return False
 
@@ -85,7 +85,7 @@ class Adapter:
 class Episode:
     def __init__(self, adapter: Adapter, seed: int) -> None:
         self._adapter = adapter
-        self._opponent_random = random.Random(f"opponent {seed}")
+        self._opponent_rng = random.Random(f"opponent {seed}")
         self._random_state: Any = random.Random(seed).getstate()
         self._is_done = False
         with self._isolate_random():
@@ -131,11 +131,11 @@ class Episode:
             if self._is_done or player == self._adapter.player:
                 return self._read_messages(self._adapter.player)
             text = self._read_messages(player)
-            self._is_done, _ = self._environment.step(self._opponent_random.choice(self._list_actions(text)))
+            self._is_done, _ = self._environment.step(self._opponent_rng.choice(self._list_actions(text)))
         raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns")
 
     def _list_actions(self, observation: str) -> list[str]:
-        if action_lists := LISTED_ACTIONS.findall(observation):
+        if action_lists := ACTION_LISTS.findall(observation):
             return re.findall(r"\[[^\]\n]+\]", action_lists[-1])
         if self._adapter.opponent_actions:
             return self._adapter.opponent_actions
@@ -174,5 +174,5 @@ def _describe_outcome(reward: float) -> str:
     return "won" if reward >= 1 else "lost" if reward <= -1 else "finished"
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return next((line.strip(" *.") for line in str(error).split("\n") if line.strip(" *.")), "unknown data")

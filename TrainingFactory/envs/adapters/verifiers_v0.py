@@ -40,14 +40,14 @@ class Adapter:
                 f"verifiers_v0:{name}: {error} (installed packages: {sys.prefix}; for an environment of v1, write "
                 "verifiers:NAME)"
             ) from error
-        members = [self.environment, *getattr(self.environment, "envs", [])]  # of an EnvGroup
-        if any(member.requires_group_rollouts for member in members):
+        environments = [self.environment, *getattr(self.environment, "envs", [])]  # of an EnvGroup
+        if any(environment.requires_group_rollouts for environment in environments):
             raise ValueError(
                 f"verifiers_v0:{name} has a reward that compares the episodes of a group; not supported"
             )
-        if any(member.message_type != "chat" for member in members):
+        if any(environment.message_type != "chat" for environment in environments):
             raise ValueError(f"verifiers_v0:{name} completes plain texts; only chats are supported")
-        rubrics = [member.rubric for member in members]
+        rubrics = [environment.rubric for environment in environments]
         self.reward_names = {
             name
             for rubric in rubrics
@@ -177,11 +177,11 @@ class Client(clients.Client):
             message={**message, "finish_reason": finish_reason, "is_truncated": False},
         )
 
-    def _unused(self, *_: Any, **__: Any) -> Any:
+    def _raise_no_api(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a client without an API")
 
-    setup_client = to_native_tool = to_native_prompt = get_native_response = _unused
-    raise_from_native_response = from_native_response = _unused
+    setup_client = to_native_tool = to_native_prompt = get_native_response = _raise_no_api
+    raise_from_native_response = from_native_response = _raise_no_api
 
     async def close(self) -> None: ...
 

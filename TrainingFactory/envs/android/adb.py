@@ -24,7 +24,7 @@ class DeviceUnavailable(ToolFailure):
 class AdbResult(NamedTuple):
     status: int
     stdout: bytes
-    errors: str
+    stderr: str
 
     @property
     def output(self) -> str:
@@ -60,7 +60,7 @@ class Adb:
             ) from error
         try:
             async with asyncio.timeout(max_seconds):
-                stdout, errors = await asyncio.gather(_read_all(process.stdout), _read_all(process.stderr))
+                stdout, stderr = await asyncio.gather(_read_all(process.stdout), _read_all(process.stderr))
                 status = await process.wait()
         except TimeoutError:
             raise DeviceUnavailable(f"adb {_shorten(arguments)} took longer than {max_seconds:g} s") from None
@@ -69,7 +69,7 @@ class Adb:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        return AdbResult(status, stdout, errors.decode("utf-8", errors="replace"))
+        return AdbResult(status, stdout, stderr.decode("utf-8", errors="replace"))
 
 
 @dataclass(slots=True)
@@ -98,13 +98,13 @@ class Device:
     async def read_state(self) -> str:
         """Return adb's state of the device: `device` if it is connected."""
         result = await self.call("get-state")
-        return result.output.strip() if result.status == 0 else _get_last_line(result.errors)
+        return result.output.strip() if result.status == 0 else _get_last_line(result.stderr)
 
     async def _check_connection(self, result: AdbResult) -> None:
         """Raise DeviceUnavailable if a failed call is the device's fault and not the command's."""
         device_state = await self.read_state()
         if device_state != "device" or result.status == CONNECTION_LOST_STATUS:
-            reason = _get_last_line(result.errors) or device_state
+            reason = _get_last_line(result.stderr) or device_state
             raise DeviceUnavailable(f"Android device {self.serial} is unavailable: {reason}")
 
 

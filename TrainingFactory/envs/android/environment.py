@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Text, make_from
@@ -51,7 +51,7 @@ Gesture = Literal["tap", "long_press"]
 Point = tuple[int, int]  # in pixels of the device
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class AndroidOptions(FarmOptions):
     """`environment.options` of the environment `android`."""
 
@@ -112,7 +112,7 @@ class AndroidEnvironment(ToolEnvironment):
         self._device_or_none = await self.farm.lease_device()
         await self._task_state.prepare(self._device_or_none)
         try:
-            screen = await self._observe()
+            screen = await self._observe_screen()
         except ScreenError as error:
             raise DeviceUnavailable(f"{self._device_or_none.serial}: {error}") from error
         *earlier_messages, last_message = await super().reset()
@@ -141,12 +141,12 @@ class AndroidEnvironment(ToolEnvironment):
     @tool
     async def tap(self, element: ElementNumber) -> ToolResult:
         """Tap an element."""
-        return await self._press(element, "tap")
+        return await self._press_element(element, "tap")
 
     @tool
     async def long_press(self, element: ElementNumber) -> ToolResult:
         """Press an element for a second."""
-        return await self._press(element, "long_press")
+        return await self._press_element(element, "long_press")
 
     @tool
     async def swipe(self, direction: Direction, element: ElementNumber | None = None) -> ToolResult:
@@ -216,12 +216,12 @@ class AndroidEnvironment(ToolEnvironment):
         num_elements = 0 if self.screen is None else len(self.screen.elements)
         return _make_failure(f"There is no element {element_number}. The elements are 1 to {num_elements}.")
 
-    async def _press(self, element_number: int, gesture: Gesture) -> ToolResult:
+    async def _press_element(self, element_number: int, gesture: Gesture) -> ToolResult:
         if (target_element := self._find_element(element_number)) is None:
             return self._reject_element(element_number)
-        return await self._touch(target_element.center, gesture)
+        return await self._touch_point(target_element.center, gesture)
 
-    async def _touch(self, point: Point, gesture: Gesture) -> ToolResult:
+    async def _touch_point(self, point: Point, gesture: Gesture) -> ToolResult:
         coordinates = [str(coordinate) for coordinate in point]
         if gesture == "tap":
             return await self._send_input("tap", *coordinates)
@@ -250,7 +250,7 @@ class AndroidEnvironment(ToolEnvironment):
         result = await self._device.shell("input", *words)
         if result.status != 0:
             return _make_failure(
-                f"The device rejected the action: {(result.errors or result.output).strip()[:200]}"
+                f"The device rejected the action: {(result.stderr or result.output).strip()[:200]}"
             )
         return await self._show_when_settled()
 
@@ -260,11 +260,11 @@ class AndroidEnvironment(ToolEnvironment):
 
     async def _observe_or_fail(self) -> ToolResult:
         try:
-            return await self._observe()
+            return await self._observe_screen()
         except ScreenError as error:
             return _make_failure(f"The screen cannot be read: {error}")
 
-    async def _observe(self) -> ToolResult:
+    async def _observe_screen(self) -> ToolResult:
         """Read the screen; retry, because Android refuses to dump a moving screen."""
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -310,12 +310,12 @@ class ScreenshotEnvironment(AndroidEnvironment):
     @tool
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Tap a point."""
-        return await self._touch(self._to_pixel(x, y), "tap")
+        return await self._touch_point(self._to_pixel(x, y), "tap")
 
     @tool
     async def long_press(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Press a point for a second."""
-        return await self._touch(self._to_pixel(x, y), "long_press")
+        return await self._touch_point(self._to_pixel(x, y), "long_press")
 
     @tool
     async def swipe(  # type: ignore[override]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text
 from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable
@@ -25,7 +25,7 @@ RETRY_DELAY = 0.5  # seconds after the second check; none after the first
 BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class FarmOptions:
     """Connection and reset of the devices."""
 
@@ -173,7 +173,7 @@ class DeviceFarm:
             command = ("emu", "avd", "snapshot", "load", self.options.snapshot)
             load_result = await device.call(*command, timeout=BOOT_TIMEOUT)
             if load_result.status != 0 or "OK" not in load_result.output.split():
-                reason = (load_result.errors or load_result.output).strip()[:200]
+                reason = (load_result.stderr or load_result.output).strip()[:200]
                 raise DeviceUnavailable(
                     f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}"
                 )
@@ -181,6 +181,6 @@ class DeviceFarm:
         for package in self.options.packages:
             clear_result = await device.shell("pm", "clear", package)
             if clear_result.output.strip() != "Success":
-                reason = (clear_result.errors or clear_result.output).strip()[:200]
+                reason = (clear_result.stderr or clear_result.output).strip()[:200]
                 raise DeviceUnavailable(f"{device.serial} cannot clear {package}: {reason}")
         await device.shell("input", "keyevent", "KEYCODE_HOME")

@@ -119,7 +119,7 @@ class AnswerCheck:
 class WifiSetup:
     enabled: bool
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("svc", "wifi", "enable" if self.enabled else "disable")]
 
 
@@ -127,7 +127,7 @@ class WifiSetup:
 class AirplaneSetup:
     enabled: bool
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("cmd", "connectivity", "airplane-mode", "enable" if self.enabled else "disable")]
 
 
@@ -137,7 +137,7 @@ class SettingSetup:
     key: Name
     value: str
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("settings", "put", self.namespace, self.key, self.value)]
 
 
@@ -148,7 +148,7 @@ class ContentSetup:
     uri: Uri
     where: Annotated[dict[Column, Texts], Field(min_length=1)]
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("content", "delete", "--uri", self.uri, "--where", _make_sql_condition(self.where))]
 
 
@@ -158,7 +158,7 @@ class FileSetup:
 
     path: FilePath
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("rm", "-f", self.path)]
 
 
@@ -168,7 +168,7 @@ class StopSetup:
 
     package: Package
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("am", "force-stop", self.package)]
 
 
@@ -202,10 +202,10 @@ class TaskState:
 
     async def prepare(self, device: Device) -> None:
         """Run the setup commands; raise DeviceUnavailable if one fails, because the task could not start correctly."""
-        for command in (command for entry in self.setup for command in entry.commands()):
+        for command in (command for entry in self.setup for command in entry.list_commands()):
             result = await device.shell(*command)
             if result.status != 0:
-                reason = (result.errors or result.output).strip()[:200]
+                reason = (result.stderr or result.output).strip()[:200]
                 raise DeviceUnavailable(
                     f"{device.serial}: setup command {' '.join(command[:3])} failed: {reason}"
                 )

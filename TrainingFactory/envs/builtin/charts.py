@@ -12,11 +12,11 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, blank_like
+from TrainingFactory.envs.builtin.drawing import COLORS, LINE_COLOR, SHAPES, Canvas, blank_like
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.types import Image, Message, PlacedImage, Task
 
@@ -27,7 +27,7 @@ COLUMNS, ROWS = 6, 4  # of a grid
 CELL_SIZE, SHAPE_SIZE, UNIT_HEIGHT = 16, 12, 6  # pixels of a cell or bar, of a shape, of a bar's unit
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class ChartOptions:
     """`environment.options` of the environment `charts`."""
 
@@ -112,8 +112,8 @@ def _make_task(task_id: str, kind: ChartKind, rng: random.Random, options: Chart
 def _draw_bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
     baseline = (MAX_VALUE + 1) * UNIT_HEIGHT - 4
     canvas = Canvas(len(BARS) * CELL_SIZE * scale, ROWS * CELL_SIZE * scale)
-    for height_line in range(MAX_VALUE + 1):
-        canvas.draw_box((0, (baseline - height_line * UNIT_HEIGHT) * scale), (canvas.width, scale), LINE)
+    for gridline in range(MAX_VALUE + 1):
+        canvas.draw_box((0, (baseline - gridline * UNIT_HEIGHT) * scale), (canvas.width, scale), LINE_COLOR)
     for bar, (height, color) in enumerate(zip(metadata["heights"], metadata["colors"], strict=True)):
         left, top = (bar * CELL_SIZE + 2) * scale, (baseline - height * UNIT_HEIGHT) * scale
         canvas.draw_box((left, top), (SHAPE_SIZE * scale, height * UNIT_HEIGHT * scale), COLORS[color])

@@ -14,11 +14,19 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, blank_like
+from TrainingFactory.envs.builtin.drawing import (
+    COLORS,
+    INK_COLOR,
+    LINE_COLOR,
+    PAPER_COLOR,
+    SHAPES,
+    Canvas,
+    blank_like,
+)
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -33,7 +41,7 @@ THOUSAND = 1000
 Thousandth = Annotated[int, Field(ge=0, lt=THOUSAND)]
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class ScreenOptions:
     """`environment.options` of the environment `screen`."""
 
@@ -76,12 +84,12 @@ def draw_screen(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
         )
         color, center = COLORS[widget["color"]], (x + size // 2, y + size // 2)
         if widget["on"] is not None:  # a switch: its knob is at the right and its groove dark if it is on
-            groove_color, knob_shift = (INK, size // 2) if widget["on"] else (LINE, 0)
+            groove_color, knob_shift = (INK_COLOR, size // 2) if widget["on"] else (LINE_COLOR, 0)
             canvas.draw_box((x, y + size // 4), (size, size // 2), groove_color)
             canvas.draw_shape("square", (x + knob_shift, y + size // 4), size // 2, color)
         else:
             canvas.draw_shape(widget["shape"], (x, y), size, color)
-        canvas.draw_text(widget["text"], center, unit, PAPER)
+        canvas.draw_text(widget["text"], center, unit, PAPER_COLOR)
     return canvas.image()
 
 

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
@@ -40,7 +40,7 @@ REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 MAX_REWARD_CHARS = 10_000
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class ContainerOptions:
     """`environment.options` of the environment `containers`."""
 
@@ -223,7 +223,7 @@ class ContainerEnvironment(ToolEnvironment):
         """Return the episode's container; the first call starts it."""
         async with self._start_lock:
             if self._container is None:
-                await self._sweep()
+                await self._remove_orphans()
                 task, options = self.container_task, self.options
                 image = task.image
                 if image is None:
@@ -250,10 +250,10 @@ class ContainerEnvironment(ToolEnvironment):
                     f"{self._workdir} cannot be given to user {self.user}: {result.output[-200:]}"
                 )
 
-    async def _sweep(self) -> None:
+    async def _remove_orphans(self) -> None:
         """Remove containers of ended processes, once per run."""
         if not self.sweep_tasks:
-            self.sweep_tasks.append(asyncio.ensure_future(self.runtime.sweep()))
+            self.sweep_tasks.append(asyncio.ensure_future(self.runtime.remove_orphans()))
         await asyncio.shield(self.sweep_tasks[0])
 
     async def close(self) -> None:

@@ -107,7 +107,7 @@ class ContainerRuntime:
         self.counts["started"] += 1
         return Container(self, container_name)
 
-    async def sweep(self) -> None:
+    async def remove_orphans(self) -> None:
         """Remove containers whose process on this machine has ended, such as after `kill -9`."""
         listing = await self.run("ps", "-a", "-q", "--filter", f"label={OWNER_LABEL}")
         for container_id in listing.output.split() if listing.status == 0 else ():

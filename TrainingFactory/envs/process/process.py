@@ -202,9 +202,9 @@ class EnvironmentProcess:
         self._line_buffer.clear()
         self._line_size = 0
         if num_bytes > MAX_MESSAGE_BYTES:
-            match = _ID_PATTERN.match(line)
-            answer: Any = match and {
-                "id": int(match[1]),
+            id_match = _ID_PATTERN.match(line)
+            answer: Any = id_match and {
+                "id": int(id_match[1]),
                 "error": {"message": "the answer has more than 8 MiB"},
             }
         else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text, make_from
@@ -40,7 +40,7 @@ Thousandth = Annotated[int, Field(ge=0, le=THOUSAND)]
 Direction = Literal["up", "down"]
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class WebPageOptions:
     """`environment.options` of the environment `web_page`."""
 

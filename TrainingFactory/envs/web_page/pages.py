@@ -68,9 +68,9 @@ def _place(kind: Any, name: str, cell: int, columns: int) -> PageWidget:
 
 
 def render_page(widgets: list[PageWidget]) -> str:
-    body = "".join(_render_widget(widget) for widget in widgets)
+    widgets_html = "".join(_render_widget(widget) for widget in widgets)
     return (
-        PAGE_TEMPLATE.replace("BODY", body)
+        PAGE_TEMPLATE.replace("BODY", widgets_html)
         .replace("WIDTH", str(CELL[0] - MARGIN))
         .replace("HEIGHT", str(CELL[1] - MARGIN))
     )
