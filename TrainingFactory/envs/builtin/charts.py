@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import COLORS, LINE_COLOR, SHAPES, Canvas, blank_like
+from TrainingFactory.envs.builtin.drawing import COLORS, LINE, SHAPES, Canvas, blank_like
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.types import Image, Message, PlacedImage, Task
 
@@ -113,7 +113,7 @@ def _draw_bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
     baseline = (MAX_VALUE + 1) * UNIT_HEIGHT - 4
     canvas = Canvas(len(BARS) * CELL_SIZE * scale, ROWS * CELL_SIZE * scale)
     for gridline in range(MAX_VALUE + 1):
-        canvas.draw_box((0, (baseline - gridline * UNIT_HEIGHT) * scale), (canvas.width, scale), LINE_COLOR)
+        canvas.draw_box((0, (baseline - gridline * UNIT_HEIGHT) * scale), (canvas.width, scale), LINE)
     for bar, (height, color) in enumerate(zip(metadata["heights"], metadata["colors"], strict=True)):
         left, top = (bar * CELL_SIZE + 2) * scale, (baseline - height * UNIT_HEIGHT) * scale
         canvas.draw_box((left, top), (SHAPE_SIZE * scale, height * UNIT_HEIGHT * scale), COLORS[color])

@@ -15,7 +15,7 @@ from TrainingFactory.types import Image
 Color = tuple[int, int, int]
 Point = tuple[int, int]
 
-PAPER_COLOR, INK_COLOR, LINE_COLOR = (245, 245, 245), (20, 20, 20), (170, 170, 170)
+PAPER, INK, LINE = (245, 245, 245), (20, 20, 20), (170, 170, 170)
 COLORS: dict[str, Color] = {
     "red": (215, 40, 40),
     "green": (40, 165, 60),
@@ -51,7 +51,7 @@ class Canvas:
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
-        self._picture = Pillow.new("RGB", (width, height), PAPER_COLOR)
+        self._picture = Pillow.new("RGB", (width, height), PAPER)
 
     def draw_box(self, corner: Point, size: tuple[int, int], color: Color) -> None:
         left, top = corner
@@ -60,7 +60,7 @@ class Canvas:
     def draw_shape(self, shape: str, corner: Point, size: int, color: Color) -> None:
         self._picture.paste(color, corner, _make_stencil(shape, size))
 
-    def draw_text(self, text: str, center: Point, scale: int = 1, color: Color = INK_COLOR) -> None:
+    def draw_text(self, text: str, center: Point, scale: int = 1, color: Color = INK) -> None:
         x, y = center[0] - measure_text(text, scale) // 2, center[1] - LETTER_HEIGHT * scale // 2
         for letter in text.upper():
             self._picture.paste(color, (x, y), _draw_letter(letter, scale))

@@ -18,15 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
-from TrainingFactory.envs.builtin.drawing import (
-    COLORS,
-    INK_COLOR,
-    LINE_COLOR,
-    PAPER_COLOR,
-    SHAPES,
-    Canvas,
-    blank_like,
-)
+from TrainingFactory.envs.builtin.drawing import COLORS, INK, LINE, PAPER, SHAPES, Canvas, blank_like
 from TrainingFactory.envs.builtin.splits import generate_tasks
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -84,12 +76,12 @@ def draw_screen(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
         )
         color, center = COLORS[widget["color"]], (x + size // 2, y + size // 2)
         if widget["on"] is not None:  # a switch: its knob is at the right and its groove dark if it is on
-            groove_color, knob_shift = (INK_COLOR, size // 2) if widget["on"] else (LINE_COLOR, 0)
+            groove_color, knob_shift = (INK, size // 2) if widget["on"] else (LINE, 0)
             canvas.draw_box((x, y + size // 4), (size, size // 2), groove_color)
             canvas.draw_shape("square", (x + knob_shift, y + size // 4), size // 2, color)
         else:
             canvas.draw_shape(widget["shape"], (x, y), size, color)
-        canvas.draw_text(widget["text"], center, unit, PAPER_COLOR)
+        canvas.draw_text(widget["text"], center, unit, PAPER)
     return canvas.image()
 
 
