@@ -218,16 +218,8 @@ def make_start_arguments(
         arguments += _make_ulimit_args(limit_name, limit)
     arguments += [] if workdir is None else ["--workdir", workdir]
     arguments += [arg for key, value in env.items() for arg in ("--env", f"{key}={value}")]
-    return [
-        *arguments,
-        "--entrypoint",
-        "sh",
-        image,
-        "-c",
-        WAIT_SCRIPT,
-        "sh",
-        f"{max(1, round(limits.lifetime / 10))}",
-    ]
+    num_sleeps = f"{max(1, round(limits.lifetime / 10))}"
+    return [*arguments, "--entrypoint", "sh", image, "-c", WAIT_SCRIPT, "sh", num_sleeps]
 
 
 def _make_ulimit_args(name: str, limit: int) -> list[str]:
