@@ -12,7 +12,7 @@ from TrainingFactory.types import Sample, Trajectory
 def total_reward(trajectory: Trajectory) -> float:
     """Return the sum of outcome and step rewards of a scored episode."""
     assert trajectory.reward is not None
-    return ranking.total(trajectory.reward)
+    return ranking.sum_rewards(trajectory.reward)
 
 
 def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory] | None:

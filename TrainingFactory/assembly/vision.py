@@ -26,7 +26,7 @@ def with_vision(
         or any(_shows_images(task.prompt) for task in tasks if not isinstance(task.prompt, str))
         or any(
             _shows_images(conversation.messages)
-            for example in (examples.found if examples is not None else ())
+            for example in (examples.usable if examples is not None else ())
             for conversation in example.conversations
         )
     ):

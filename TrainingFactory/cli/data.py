@@ -12,10 +12,10 @@ from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import RunsFolder
 from TrainingFactory.cli.teach import teach
-from TrainingFactory.data.convert import Filters, Layout, swift_row
+from TrainingFactory.data.convert import Filters, Layout, to_swift_row
 from TrainingFactory.data.convert import convert as converted
 from TrainingFactory.data.examples import Form
-from TrainingFactory.data.provider_rows import OPENAI_MIN_ROWS, Provider, provider_rows
+from TrainingFactory.data.provider_rows import OPENAI_MIN_ROWS, Provider, to_provider_rows
 
 data = App(
     name="data", help="Convert episodes to datasets, let a teacher play new ones; show and check datasets."
@@ -62,7 +62,7 @@ def convert(
     with Display() as display:
         conversion = converted(display.counted(read_rows(path), "episodes"), form, filters)
     if layout in get_args(Provider):
-        conversion.rows = provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
+        conversion.rows = to_provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
         if layout == "openai" and 0 < len(conversion.rows) < OPENAI_MIN_ROWS:
             conversion.note = f"OpenAI rejects files with fewer than {OPENAI_MIN_ROWS} rows"
     rows = [("episodes read", f"{conversion.num_read} from {path}")]
@@ -73,7 +73,7 @@ def convert(
         return 1
     if conversion.note:
         show.note(f"note: {conversion.note}")
-    rows_of_layout = [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
+    rows_of_layout = [to_swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
     write_rows(out, rows_of_layout, conversion.images)
     usage_note = f"train on them with data.dataset={out}"
     if layout in get_args(Provider):
@@ -103,10 +103,10 @@ def show_(
 
     dataset_fit = fit_forms(find_dataset(source, runs), split, SAMPLE)
     first_fit = next(iter(dataset_fit.fits.values()), None)
-    for example in first_fit.found[:rows] if first_fit else []:
+    for example in first_fit.usable[:rows] if first_fit else []:
         for number, dialogue in enumerate(example.conversations, 1):
             reward = dialogue.reward
-            title = f"{example.where}: {example.id}"
+            title = f"{example.location}: {example.id}"
             if len(example.conversations) > 1:
                 title += f", {number} of {len(example.conversations)}"
             title += f", reward {reward.outcome:g}" if reward else ""
@@ -141,17 +141,17 @@ def check(
     form = "rm" if algorithm == "reward_model" else algorithm
     dataset = find_dataset(source, runs)
     examples = load_examples(dataset, form, split=split, skip_bad_rows=True, check_call=argument_problem)
-    for problem in examples.bad:
+    for problem in examples.row_problems:
         show.fail(problem)
-    summary = [("rows", str(examples.rows)), ("usable", f"{len(examples)} examples for {form}")]
+    summary = [("rows", str(examples.num_rows)), ("usable", f"{len(examples)} examples for {form}")]
     summary += [
         (f"  {reason}", f"{show.pluralize(count, 'episode')} skipped")
-        for reason, count in examples.unused.items()
+        for reason, count in examples.unused_counts.items()
     ]
-    show.table([*summary, ("invalid rows", str(len(examples.bad)))])
+    show.table([*summary, ("invalid rows", str(len(examples.row_problems)))])
     for note in examples.notes:
         show.note(f"note: {note}")
-    return 1 if examples.bad else 0
+    return 1 if examples.row_problems else 0
 
 
 @data.command

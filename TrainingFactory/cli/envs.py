@@ -30,11 +30,11 @@ def list_() -> None:
     ```
     """
     from TrainingFactory.common import catalog
-    from TrainingFactory.envs.process.programs import LOCK, adapter_names, environments_folder
+    from TrainingFactory.envs.process.programs import LOCK_FILE, find_environments_folder, list_adapters
 
     notes = dict(NOTES)
-    for name in adapter_names():
-        is_installed = (environments_folder() / name / LOCK).is_file()
+    for name in list_adapters():
+        is_installed = (find_environments_folder() / name / LOCK_FILE).is_file()
         notes[f"{name}:"] = "installed" if is_installed else f"install with: tfactory envs add {name}"
     names = catalog.names("environment")
     table([(name, f"alias of {alias}" if alias else notes.get(name, "")) for name, alias in names.items()])
@@ -54,9 +54,9 @@ def add(name: str) -> None:
     Args:
         name: Name of the environment, as before the colon of an environment_id.
     """
-    from TrainingFactory.envs.process.programs import install
+    from TrainingFactory.envs.process.programs import install_adapter
 
-    install(name, note)
+    install_adapter(name, note)
 
 
 @envs.command

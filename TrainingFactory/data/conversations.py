@@ -41,61 +41,61 @@ class Conversation:
     def start(self) -> int:
         """Return the index of the first trained message."""
         roles = (message.role for message in self.messages)
-        return next(n for n, role in enumerate(roles) if role == "assistant" and n >= self.context)
+        return next(i for i, role in enumerate(roles) if role == "assistant" and i >= self.context)
 
 
-def read_conversation(columns: Mapping[str, Any], name: str, is_negative: bool = False) -> list[Message]:
+def read_conversation(columns: Mapping[str, Any], column: str, is_negative: bool = False) -> list[Message]:
     """Return the conversation in a column. `is_negative`: keep invalid calls as text instead of raising ValueError."""
-    rows = read_list(columns[name], name)
+    rows = read_list(columns[column], column)
     if not rows:
-        raise ValueError(f'has an empty "{name}"')
+        raise ValueError(f'has an empty "{column}"')
     if all(isinstance(row, Mapping) and "from" in row for row in rows):
-        rows = _convert_sharegpt(rows, name, is_negative)
-    return name_tool_messages(with_system(columns, read_messages(rows, name, is_negative)))
+        rows = _convert_sharegpt(rows, column, is_negative)
+    return name_tool_messages(with_system(columns, read_messages(rows, column, is_negative)))
 
 
-def text_or_messages(
-    columns: Mapping[str, Any], name: str, role: str, is_negative: bool = False
+def read_text_or_messages(
+    columns: Mapping[str, Any], column: str, role: str, is_negative: bool = False
 ) -> list[Message]:
     """Return the messages in a column that holds messages, or strings of `role`. `is_negative`: keep invalid calls as
     text instead of raising ValueError."""
-    value = columns[name]
-    if isinstance(value, str) and value.lstrip().startswith("[{") and '"role"' in value:
-        value = read_list(value, name)
-    if isinstance(value, str):
-        value = [{"role": role, "content": value}] if value.strip() else []
-    if isinstance(value, Mapping):
-        value = [value]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f'has an invalid "{name}": it must be a non-empty string or list of messages')
-    return read_messages(value, name, is_negative)
+    cell = columns[column]
+    if isinstance(cell, str) and cell.lstrip().startswith("[{") and '"role"' in cell:
+        cell = read_list(cell, column)
+    if isinstance(cell, str):
+        cell = [{"role": role, "content": cell}] if cell.strip() else []
+    if isinstance(cell, Mapping):
+        cell = [cell]
+    if not isinstance(cell, list) or not cell:
+        raise ValueError(f'has an invalid "{column}": it must be a non-empty string or list of messages')
+    return read_messages(cell, column, is_negative)
 
 
 def read_prompt(columns: Mapping[str, Any]) -> list[Message]:
-    return with_system(columns, text_or_messages(columns, "prompt", "user"))
+    return with_system(columns, read_text_or_messages(columns, "prompt", "user"))
 
 
-def read_messages(rows: Sequence[Any], name: str, is_negative: bool = False) -> list[Message]:
+def read_messages(rows: Sequence[Any], column: str, is_negative: bool = False) -> list[Message]:
     messages = []
     if any(isinstance(row, Mapping) and row.get("role") in ("tool_call", "tool_response") for row in rows):
         rows = _convert_sharegpt(
-            [{"from": row["role"], "value": row.get("content")} for row in rows], name, is_negative
+            [{"from": row["role"], "value": row.get("content")} for row in rows], column, is_negative
         )
     for index, row in enumerate(rows):
         try:
             message = message_from_dict(row)
         except ValueError as error:
-            raise ValueError(f'has an invalid message {index} in "{name}": {error}') from error
+            raise ValueError(f'has an invalid message {index} in "{column}": {error}') from error
         invalid_call = next((call for call in message.tool_calls if call.error or not call.name), None)
         if invalid_call and is_negative:
-            calls = [_call_text(call.get("function", call)) for call in row["tool_calls"]]
-            message.content, message.tool_calls = "\n".join(filter(None, [message.content, *calls])), []
+            call_texts = [_format_call(call.get("function", call)) for call in row["tool_calls"]]
+            message.content, message.tool_calls = "\n".join(filter(None, [message.content, *call_texts])), []
         elif invalid_call:
-            subject = (
+            problem = (
                 f"an invalid call of {invalid_call.name!r}" if invalid_call.name else "a call without a name"
             )
             reason = invalid_call.error or "add the name of the tool"
-            raise ValueError(f'has {subject} in message {index} of "{name}": {reason}')
+            raise ValueError(f'has {problem} in message {index} of "{column}": {reason}')
         messages.append(message)
     return messages
 
@@ -115,42 +115,42 @@ def read_tools(columns: Mapping[str, Any]) -> list[ToolSpec]:
     return specs
 
 
-def read_list(value: Any, name: str) -> list[Any]:
+def read_list(cell: Any, column: str) -> list[Any]:
     """Return the list in a column, which holds a list or a JSON string of one."""
-    if isinstance(value, str):
+    if isinstance(cell, str):
         try:
-            value = json.loads(value)
+            cell = json.loads(cell)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f'has a string that is not valid JSON in "{name}": {error}') from error
-    if not isinstance(value, list | tuple):
-        raise ValueError(f'has {str(value)[:40]} in "{name}"; it must be a list')
-    return list(value)
+            raise ValueError(f'has a string that is not valid JSON in "{column}": {error}') from error
+    if not isinstance(cell, list | tuple):
+        raise ValueError(f'has {str(cell)[:40]} in "{column}"; it must be a list')
+    return list(cell)
 
 
-def check_roles(messages: Sequence[Message], name: str = "messages") -> list[Message]:
+def check_roles(messages: Sequence[Message], label: str = "messages") -> list[Message]:
     """Check the roles; return the messages up to the last assistant message, because later ones are never trained."""
     assistant_indices = [index for index, message in enumerate(messages) if message.role == "assistant"]
     if not assistant_indices:
-        raise ValueError(f'has no assistant message in "{name}", so there is nothing to train on')
+        raise ValueError(f'has no assistant message in "{label}", so there is nothing to train on')
     if assistant_indices[0] == 0:
-        raise ValueError(f'has "{name}" that begins with the assistant; begin with a system or user message')
-    if repeated := next(
+        raise ValueError(f'has "{label}" that begins with the assistant; begin with a system or user message')
+    if repeat_index := next(
         (following for previous, following in pairwise(assistant_indices) if following == previous + 1), None
     ):
         raise ValueError(
-            f'has two consecutive assistant messages, {repeated - 1} and {repeated}, in "{name}"'
+            f'has two consecutive assistant messages, {repeat_index - 1} and {repeat_index}, in "{label}"'
         )
     for index in assistant_indices:
         if not (messages[index].content or messages[index].tool_calls or messages[index].reasoning):
-            raise ValueError(f'has an empty assistant message {index} in "{name}"')
+            raise ValueError(f'has an empty assistant message {index} in "{label}"')
     return list(messages[: assistant_indices[-1] + 1])
 
 
-def check_calls(conversation: Conversation, name: str, check_call: CallChecker | None) -> None:
+def check_calls(conversation: Conversation, column: str, check_call: CallChecker | None) -> None:
     """Raise ValueError if a call in a positive example is invalid or does not match the row's tools."""
     specs = {spec.name: spec for spec in conversation.tools}
     for index, message in enumerate(conversation.messages):
-        location = f'in message {index} of "{name}"'
+        location = f'in message {index} of "{column}"'
         if index < conversation.start or index in conversation.bad or message.role != "assistant":
             continue
         if problem := _find_broken_call(message.content):
@@ -180,10 +180,10 @@ def name_tool_messages(messages: list[Message]) -> list[Message]:
 
 def with_system(columns: Mapping[str, Any], messages: list[Message]) -> list[Message]:
     """Prepend the column "system", unless the messages begin with a system message."""
-    system = columns.get("system")
-    if not isinstance(system, str) or not system.strip() or messages[0].role == "system":
+    system_prompt = columns.get("system")
+    if not isinstance(system_prompt, str) or not system_prompt.strip() or messages[0].role == "system":
         return messages
-    return [Message("system", system), *messages]
+    return [Message("system", system_prompt), *messages]
 
 
 def _find_broken_call(text: str) -> str | None:
@@ -198,44 +198,44 @@ def _find_broken_call(text: str) -> str | None:
     return None
 
 
-def _call_text(function: Mapping[str, Any]) -> str:
+def _format_call(function: Mapping[str, Any]) -> str:
     """Format a call as text, as a model would write it, even if its arguments are invalid."""
     arguments = function.get("arguments")
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'
+    json_text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {json_text}}}\n</tool_call>'
 
 
-def _has_image(value: Any) -> bool:
-    return isinstance(value, list) and any(map(is_image_part, value))
+def _has_image(content: Any) -> bool:
+    return isinstance(content, list) and any(map(is_image_part, content))
 
 
 def _convert_sharegpt(
-    rows: Sequence[Mapping[str, Any]], name: str, is_negative: bool
+    rows: Sequence[Mapping[str, Any]], column: str, is_negative: bool
 ) -> list[dict[str, Any]]:
     """Convert ShareGPT rows to OpenAI-style dicts. `is_negative`: keep invalid calls as text."""
     messages: list[dict[str, Any]] = []
     for index, row in enumerate(rows):
-        sender, value = str(row["from"]), row.get("value", "")
+        sender, content = str(row["from"]), row.get("value", "")
         if sender not in SHAREGPT_ROLES:
             known_roles = ", ".join(SHAREGPT_ROLES)
             raise ValueError(
-                f'has the unknown role {sender!r} in message {index} of "{name}"; known: {known_roles}'
+                f'has the unknown role {sender!r} in message {index} of "{column}"; known: {known_roles}'
             )
-        message = {"role": SHAREGPT_ROLES[sender], "content": value}
-        if sender == "tool_response" and not isinstance(value, str) and not _has_image(value):
-            message["content"] = json.dumps(value, ensure_ascii=False)
+        message = {"role": SHAREGPT_ROLES[sender], "content": content}
+        if sender == "tool_response" and not isinstance(content, str) and not _has_image(content):
+            message["content"] = json.dumps(content, ensure_ascii=False)
         if sender in ("function_call", "tool_call"):
             previous = messages.pop() if messages and messages[-1]["role"] == "assistant" else {}  # same turn
             try:
-                calls = json.loads(value) if isinstance(value, str) else value
+                calls = json.loads(content) if isinstance(content, str) else content
                 calls = previous.get("tool_calls", []) + (calls if isinstance(calls, list) else [calls])
                 message = {"role": "assistant", "content": previous.get("content"), "tool_calls": calls}
                 message_from_dict(message)
             except (ValueError, RecursionError) as error:
                 if not is_negative:
-                    text = f'has an invalid call in message {index} of "{name}": not valid JSON: {error}'
-                    raise ValueError(text) from error
-                texts = [previous.get("content"), f"<tool_call>\n{value}\n</tool_call>"]
+                    problem = f'has an invalid call in message {index} of "{column}": not valid JSON: {error}'
+                    raise ValueError(problem) from error
+                texts = [previous.get("content"), f"<tool_call>\n{content}\n</tool_call>"]
                 message = {**previous, "role": "assistant", "content": "\n".join(filter(None, texts))}
         messages.append(message)
     return messages

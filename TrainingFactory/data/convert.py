@@ -6,9 +6,9 @@
     dpo   prompt, chosen, rejected, margin, tools    best and worst episode of a group; margin: their reward difference
     rm    the same
 
-`swift_row` converts a row to ms-swift's format: messages with the roles tool_call and tool_response, the rejected side
-of a pair as rejected_messages, tools as a JSON string. Images are files beside the rows: messages have a placeholder,
-and the column "images" their paths.
+`to_swift_row` converts a row to ms-swift's format: messages with the roles tool_call and tool_response, the rejected
+side of a pair as rejected_messages, tools as a JSON string. Images are files beside the rows: messages have a
+placeholder, and the column "images" their paths.
 
 Rows hold text, so turns that text cannot represent are dropped: a truncated turn has no end (sft and prm keep the turns
 before it), and an unparsable call has no name.
@@ -29,8 +29,8 @@ from typing import Any, Literal
 from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore, split_text
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.data.datasets import DatasetRow
-from TrainingFactory.data.examples import PAIRS, Form, reason_unusable, recorded_episode
-from TrainingFactory.data.ranking import best_and_worst, one_sided_warning, total
+from TrainingFactory.data.examples import PAIR_FORMS, Form, find_unusable_reason, read_recorded_episode
+from TrainingFactory.data.ranking import best_and_worst, sum_rewards, warn_if_one_sided
 from TrainingFactory.data.row_images import TAG
 from TrainingFactory.types import Image, Message, Status, Trajectory
 
@@ -38,7 +38,7 @@ Layout = Literal["trl", "swift"]
 
 DEFAULT_THRESHOLDS: dict[Form, float] = {"kto": 0.5, "prm": 0.0}
 
-FOLDED = "was folded"  # reason to drop an episode
+FOLDED_REASON = "was folded"  # reason to drop an episode
 
 
 @dataclass(slots=True)
@@ -84,32 +84,32 @@ class _Episode:
     group: str
     row: dict[str, Any]  # with "prompt" and "completion"
     reward: float
-    steps: list[float]
+    step_rewards: list[float]
     images: dict[str, Image]  # by their paths in the row
 
 
-def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None) -> ConversionResult:
+def convert(rows: Iterable[DatasetRow], form: Form, filters: Filters | None = None) -> ConversionResult:
     """Convert the rows of a trajectories file to the form `to`, one row at a time."""
     filters, result = filters or Filters(), ConversionResult()
     episodes: list[_Episode] = []
     num_forked = num_folded = 0
     for row in rows:
         result.num_read += 1
-        episode = _read_episode(row, to, filters)
+        episode = _read_episode(row, form, filters)
         if isinstance(episode, str):
             result.dropped[episode] += 1
-            num_folded += episode == FOLDED
+            num_folded += episode == FOLDED_REASON
         else:
             episodes.append(episode)
             num_forked += row.columns.get("parent") is not None
-    threshold = DEFAULT_THRESHOLDS.get(to, 0.0) if filters.threshold is None else filters.threshold
-    if to in PAIRS:
-        converted = _make_pairs(episodes, filters, result.dropped)
+    threshold = DEFAULT_THRESHOLDS.get(form, 0.0) if filters.threshold is None else filters.threshold
+    if form in PAIR_FORMS:
+        converted_rows = _make_pairs(episodes, filters, result.dropped)
     else:
-        converted = [_make_single_row(episode, to, threshold) for episode in episodes]
-    if to in DEFAULT_THRESHOLDS:
-        rewards = [reward for e in episodes for reward in (e.steps if to == "prm" else [e.reward])]
-        result.note = one_sided_warning(rewards, threshold, "--threshold")
+        converted_rows = [_make_single_row(episode, form, threshold) for episode in episodes]
+    if form in DEFAULT_THRESHOLDS:
+        rewards = [reward for e in episodes for reward in (e.step_rewards if form == "prm" else [e.reward])]
+        result.note = warn_if_one_sided(rewards, threshold, "--threshold")
     if num_forked:
         note = f"{num_forked} episodes were forked from others: turns that they share are in the rows of all of them"
         result.note = note if result.note is None else f"{result.note}; {note}"
@@ -120,37 +120,37 @@ def convert(rows: Iterable[DatasetRow], to: Form, filters: Filters | None = None
         )
         result.note = note if result.note is None else f"{result.note}; {note}"
     if filters.dedupe:
-        converted = _deduplicate_rows(converted, result.dropped)
+        converted_rows = _deduplicate_rows(converted_rows, result.dropped)
     result.images = {path: image for episode in episodes for path, image in episode.images.items()}
     result.rows = (
-        converted
+        converted_rows
         if filters.max_per_task is None
-        else _limit_rows_per_task(converted, filters, result.dropped)
+        else _limit_rows_per_task(converted_rows, filters, result.dropped)
     )
     return result
 
 
-def _read_episode(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str:
+def _read_episode(row: DatasetRow, form: Form, filters: Filters) -> _Episode | str:
     """Return the episode of a row, or the reason for dropping it."""
     try:
-        episode = recorded_episode(row)
+        episode = read_recorded_episode(row)
     except (ValueError, KeyError, TypeError, AttributeError):
         return "is not a trajectory"
-    reward = None if episode.reward is None else total(episode.reward)
-    if reason := reason_unusable(episode, to) or _find_rejecting_filter(episode, reward, filters):
+    reward = None if episode.reward is None else sum_rewards(episode.reward)
+    if reason := find_unusable_reason(episode, form) or _find_rejecting_filter(episode, reward, filters):
         return reason
     if any(turn.signals.get("proxy/row", 1) > 1 for turn in episode.turns):  # from a user's own agent
         return "has several conversations"
     if episode.is_folded:  # its rows have prompts of tokens, not of messages
-        return FOLDED
+        return FOLDED_REASON
     turns = [turn for turn in episode.turns if turn.completion.finish == "stop"]
-    if not turns or (len(turns) < len(episode.turns) and to not in ("sft", "prm")):
+    if not turns or (len(turns) < len(episode.turns) and form not in ("sft", "prm")):
         return "was truncated"
     if any(call.error for turn in turns for call in turn.message.tool_calls):
         return "has an unparsable call"
     messages = [message for turn in turns for message in (turn.message, *turn.replies)]
     messages = messages[: len(messages) - len(turns[-1].replies)]
-    converted = {
+    columns = {
         "id": f"{episode.group}/{episode.member}",
         "task": episode.task.id,
         "reward": reward,
@@ -159,12 +159,12 @@ def _read_episode(row: DatasetRow, to: Form, filters: Filters) -> _Episode | str
     }
     prompt_images, images = _list_images(episode.prompt), _list_images(messages)
     if prompt_images or images:
-        converted["images"] = [image_path(image) for image in (*prompt_images, *images)]
+        columns["images"] = [image_path(image) for image in (*prompt_images, *images)]
     if episode.tools:
-        converted["tools"] = [spec_to_dict(spec) for spec in episode.tools]
-    steps = episode.reward.steps[: len(turns)] if episode.reward else []
+        columns["tools"] = [spec_to_dict(spec) for spec in episode.tools]
+    step_rewards = episode.reward.steps[: len(turns)] if episode.reward else []
     images_by_path = {image_path(image): image for image in (*prompt_images, *images)}
-    return _Episode(episode.group, converted, reward or 0.0, steps, images_by_path)
+    return _Episode(episode.group, columns, reward or 0.0, step_rewards, images_by_path)
 
 
 def image_path(image: Image) -> str:
@@ -199,19 +199,19 @@ def _find_rejecting_filter(trajectory: Trajectory, reward: float | None, filters
     return None
 
 
-def _make_single_row(episode: _Episode, to: Form, threshold: float) -> dict[str, Any]:
+def _make_single_row(episode: _Episode, form: Form, threshold: float) -> dict[str, Any]:
     row = episode.row
     # A prompt that contains assistant messages stays a prompt, so that they are not trained.
-    if to == "sft" and not any(message["role"] == "assistant" for message in row["prompt"]):
+    if form == "sft" and not any(message["role"] == "assistant" for message in row["prompt"]):
         row["messages"] = row.pop("prompt") + row.pop("completion")
-    elif to == "kto":
+    elif form == "kto":
         row["label"] = episode.reward > threshold
-    elif to == "prm":
-        row["labels"] = [step > threshold for step in episode.steps]
+    elif form == "prm":
+        row["labels"] = [step_reward > threshold for step_reward in episode.step_rewards]
     return row
 
 
-def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str]) -> list[dict[str, Any]]:
+def _make_pairs(episodes: list[_Episode], filters: Filters, drops: Counter[str]) -> list[dict[str, Any]]:
     """Return one pair per group: its best and its worst episode, the first of equally good ones."""
     groups: dict[str, list[_Episode]] = defaultdict(list)
     for episode in episodes:
@@ -220,13 +220,13 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str
     for group_name, group in groups.items():
         pair = best_and_worst(group, lambda episode: episode.reward)
         if pair is None or pair[0].row["completion"] == pair[1].row["completion"]:
-            dropped["pair: equal rewards or completions"] += 1
+            drops["pair: equal rewards or completions"] += 1
         elif (margin := pair[0].reward - pair[1].reward) < filters.min_margin:
-            dropped["pair: --min-margin"] += 1
+            drops["pair: --min-margin"] += 1
         else:
             best, worst = pair[0].row, pair[1].row
             if best.get("images") != worst.get("images"):  # a row has one column of images for both sides
-                dropped["pair: the episodes saw different images"] += 1
+                drops["pair: the episodes saw different images"] += 1
                 continue
             row = {key: value for key, value in best.items() if key not in ("reward", "completion")}
             pair_columns = {"chosen": best["completion"], "rejected": worst["completion"]}
@@ -234,44 +234,44 @@ def _make_pairs(episodes: list[_Episode], filters: Filters, dropped: Counter[str
     return rows
 
 
-def _deduplicate_rows(rows: list[dict[str, Any]], dropped: Counter[str]) -> list[dict[str, Any]]:
+def _deduplicate_rows(rows: list[dict[str, Any]], drops: Counter[str]) -> list[dict[str, Any]]:
     unique_rows: dict[str, dict[str, Any]] = {}
     for row in rows:
-        content = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
-        unique_rows.setdefault(json.dumps(content, sort_keys=True), row)
-    dropped["--dedupe"] += len(rows) - len(unique_rows)
+        columns = {key: value for key, value in row.items() if key not in ("id", "reward", "margin")}
+        unique_rows.setdefault(json.dumps(columns, sort_keys=True), row)
+    drops["--dedupe"] += len(rows) - len(unique_rows)
     return list(unique_rows.values())
 
 
 def _limit_rows_per_task(
-    rows: list[dict[str, Any]], filters: Filters, dropped: Counter[str]
+    rows: list[dict[str, Any]], filters: Filters, drops: Counter[str]
 ) -> list[dict[str, Any]]:
-    by_task: dict[str, list[int]] = defaultdict(list)
+    indices_by_task: dict[str, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        by_task[row["task"]].append(index)
+        indices_by_task[row["task"]].append(index)
     rng = random.Random(filters.seed)
-    limit = filters.max_per_task or 0
-    selections = (rng.sample(indices, min(limit, len(indices))) for indices in by_task.values())
-    selected = sorted(chain.from_iterable(selections))
-    dropped["--max-per-task"] += len(rows) - len(selected)
-    return [rows[index] for index in selected]
+    max_rows = filters.max_per_task or 0
+    selections = (rng.sample(indices, min(max_rows, len(indices))) for indices in indices_by_task.values())
+    selected_indices = sorted(chain.from_iterable(selections))
+    drops["--max-per-task"] += len(rows) - len(selected_indices)
+    return [rows[index] for index in selected_indices]
 
 
-def swift_row(row: dict[str, Any]) -> dict[str, Any]:
+def to_swift_row(row: dict[str, Any]) -> dict[str, Any]:
     """Convert a row to ms-swift's format; raise ValueError for rows with labels for turns."""
     if "labels" in row:
         raise ValueError("ms-swift has no format for turn labels; use --to prm without --format swift")
     # The prompt is excluded from the loss.
-    prompt = swift_messages(row.get("prompt", []), {"loss": False})
-    answer = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
-    converted: dict[str, Any] = {"messages": prompt + swift_messages(answer)}
+    prompt_messages = to_swift_messages(row.get("prompt", []), {"loss": False})
+    answer_rows = row["chosen"] if "chosen" in row else row.get("completion", row.get("messages", []))
+    swift_columns: dict[str, Any] = {"messages": prompt_messages + to_swift_messages(answer_rows)}
     if "rejected" in row:
-        converted["rejected_messages"] = prompt + swift_messages(row["rejected"])
+        swift_columns["rejected_messages"] = prompt_messages + to_swift_messages(row["rejected"])
     if "images" in row:
-        converted["images"] = row["images"]
+        swift_columns["images"] = row["images"]
     if "tools" in row:
-        converted["tools"] = json.dumps(row["tools"], ensure_ascii=False)
-    return {key: row[key] for key in ("id", "label", "margin") if key in row} | converted
+        swift_columns["tools"] = json.dumps(row["tools"], ensure_ascii=False)
+    return {key: row[key] for key in ("id", "label", "margin") if key in row} | swift_columns
 
 
 def _insert_image_tags(content: Any) -> str:
@@ -283,7 +283,7 @@ def _insert_image_tags(content: Any) -> str:
     return "".join(part.get("text", TAG) for part in content)
 
 
-def swift_messages(
+def to_swift_messages(
     rows: Iterable[dict[str, Any]], loss_fields: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
     """Convert messages to ms-swift's roles, with `loss_fields` added to the assistant's messages."""
@@ -299,5 +299,5 @@ def swift_messages(
         calls = [{"name": call["name"], "arguments": json.loads(call["arguments"])} for call in functions]
         contents = [("assistant", text)] if text or not calls else []
         contents += [("tool_call", json.dumps(call, ensure_ascii=False)) for call in calls]
-        messages += [{"role": kind, "content": content, **(loss_fields or {})} for kind, content in contents]
+        messages += [{"role": role, "content": content, **(loss_fields or {})} for role, content in contents]
     return messages

@@ -14,7 +14,7 @@ from TrainingFactory.common.options import UnknownNameError
 from TrainingFactory.common.texts import describe
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
-SOURCES = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or a dataset id on the hub"
+FORMATS = "a JSONL, JSON, Parquet or CSV file, a folder saved by datasets, or a dataset id on the hub"
 MAX_PROBLEMS = 10  # reported in one error
 T = TypeVar("T")
 LIST_KEYS = ("data", "rows", "examples")  # keys under which a JSON file may have its list
@@ -23,9 +23,9 @@ LIST_KEYS = ("data", "rows", "examples")  # keys under which a JSON file may hav
 @dataclass(slots=True)
 class DatasetRow:
     """Columns of one row of a dataset. `problem` is the reason why the row is invalid; error messages put the location
-    `where` before it. Relative paths in a row of a local file start at `folder`."""
+    `location` before it. Relative paths in a row of a local file start at `folder`."""
 
-    where: str
+    location: str
     columns: dict[str, Any]
     problem: str | None = None
     folder: Path | None = None
@@ -42,7 +42,7 @@ def read_rows(
             row.folder = row.folder or folder
             yield _rename_columns(row, columns) if columns else row
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {SOURCES}") from error
+        raise ValueError(f"{source} is not UTF-8 text: {error.reason}; expected {FORMATS}") from error
 
 
 def _find_folder(source: Any) -> Path | None:
@@ -57,7 +57,7 @@ def is_path(name: str) -> bool:
     return name.lower().endswith(FILE_SUFFIXES) or name.startswith((".", "/", "~"))
 
 
-def builtin_dataset(name: str) -> Path | None:
+def find_builtin_dataset(name: str) -> Path | None:
     """Return the file of a built-in dataset; None for other names."""
     path = Path(__file__).parent / "builtin" / f"{name}.jsonl"
     return path if path.parent.name == "builtin" and path.is_file() else None
@@ -72,30 +72,30 @@ def _read_rows(source: Any, split: str) -> Iterator[DatasetRow]:
     if path.is_file():
         readers = {".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv}
         return readers.get(path.suffix.lower(), _read_jsonl)(path)
-    if (builtin := builtin_dataset(str(source))) is not None:
+    if (builtin := find_builtin_dataset(str(source))) is not None:
         return _read_jsonl(builtin)
     if is_path(str(source)):
-        raise ValueError(f"data file not found: {path}; expected {SOURCES}")
-    return _read_dicts(_load_from_hub(str(source), split), str(source), arrow=True)
+        raise ValueError(f"data file not found: {path}; expected {FORMATS}")
+    return _read_dicts(_load_from_hub(str(source), split), str(source), is_arrow=True)
 
 
 def _read_jsonl(path: Path) -> Iterator[DatasetRow]:
     """Read JSONL. Invalid first lines are yielded only with a valid one, because a file without any valid line
     raises."""
-    pending: list[DatasetRow] = []
-    any_valid = False
+    pending_rows: list[DatasetRow] = []
+    has_valid_row = False
     # utf-8-sig: some programs write a byte order mark. surrogatepass: model output may contain lone surrogates.
     with path.open(encoding="utf-8-sig", errors="surrogatepass") as file:
         for line_number, line in enumerate(file, 1):
             if line.strip():
-                pending.append(_parse_line(line, f"{path}, line {line_number}"))
-                any_valid = any_valid or pending[-1].problem is None
-            if any_valid:
-                yield from pending
-                pending.clear()
-    if pending:
-        first_problem = f"{pending[0].where} {pending[0].problem}"
-        raise ValueError(f"{first_problem}, and no line of the file is a JSON object; expected {SOURCES}")
+                pending_rows.append(_parse_line(line, f"{path}, line {line_number}"))
+                has_valid_row = has_valid_row or pending_rows[-1].problem is None
+            if has_valid_row:
+                yield from pending_rows
+                pending_rows.clear()
+    if pending_rows:
+        first_problem = f"{pending_rows[0].location} {pending_rows[0].problem}"
+        raise ValueError(f"{first_problem}, and no line of the file is a JSON object; expected {FORMATS}")
 
 
 def _parse_line(line: str, location: str) -> DatasetRow:
@@ -107,22 +107,22 @@ def _parse_line(line: str, location: str) -> DatasetRow:
         return DatasetRow(
             location, {}, f"must be an object with the columns of the row, not {line.strip()[:40]}"
         )
-    return DatasetRow(location, _without_nulls(row, recursive=False))
+    return DatasetRow(location, _drop_nulls(row, recursive=False))
 
 
 def _read_json(path: Path) -> Iterator[DatasetRow]:
     """Read a list of objects, at the top level or under a key such as `data`; fall back to JSONL."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
+        rows = json.loads(path.read_text(encoding="utf-8-sig", errors="surrogatepass") or "[]")
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
             return _read_jsonl(path)
-        raise ValueError(f"{path} is not valid JSON: {error}; expected {SOURCES}") from error
-    if isinstance(value, dict):
-        value = next((value[key] for key in LIST_KEYS if isinstance(value.get(key), list)), [value])
-    if not isinstance(value, list):
-        raise ValueError(f"{path} must contain a list of objects, not {str(value)[:40]}")
-    return _read_dicts(value, str(path))
+        raise ValueError(f"{path} is not valid JSON: {error}; expected {FORMATS}") from error
+    if isinstance(rows, dict):
+        rows = next((rows[key] for key in LIST_KEYS if isinstance(rows.get(key), list)), [rows])
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must contain a list of objects, not {str(rows)[:40]}")
+    return _read_dicts(rows, str(path))
 
 
 def _read_csv(path: Path) -> Iterator[DatasetRow]:
@@ -142,16 +142,16 @@ def _read_parquet(path: Path) -> Iterator[DatasetRow]:
     try:
         batches = pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} is not a Parquet file: {error}; expected {SOURCES}") from error
-    return _read_dicts((row for batch in batches for row in batch.to_pylist()), str(path), arrow=True)
+        raise ValueError(f"{path} is not a Parquet file: {error}; expected {FORMATS}") from error
+    return _read_dicts((row for batch in batches for row in batch.to_pylist()), str(path), is_arrow=True)
 
 
 def _read_folder(path: Path, split: str) -> Iterator[DatasetRow]:
     if (path / "trajectories.jsonl").is_file():  # a run folder
         return _read_jsonl(path / "trajectories.jsonl")
     if not any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json")):
-        files = [path / f"{split}{suffix}" for suffix in FILE_SUFFIXES]
-        if (split_file := next((file for file in files if file.is_file()), None)) is not None:
+        split_files = [path / f"{split}{suffix}" for suffix in FILE_SUFFIXES]
+        if (split_file := next((file for file in split_files if file.is_file()), None)) is not None:
             return _read_rows(split_file, split)
         raise ValueError(
             f"folder {path} is not a dataset: it has neither dataset_info.json nor {split}.jsonl"
@@ -159,7 +159,7 @@ def _read_folder(path: Path, split: str) -> Iterator[DatasetRow]:
     import datasets
 
     dataset = _select_split(datasets.load_from_disk(str(path)), str(path), split)
-    return _read_dicts(dataset, str(path), arrow=True)
+    return _read_dicts(dataset, str(path), is_arrow=True)
 
 
 def _load_from_hub(source: str, split: str) -> Any:
@@ -170,7 +170,7 @@ def _load_from_hub(source: str, split: str) -> Any:
         return datasets.load_dataset(dataset_name, configuration or None, split=split)
     except Exception as error:  # any error of the library or the network
         message = f"{source} is not a local file, and loading its split {split!r} from the hub failed"
-        raise UnknownNameError(source, f"{message}: {describe(error)}. Expected {SOURCES}") from error
+        raise UnknownNameError(source, f"{message}: {describe(error)}. Expected {FORMATS}") from error
 
 
 def _select_split(dataset: Any, name: str, split: str) -> Any:
@@ -184,80 +184,80 @@ def _select_split(dataset: Any, name: str, split: str) -> Any:
 def _read_objects(source: Any, split: str) -> Iterator[DatasetRow]:
     source = _select_split(source, "the dataset", split)
     if not isinstance(source, Iterable):
-        raise ValueError(f"a dataset must be {SOURCES}, or a list of dicts, not a {type(source).__name__}")
-    return _read_dicts(source, None, arrow=type(source).__module__.startswith("datasets."))
+        raise ValueError(f"a dataset must be {FORMATS}, or a list of dicts, not a {type(source).__name__}")
+    return _read_dicts(source, None, is_arrow=type(source).__module__.startswith("datasets."))
 
 
-def _read_dicts(rows: Iterable[Any], name: str | None, arrow: bool = False) -> Iterator[DatasetRow]:
+def _read_dicts(rows: Iterable[Any], name: str | None, is_arrow: bool = False) -> Iterator[DatasetRow]:
     for index, row in enumerate(rows):
         location = f"row {index} of the dataset" if name is None else f"{name}, row {index}"
         if isinstance(row, DatasetRow):  # already read
             yield row
         elif isinstance(row, Mapping):
-            yield DatasetRow(location, _without_nulls(row, recursive=arrow))
+            yield DatasetRow(location, _drop_nulls(row, recursive=is_arrow))
         else:
             yield DatasetRow(
                 location, {}, f"must be an object with the columns of the row, not {str(row)[:40]}"
             )
 
 
-def _without_nulls(value: Any, recursive: bool) -> Any:
+def _drop_nulls(value: Any, recursive: bool) -> Any:
     """Drop null keys. `recursive`: also in nested objects, to which Arrow adds the keys of all rows."""
     if isinstance(value, Mapping):
-        items = {key: item for key, item in value.items() if item is not None}
-        return {key: _without_nulls(item, recursive) for key, item in items.items()} if recursive else items
-    return [_without_nulls(item, recursive) for item in value] if isinstance(value, list) else value
+        fields = {key: child for key, child in value.items() if child is not None}
+        return {key: _drop_nulls(child, recursive) for key, child in fields.items()} if recursive else fields
+    return [_drop_nulls(child, recursive) for child in value] if isinstance(value, list) else value
 
 
-def column_at(columns: Mapping[str, Any], name: str) -> Any:
+def get_column(columns: Mapping[str, Any], name: str) -> Any:
     """Return a column by name, or a nested value by a path such as `reward_model.ground_truth`. None: missing."""
     outer_name, separator, inner_name = name.partition(".")
     if name in columns or not separator:
         return columns.get(name)
-    nested = columns.get(outer_name)
-    return column_at(nested, inner_name) if isinstance(nested, Mapping) else None
+    nested_columns = columns.get(outer_name)
+    return get_column(nested_columns, inner_name) if isinstance(nested_columns, Mapping) else None
 
 
 def _rename_columns(row: DatasetRow, actual_names: Mapping[str, str]) -> DatasetRow:
-    renamed = {expected: column_at(row.columns, actual) for expected, actual in actual_names.items()}
-    missing = [
+    renamed = {expected: get_column(row.columns, actual) for expected, actual in actual_names.items()}
+    missing_columns = [
         f"{actual_names[expected]!r} for {expected}" for expected, value in renamed.items() if value is None
     ]
-    if missing and row.problem is None:
-        available = ", ".join(map(str, row.columns)) or "none"
-        row.problem = f"lacks columns of data.columns: {', '.join(missing)}; its columns are: {available}"
+    if missing_columns and row.problem is None:
+        names = ", ".join(map(str, row.columns)) or "none"
+        row.problem = f"lacks columns of data.columns: {', '.join(missing_columns)}; its columns are: {names}"
     row.columns = row.columns | renamed
     return row
 
 
 def parse_rows(
     source: Any,
-    subject: str,
-    parse: Callable[[DatasetRow, int], T],
+    row_description: str,
+    parse_row: Callable[[DatasetRow, int], T],
     split: str = "train",
     count: int | None = None,
     columns: Mapping[str, str] | None = None,
 ) -> list[T]:
     """Parse the first `count` rows with `parse(row, number)`; report all ValueErrors in one, with the rows'
     locations."""
-    results: list[T] = []
+    parsed_rows: list[T] = []
     problems: list[str] = []
     for row_number, row in enumerate(islice(read_rows(source, split, columns), count), 1):
         try:
             if row.problem is not None:
                 raise ValueError(row.problem)
-            results.append(parse(row, row_number))
+            parsed_rows.append(parse_row(row, row_number))
         except ValueError as error:
-            problems.append(f"{row.where} {error}")
+            problems.append(f"{row.location} {error}")
     if problems:
         raise ValueError(join_problems(problems))
-    if not results:
-        name = source if isinstance(source, str | Path) else "the dataset"
-        raise ValueError(f"{name} is empty; it must contain {subject}, one per row")
-    return results
+    if not parsed_rows:
+        dataset_name = source if isinstance(source, str | Path) else "the dataset"
+        raise ValueError(f"{dataset_name} is empty; it must contain {row_description}, one per row")
+    return parsed_rows
 
 
 def join_problems(problems: Sequence[str]) -> str:
     """Join the first `MAX_PROBLEMS` problems, with the number of further ones."""
-    omitted = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-    return "\n".join([*problems[:MAX_PROBLEMS], *omitted])
+    omission_note = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+    return "\n".join([*problems[:MAX_PROBLEMS], *omission_note])

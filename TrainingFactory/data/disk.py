@@ -14,8 +14,8 @@ from typing import IO, Any
 CHECKSUM_FILE = "SHA256SUMS"  # in the format of `sha256sum -c`
 # Training state of a checkpoint: large, and only needed to resume. Earlier versions wrote the second name.
 TRAINING_STATE_FILES = ("learner/state.safetensors", "learner.safetensors")
-MAX_FILE = 16 << 20  # bytes, of a file read as a whole
-MAX_LINE = 64 << 20  # bytes
+MAX_FILE_BYTES = 16 << 20  # bytes, of a file read as a whole
+MAX_LINE_BYTES = 64 << 20  # bytes
 # Do not block on a FIFO and do not follow symbolic links. Windows has neither flag.
 SAFE_OPEN_FLAGS = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0)
 
@@ -30,40 +30,40 @@ def sync(*paths: Path) -> None:
             os.close(descriptor)
 
 
-def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
+def open_regular_file(path: Path, mode: str = "rb") -> IO[Any]:
     """Open a file in a folder to which other programs may have written. Raise ValueError for a FIFO, device or
     directory, and for a symbolic link to a target outside the folder."""
-    target = path.resolve() if path.is_symlink() else path
-    if target != path and not target.is_relative_to(path.parent.resolve()):
+    resolved_path = path.resolve() if path.is_symlink() else path
+    if resolved_path != path and not resolved_path.is_relative_to(path.parent.resolve()):
         raise ValueError(
             f"{path} is a link to a file outside its folder. Replace it with a copy of the file."
         )
-    opener = lambda name, flags: os.open(name, flags | SAFE_OPEN_FLAGS, 0o644)  # noqa: E731
-    file = open(target, mode, opener=opener)  # noqa: SIM115
+    opener = lambda file_name, flags: os.open(file_name, flags | SAFE_OPEN_FLAGS, 0o644)  # noqa: E731
+    file = open(resolved_path, mode, opener=opener)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
         raise ValueError(f"{path} is not a regular file. Remove it.")
     return file
 
 
-def read_whole(path: Path) -> bytes:
-    """Return the content of a small file. Raise ValueError like `open_regular`, and for files over `MAX_FILE` bytes."""
-    with open_regular(path) as file:
-        content = file.read(MAX_FILE + 1)
-    if len(content) > MAX_FILE:
-        raise ValueError(f"{path} is larger than {MAX_FILE} bytes.")
+def read_small_file(path: Path) -> bytes:
+    """Return the content of a small file. Raise ValueError like `open_regular_file` and over `MAX_FILE_BYTES`."""
+    with open_regular_file(path) as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"{path} is larger than {MAX_FILE_BYTES} bytes.")
     return content
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, including line ends; no lines if it does not exist. Raise ValueError like
-    `open_regular`, and for lines over `MAX_LINE` bytes."""
+    `open_regular_file`, and for lines over `MAX_LINE_BYTES`."""
     if not os.path.lexists(path):
         return
-    with open_regular(path) as file:
-        while line := file.readline(MAX_LINE + 1):
-            if len(line) > MAX_LINE:
-                raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes.")
+    with open_regular_file(path) as file:
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES} bytes.")
             yield line
 
 
@@ -114,9 +114,9 @@ def delete_training_state(folder: Path) -> None:
     """Delete the training state of a checkpoint. Its digest is removed first: a kill in between leaves a file without a
     digest, never a digest without its file."""
     state_files = [folder / name for name in TRAINING_STATE_FILES if (folder / name).exists()]
-    if state_files and (sums := read_checksums(folder)):
+    if state_files and (checksums := read_checksums(folder)):
         remaining_lines = (
-            f"{digest}  {name}\n" for name, digest in sums.items() if name not in TRAINING_STATE_FILES
+            f"{digest}  {name}\n" for name, digest in checksums.items() if name not in TRAINING_STATE_FILES
         )
         write_atomically(folder / CHECKSUM_FILE, "".join(remaining_lines))
     for path in state_files:
@@ -125,11 +125,11 @@ def delete_training_state(folder: Path) -> None:
 
 def modified_files(folder: Path, ignored: Collection[str] = ()) -> list[str]:
     """Return the files that are missing or no longer match their recorded digests, except those in `ignored`."""
-    sums = {n: digest for n, digest in read_checksums(folder).items() if n not in ignored}
-    unmodified = {
-        n for n, digest in sums.items() if (folder / n).is_file() and file_digest(folder / n) == digest
+    digests = {n: digest for n, digest in read_checksums(folder).items() if n not in ignored}
+    unmodified_files = {
+        n for n, digest in digests.items() if (folder / n).is_file() and file_digest(folder / n) == digest
     }
-    return sorted(sums.keys() - unmodified)
+    return sorted(digests.keys() - unmodified_files)
 
 
 def file_digest(path: Path) -> str:

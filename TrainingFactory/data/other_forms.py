@@ -7,14 +7,14 @@ from typing import Any
 
 from TrainingFactory.data.conversations import read_list
 
-MEDIA = ("videos", "audios")
+MEDIA_COLUMNS = ("videos", "audios")
 SPEAKERS = ("human", "user", "assistant", "gpt", "bot")  # keys of a turn, the user's before the assistant's
 
 
 def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a row's columns, with those of other formats converted to "messages", "chosen" and "rejected"."""
-    if media := next((name for name in MEDIA if columns.get(name)), None):
-        raise ValueError(f'has "{media}", but only text and images are supported')
+    if media_column := next((name for name in MEDIA_COLUMNS if columns.get(name)), None):
+        raise ValueError(f'has "{media_column}", but only text and images are supported')
     if "messages" not in columns and (messages := _collect_messages(columns)) is not None:
         columns = {**columns, "messages": messages}
     if "messages" not in columns or "rejected" in columns:
@@ -23,28 +23,28 @@ def normalize_columns(columns: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**columns, "chosen": columns["messages"], "rejected": columns["rejected_messages"]}
     messages = read_list(columns["messages"], "messages")
     if "rejected_response" in columns:
-        rejected = _make_rejected_side(messages, columns["rejected_response"])
-        return {**columns, "chosen": messages, "rejected": rejected}
-    return _split_masked({**columns, "messages": messages})
+        rejected_messages = _make_rejected_side(messages, columns["rejected_response"])
+        return {**columns, "chosen": messages, "rejected": rejected_messages}
+    return _split_masked_messages({**columns, "messages": messages})
 
 
-def _make_rejected_side(messages: list[Any], rejected: Any) -> list[Any]:
+def _make_rejected_side(messages: list[Any], rejected_response: Any) -> list[Any]:
     """Return the messages with the part after the last user message replaced by the rejected response."""
     user_indices = [index for index, row in enumerate(messages) if _has_role(row, "user")]
     if not user_indices:
         raise ValueError('has "rejected_response", but no user message in "messages" that it could follow')
-    if isinstance(rejected, str):
-        rejected = [{"role": "assistant", "content": rejected}]
-    return [*messages[: user_indices[-1] + 1], *read_list(rejected, "rejected_response")]
+    if isinstance(rejected_response, str):
+        rejected_response = [{"role": "assistant", "content": rejected_response}]
+    return [*messages[: user_indices[-1] + 1], *read_list(rejected_response, "rejected_response")]
 
 
-def _split_masked(columns: dict[str, Any]) -> dict[str, Any]:
+def _split_masked_messages(columns: dict[str, Any]) -> dict[str, Any]:
     """Move the messages that ms-swift excludes from the loss ("loss" is false) to a prompt."""
     rows = list(enumerate(columns["messages"]))
-    masked = [n for n, row in rows if isinstance(row, Mapping) and row.get("loss") in (False, 0)]
+    masked = [i for i, row in rows if isinstance(row, Mapping) and row.get("loss") in (False, 0)]
     if not masked:
         return columns
-    trained = [n for n, row in rows if _has_role(row, "assistant", "tool_call") and n not in masked]
+    trained = [i for i, row in rows if _has_role(row, "assistant", "tool_call") and i not in masked]
     if not trained or trained[0] < masked[-1]:
         raise ValueError(
             f'has "loss" false in message {masked[-1]}, but no trained message or one before it; only the first '
@@ -74,6 +74,6 @@ def _collect_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]] | None
     if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         raise ValueError('has a "history" or "conversation" that is not a list of question-answer pairs')
     messages = [{"role": "system", "content": columns["system"]}] if columns.get("system") else []
-    for user, assistant in turns:
-        messages += [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+    for question, answer in turns:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return messages

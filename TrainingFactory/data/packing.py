@@ -24,7 +24,7 @@ from TrainingFactory.types import Sample
 MIN_SAVING = 24  # tokens that a node must save; below that, another level costs more than it saves
 MAX_LEVELS = 6
 COPY_SHARE = 16  # a common prefix may be repeated in another tree if that adds at most 1 token in COPY_SHARE
-Keys = list[list[int]]  # sort the rows in the same order in every process
+SortKeys = list[list[int]]  # sort the rows in the same order in every process
 
 
 @dataclass(slots=True)
@@ -81,24 +81,24 @@ def pack(
     ids = [np.asarray(sample.token_ids, np.int64) for sample in samples]
     packs: list[Pack] = []
     batch: list[list[int]] = []
-    size = widest = num_rows = 0
+    size = max_width = num_rows = 0
     keys = renumber_images([sample.token_ids for sample in samples])
     units = _group_into_units(samples, ids, keys, sharing)
     if splitting:
-        units = [part for unit in units for part in _split_unit(ids, unit, token_budget, sharing)]
+        units = [subunit for unit in units for subunit in _split_unit(ids, unit, token_budget, sharing)]
     for unit in units:
-        longest = max(len(ids[row]) for row in unit)
+        unit_width = max(len(ids[row]) for row in unit)
         if sharing:
             tree_size = _count_tree_tokens(ids, unit)
-            joint_size = size + tree_size - (shared_prefix(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
+            joint_size = size + tree_size - (count_shared(ids[batch[-1][-1]], ids[unit[0]]) if batch else 0)
         else:
-            tree_size = longest * len(unit)
-            joint_size = max(widest, longest) * (num_rows + len(unit))
+            tree_size = unit_width * len(unit)
+            joint_size = max(max_width, unit_width) * (num_rows + len(unit))
         if batch and joint_size > token_budget:
             packs += _build_packs(samples, ids, keys, batch, token_budget, sharing, split_above, splitting)
-            batch, joint_size, widest, num_rows = [], tree_size, 0, 0
+            batch, joint_size, max_width, num_rows = [], tree_size, 0, 0
         batch.append(unit)
-        size, widest, num_rows = joint_size, max(widest, longest), num_rows + len(unit)
+        size, max_width, num_rows = joint_size, max(max_width, unit_width), num_rows + len(unit)
     return (
         packs + _build_packs(samples, ids, keys, batch, token_budget, sharing, split_above, splitting)
         if batch
@@ -107,7 +107,7 @@ def pack(
 
 
 def _group_into_units(
-    samples: Sequence[Sample], ids: list[np.ndarray], keys: Keys, sharing: bool
+    samples: Sequence[Sample], ids: list[np.ndarray], keys: SortKeys, sharing: bool
 ) -> list[list[int]]:
     """Group the rows into units that must stay in one pack. Return the row indices of each unit, in packing order."""
 
@@ -116,27 +116,27 @@ def _group_into_units(
         return keys[row] if sharing else (len(ids[row]), keys[row])
 
     units: dict[int, list[int]] = {}
-    for row in sorted((n for n, sample in enumerate(samples) if any(sample.loss_mask)), key=sort_key):
+    for row in sorted((i for i, sample in enumerate(samples) if any(sample.loss_mask)), key=sort_key):
         units.setdefault(samples[row].pair, []).append(row)
     return list(units.values())
 
 
 def _split_unit(ids: list[np.ndarray], unit: list[int], budget: int, sharing: bool) -> list[list[int]]:
     """Split a unit into one unit per row if its rows together exceed the budget."""
-    size = _count_tree_tokens(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
-    return [unit] if size <= budget else [[row] for row in unit]
+    num_tokens = _count_tree_tokens(ids, unit) if sharing else len(unit) * max(len(ids[row]) for row in unit)
+    return [unit] if num_tokens <= budget else [[row] for row in unit]
 
 
 def _count_tree_tokens(ids: list[np.ndarray], rows: list[int]) -> int:
     """Return the number of tokens of a tree over sorted rows in which every common prefix is shared."""
-    common = sum(shared_prefix(ids[left], ids[right]) for left, right in pairwise(rows))
-    return sum(len(ids[row]) for row in rows) - common
+    num_shared = sum(count_shared(ids[left], ids[right]) for left, right in pairwise(rows))
+    return sum(len(ids[row]) for row in rows) - num_shared
 
 
-def shared_prefix(left: np.ndarray, right: np.ndarray) -> int:
-    size = min(len(left), len(right))
-    differing = np.flatnonzero(left[:size] != right[:size])
-    return int(differing[0]) if len(differing) else size
+def count_shared(left: np.ndarray, right: np.ndarray) -> int:
+    max_length = min(len(left), len(right))
+    differing_positions = np.flatnonzero(left[:max_length] != right[:max_length])
+    return int(differing_positions[0]) if len(differing_positions) else max_length
 
 
 class _Tree:
@@ -146,34 +146,34 @@ class _Tree:
         self.ids, self.overlaps = ids, overlaps
         self.nodes: list[TreeNode] = []
         self.tokens: list[np.ndarray] = []
-        self.paths: list[list[int]] = [[] for _ in ids]
+        self.node_paths: list[list[int]] = [[] for _ in ids]
         self.size = 0
-        self.grow(0, len(ids), 0, -1)
+        self.add_rows(0, len(ids), 0, -1)
 
-    def grow(self, start_row: int, end_row: int, depth: int, parent: int) -> None:
+    def add_rows(self, start_row: int, end_row: int, depth: int, parent: int) -> None:
         """Add the nodes of the rows from `start_row` up to `end_row` to the tree. The first `depth` tokens of these
         rows are in ancestor nodes."""
         level = self.nodes[parent].level + 1 if parent >= 0 else 0
         if end_row - start_row == 1:
             self._add_node(start_row, end_row, depth, len(self.ids[start_row]), parent, level)
             return
-        common = min(self.overlaps[start_row + 1 : end_row])
-        if (common - depth) * (end_row - start_row - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
-            parent = self._add_node(start_row, end_row, depth, common, parent, level)
-            depth = common
+        common_length = min(self.overlaps[start_row + 1 : end_row])
+        if (common_length - depth) * (end_row - start_row - 1) >= MIN_SAVING and level < MAX_LEVELS - 1:
+            parent = self._add_node(start_row, end_row, depth, common_length, parent, level)
+            depth = common_length
         elif level == MAX_LEVELS - 1 or all(
-            overlap == common for overlap in self.overlaps[start_row + 1 : end_row]
+            overlap == common_length for overlap in self.overlaps[start_row + 1 : end_row]
         ):
             for row in range(start_row, end_row):
-                self.grow(row, row + 1, depth, parent)
+                self.add_rows(row, row + 1, depth, parent)
             return
         boundaries = [
             start_row,
-            *(n for n in range(start_row + 1, end_row) if self.overlaps[n] == common),
+            *(row for row in range(start_row + 1, end_row) if self.overlaps[row] == common_length),
             end_row,
         ]
         for child_start, child_end in pairwise(boundaries):
-            self.grow(child_start, child_end, depth, parent)
+            self.add_rows(child_start, child_end, depth, parent)
 
     def _add_node(
         self, start_row: int, end_row: int, depth: int, end_depth: int, parent: int, level: int
@@ -184,19 +184,19 @@ class _Tree:
         self.tokens.append(self.ids[start_row][depth:end_depth])
         self.size += end_depth - depth
         for row in range(start_row, end_row):
-            self.paths[row].append(len(self.nodes) - 1)
+            self.node_paths[row].append(len(self.nodes) - 1)
         return len(self.nodes) - 1
 
-    def places(self, row: int) -> np.ndarray:
+    def find_token_indices(self, row: int) -> np.ndarray:
         """Return the flat index of each token of a row."""
-        nodes = (self.nodes[index] for index in self.paths[row])
+        nodes = (self.nodes[index] for index in self.node_paths[row])
         return np.concatenate([np.arange(node.start, node.start + node.length) for node in nodes])
 
 
 def _build_packs(
     samples: Sequence[Sample],
     ids: list[np.ndarray],
-    keys: Keys,
+    keys: SortKeys,
     units: list[list[int]],
     budget: int,
     sharing: bool,
@@ -205,26 +205,26 @@ def _build_packs(
 ) -> list[Pack]:
     """Build one pack, or several if the tree exceeds the budget. The tree can have more tokens than
     `_count_tree_tokens` returns, because it shares no short prefixes."""
-    rows = [index for unit in units for index in unit]
+    rows = [row for unit in units for row in unit]
     if sharing:
-        rows.sort(key=lambda number: keys[number])
+        rows.sort(key=lambda row: keys[row])
     overlaps = [
         0,
-        *(shared_prefix(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows)),
+        *(count_shared(ids[left], ids[right]) if sharing else 0 for left, right in pairwise(rows)),
     ]
     tree = _Tree(
-        [ids[index] for index in rows],
+        [ids[row] for row in rows],
         _cut_small_overlaps([len(ids[row]) for row in rows], overlaps, split_above),
     )
     if splitting and len(units) == 1 and tree.size > budget:
         units = [[row] for row in rows]
-    half = len(units) // 2
-    if half and tree.size > budget:
-        halves = (
+    middle = len(units) // 2
+    if middle and tree.size > budget:
+        half_packs = (
             _build_packs(samples, ids, keys, half_units, budget, sharing, split_above, splitting)
-            for half_units in (units[:half], units[half:])
+            for half_units in (units[:middle], units[middle:])
         )
-        return [*chain.from_iterable(halves)]
+        return [*chain.from_iterable(half_packs)]
     return [_build_pack(samples, ids, rows, tree)]
 
 
@@ -232,42 +232,42 @@ def _cut_small_overlaps(lengths: list[int], overlaps: list[int], split_above: in
     """Return `overlaps` with 0 at each row where a new tree begins. Such a row shares no more tokens than all rows of
     the previous tree share, and that tree is large enough."""
     shared_lengths = list(overlaps)
-    size = shortest = lengths[0]
+    tree_size = min_length = lengths[0]
     for row in range(1, len(overlaps)) if split_above else ():
-        shortest = min(shortest, overlaps[row])
-        if overlaps[row] == shortest and size > max(split_above, COPY_SHARE * overlaps[row]):
-            shared_lengths[row] = size = 0
-            shortest = lengths[row]
-        size += lengths[row] - shared_lengths[row]
+        min_length = min(min_length, overlaps[row])
+        if overlaps[row] == min_length and tree_size > max(split_above, COPY_SHARE * overlaps[row]):
+            shared_lengths[row] = tree_size = 0
+            min_length = lengths[row]
+        tree_size += lengths[row] - shared_lengths[row]
     return shared_lengths
 
 
-def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[int], tree: _Tree) -> Pack:
-    rows = [samples[row] for row in batch]
+def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], indices: list[int], tree: _Tree) -> Pack:
+    rows = [samples[row] for row in indices]
     trained_positions = [np.flatnonzero(sample.loss_mask) for sample in rows]
-    sizes = [len(positions) for positions in trained_positions]
-    positions_by_row = [tree.places(index) for index in range(len(batch))]
+    trained_counts = [len(positions) for positions in trained_positions]
+    positions_by_row = [tree.find_token_indices(index) for index in range(len(indices))]
     first_rows: dict[int, Sample] = {}  # first row of each episode, in the order of the pack
     for sample in rows:
         first_rows.setdefault(sample.episode, sample)
     episode_index = {episode: index for index, episode in enumerate(first_rows)}
 
-    def gather_values(values: Iterable[Any], kind: Any, shift: int = 0) -> np.ndarray:
+    def gather_values(values: Iterable[Any], dtype: Any, shift: int = 0) -> np.ndarray:
         """Return the values of all rows at their trained tokens, or at the tokens `shift` positions before."""
         pairs = zip(values, trained_positions, strict=True)
-        return np.concatenate([np.asarray(value, kind)[positions - shift] for value, positions in pairs])
+        return np.concatenate([np.asarray(value, dtype)[positions - shift] for value, positions in pairs])
 
     references = [sample.reference for sample in rows]
     return Pack(
         token_ids=np.concatenate(tree.tokens),
         positions=np.concatenate([np.arange(node.depth, node.depth + node.length) for node in tree.nodes]),
         nodes=tree.nodes,
-        rows=np.array(batch),
+        rows=np.array(indices),
         source=gather_values(positions_by_row, np.int64, shift=1),
         place=gather_values(positions_by_row, np.int64),
-        target=gather_values((ids[row] for row in batch), np.int64),
-        row=np.repeat(batch, sizes),
-        episode=np.repeat([episode_index[sample.episode] for sample in rows], sizes),
+        target=gather_values((ids[row] for row in indices), np.int64),
+        row=np.repeat(indices, trained_counts),
+        episode=np.repeat([episode_index[sample.episode] for sample in rows], trained_counts),
         labels=np.array([sample.label for sample in first_rows.values()], np.float32),
         pairs=_order_pairs(first_rows.values(), episode_index),
         logprobs=gather_values((sample.logprobs for sample in rows), np.float32),
@@ -284,10 +284,10 @@ def _build_pack(samples: Sequence[Sample], ids: list[np.ndarray], batch: list[in
     )
 
 
-def _order_pairs(episodes: Iterable[Sample], episode_index: dict[int, int]) -> np.ndarray:
+def _order_pairs(first_rows: Iterable[Sample], episode_index: dict[int, int]) -> np.ndarray:
     """Return [P, 2]: the episodes of each pair, the one with the higher label first."""
     groups: dict[int, list[Sample]] = {}
-    for sample in episodes:
+    for sample in first_rows:
         groups.setdefault(sample.pair, []).append(sample)
     pairs = [sorted(group, key=lambda sample: -sample.label) for group in groups.values() if len(group) == 2]
     index_pairs = [[episode_index[sample.episode] for sample in pair] for pair in pairs]
@@ -314,7 +314,8 @@ class Batch:
         if all(pack.weights is None for pack in self.packs):
             return self.tokens
         weights = (
-            len(p.target) if p.weights is None else float(p.weights.sum(dtype=float)) for p in self.packs
+            len(pack.target) if pack.weights is None else float(pack.weights.sum(dtype=float))
+            for pack in self.packs
         )
         return sum(weights)
 
@@ -328,10 +329,10 @@ def make_batch(
     num_split = _add_lengths(samples, packs) if splitting else 0
     return Batch(
         packs,
-        sum(len(p.rows) for p in packs),
-        sum(len(p.target) for p in packs),
-        len({samples[row].episode for p in packs for row in p.rows}),
-        sum(len(p.pairs) for p in packs),
+        sum(len(pack.rows) for pack in packs),
+        sum(len(pack.target) for pack in packs),
+        len({samples[row].episode for pack in packs for row in pack.rows}),
+        sum(len(pack.pairs) for pack in packs),
         mismatched=pack(mismatched_rows(samples), token_budget, sharing, split_above) if mismatched else [],
         split_episodes=num_split,
     )
@@ -340,16 +341,16 @@ def make_batch(
 def _add_lengths(samples: Sequence[Sample], packs: Sequence[Pack]) -> int:
     """Set `lengths` to the lengths of whole episodes in each pack that has only a part of one. Return the number of
     split episodes."""
-    episodes = [list(dict.fromkeys(samples[row].episode for row in part.rows)) for part in packs]
-    counts = Counter(chain.from_iterable(episodes))
-    if (num_split := sum(count > 1 for count in counts.values())) == 0:
+    episode_ids_by_pack = [list(dict.fromkeys(samples[row].episode for row in pack.rows)) for pack in packs]
+    pack_counts = Counter(chain.from_iterable(episode_ids_by_pack))
+    if (num_split := sum(count > 1 for count in pack_counts.values())) == 0:
         return 0
-    lengths = dict.fromkeys(counts, 0.0)
+    lengths = dict.fromkeys(pack_counts, 0.0)
     for sample in samples:
         if sample.episode in lengths:
             weights = sample.loss_mask if sample.weights is None else np.asarray(sample.weights, np.float32)
             lengths[sample.episode] += float(np.sum(weights, dtype=float))
-    for part, episode_ids in zip(packs, episodes, strict=True):
-        if any(counts[episode_id] > 1 for episode_id in episode_ids):
-            part.lengths = np.array([lengths[episode_id] for episode_id in episode_ids])
+    for pack, episode_ids in zip(packs, episode_ids_by_pack, strict=True):
+        if any(pack_counts[episode_id] > 1 for episode_id in episode_ids):
+            pack.lengths = np.array([lengths[episode_id] for episode_id in episode_ids])
     return num_split

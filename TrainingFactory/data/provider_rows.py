@@ -20,7 +20,7 @@ Provider = Literal["openai", "gemini", "bedrock"]
 Row = dict[str, Any]
 BEDROCK_VERSION = "bedrock-conversation-2024"
 BEDROCK_RESERVED = ("User:", "Bot:", "Assistant:", "System:", "<image>", "<video>", "[EOS]")
-TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+TOOL_NAME_PATTERN = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 CALL_ID = re.compile(r"[a-zA-Z0-9_-]+")
 SCHEMA_KEYS = (
     "type",
@@ -41,48 +41,48 @@ class UnfitRow(ValueError):
 
 
 class ProviderFormat(NamedTuple):
-    supervised: Callable[[Row, list[Row]], Row]
-    pair: Callable[[Row, list[Row], Row, Row], Row] | None  # row, prompt, chosen and rejected message
+    convert_row: Callable[[Row, list[Row]], Row]
+    convert_pair: Callable[[Row, list[Row], Row, Row], Row] | None  # row, prompt, chosen and rejected message
 
 
-def provider_rows(rows: Sequence[Row], provider: Provider, dropped: Counter[str]) -> list[Row]:
+def to_provider_rows(rows: Sequence[Row], provider: Provider, drops: Counter[str]) -> list[Row]:
     """Convert rows to the provider's format; count the rows that it cannot represent in `dropped` by reason."""
-    fmt, converted = FORMATS[provider], []
+    provider_format, converted_rows = FORMATS[provider], []
     for row in rows:
-        if "chosen" in row and fmt.pair is None:
+        if "chosen" in row and provider_format.convert_pair is None:
             raise ValueError(f"{provider} has no tuning on pairs; use --to {provider} without dpo")
         if not {"chosen", "messages", "completion"} & row.keys() or "label" in row or "labels" in row:
             raise ValueError(f"the format {provider} is for sft and dpo rows; use --to {provider}")
         try:
-            converted.append(_check_row(row, fmt))
+            converted_rows.append(_check_row(row, provider_format))
         except UnfitRow as error:
-            dropped[f"{provider}: {error}"] += 1
-    return converted
+            drops[f"{provider}: {error}"] += 1
+    return converted_rows
 
 
-def _check_row(row: Row, fmt: ProviderFormat) -> Row:
+def _check_row(row: Row, provider_format: ProviderFormat) -> Row:
     if row.get("images"):
         raise UnfitRow("the row has images, which this format does not carry")
     for tool in row.get("tools", ()):
-        if not TOOL_NAME.fullmatch(tool["function"]["name"]):
+        if not TOOL_NAME_PATTERN.fullmatch(tool["function"]["name"]):
             raise UnfitRow(f"tool name {tool['function']['name']!r:.70}; use letters, digits, _ and -")
     if "chosen" in row:
-        assert fmt.pair is not None
-        shared, chosen, rejected = _split_at_difference(row)
-        prompt = [*_remove_weights(row["prompt"]), *shared]
+        assert provider_format.convert_pair is not None
+        shared_messages, chosen, rejected = _split_at_difference(row)
+        prompt = [*_remove_weights(row["prompt"]), *shared_messages]
         _check_messages([*prompt, chosen])
         _check_messages([*prompt, rejected])
-        return fmt.pair(row, prompt, chosen, rejected)
+        return provider_format.convert_pair(row, prompt, chosen, rejected)
     messages = row["messages"] if "messages" in row else [*_remove_weights(row["prompt"]), *row["completion"]]
     _check_messages(messages)
-    return fmt.supervised(row, messages)
+    return provider_format.convert_row(row, messages)
 
 
 def _split_at_difference(row: Row) -> tuple[list[Row], Row, Row]:
     """Return the common beginning of the two completions, and the differing message of each."""
-    comparable = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
+    comparable_sides = [[_without_ids(message) for message in row[side]] for side in ("chosen", "rejected")]
     num_shared = 0
-    for chosen, rejected in zip(*comparable, strict=False):
+    for chosen, rejected in zip(*comparable_sides, strict=False):
         if chosen != rejected:
             break
         num_shared += 1
@@ -109,19 +109,19 @@ def _check_messages(messages: Sequence[Row]) -> None:
         raise UnfitRow("the last message is not the assistant's")
     if not any(message["role"] == "user" for message in messages):
         raise UnfitRow("there is no user message")
-    pending: list[str] = []
+    call_ids: list[str] = []
     for message in messages:
         if message["role"] == "tool":
-            if message.get("tool_call_id") not in pending:
+            if message.get("tool_call_id") not in call_ids:
                 raise UnfitRow("a tool result answers no call")
-            pending.remove(message["tool_call_id"])
+            call_ids.remove(message["tool_call_id"])
             continue
-        if pending:
+        if call_ids:
             raise UnfitRow("a call has no result")
-        pending = [call["id"] for call in message.get("tool_calls", ())]
-        if not all(CALL_ID.fullmatch(call_id) for call_id in pending) or len(set(pending)) < len(pending):
+        call_ids = [call["id"] for call in message.get("tool_calls", ())]
+        if not all(CALL_ID.fullmatch(call_id) for call_id in call_ids) or len(set(call_ids)) < len(call_ids):
             raise UnfitRow("ids of calls must be unique, of letters, digits, _ and -")
-        if message["role"] == "assistant" and not message["content"] and not pending:
+        if message["role"] == "assistant" and not message["content"] and not call_ids:
             raise UnfitRow("an assistant message is empty")
 
 
@@ -199,18 +199,18 @@ def _to_gemini_schema(schema: Any) -> Any:
     if isinstance(row.get("type"), str):
         row["type"] = row["type"].upper()
     if "properties" in row:
-        row["properties"] = {name: _to_gemini_schema(value) for name, value in row["properties"].items()}
+        row["properties"] = {name: _to_gemini_schema(child) for name, child in row["properties"].items()}
     if "items" in row:
         row["items"] = _to_gemini_schema(row["items"])
     if "anyOf" in row:
-        row["anyOf"] = [_to_gemini_schema(value) for value in row["anyOf"]]
+        row["anyOf"] = [_to_gemini_schema(child) for child in row["anyOf"]]
     return row
 
 
 def _to_gemini_frame(row: Row, messages: Sequence[Row]) -> Row:
     frame: Row = {}
-    if system := _join_system_texts(messages):
-        frame["systemInstruction"] = {"role": "system", "parts": [{"text": system}]}
+    if system_text := _join_system_texts(messages):
+        frame["systemInstruction"] = {"role": "system", "parts": [{"text": system_text}]}
     functions = [tool["function"] for tool in row.get("tools", ())]
     if functions:
         declarations = [
@@ -264,14 +264,14 @@ def _to_bedrock_row(row: Row, messages: list[Row]) -> Row:
             turns.append({"role": role, "content": _to_bedrock_blocks(message)})
     if turns[0]["role"] != "user":
         raise UnfitRow("the first message is not the user's")
-    converted: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
-    converted["messages"] = turns
+    bedrock_row: Row = {"schemaVersion": BEDROCK_VERSION} | ({"system": [{"text": system}]} if system else {})
+    bedrock_row["messages"] = turns
     if row.get("tools"):
         functions = [tool["function"] for tool in row["tools"]]
-        converted["toolConfig"] = {
+        bedrock_row["toolConfig"] = {
             "tools": [{"toolSpec": _to_bedrock_tool_spec(function)} for function in functions]
         }
-    return converted
+    return bedrock_row
 
 
 def _to_bedrock_tool_spec(function: Row) -> Row:

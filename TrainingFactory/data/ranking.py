@@ -11,7 +11,7 @@ Scored = TypeVar("Scored")
 RELATIVE_TOLERANCE = 1e-6  # relative to the larger of two rewards
 
 
-def total(reward: Reward) -> float:
+def sum_rewards(reward: Reward) -> float:
     """Return the sum of outcome and step rewards."""
     return reward.outcome + sum(reward.steps)
 
@@ -28,7 +28,7 @@ def best_and_worst(
     return None if high - low <= RELATIVE_TOLERANCE * max(abs(high), abs(low)) else (best, worst)
 
 
-def one_sided_warning(rewards: Sequence[float], threshold: float, key: str) -> str | None:
+def warn_if_one_sided(rewards: Sequence[float], threshold: float, key: str) -> str | None:
     """Return a warning if all rewards, or none, are above the threshold, which the option `key` sets."""
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     if not rewards or low <= threshold < high:

@@ -22,31 +22,31 @@ def rerender(chat: ChatFormat, trajectory: Trajectory, unfold: bool = False) -> 
     conversation of all turns, without the summaries."""
     turns: list[Turn] = []
     prompt_ids = chat.render(trajectory.prompt, trajectory.tools)
-    is_same = prompt_ids == trajectory.turns[0].prompt_ids and all(
+    is_same_format = prompt_ids == trajectory.turns[0].prompt_ids and all(
         chat.parse(turn.completion.token_ids, turn.prompt_ids, trajectory.tools).content
         == turn.message.content
         for turn in trajectory.turns
     )
     is_folded = trajectory.is_folded
-    if is_same and not (is_folded and unfold):
+    if is_same_format and not (is_folded and unfold):
         return trajectory
     if is_folded and not unfold:
         raise FoldedEpisodeError("a folded episode cannot be rendered in another chat template")
-    for index, original in enumerate(turn for turn in trajectory.turns if not turn.summary):
+    for index, original_turn in enumerate(turn for turn in trajectory.turns if not turn.summary):
         if index:
             prompt_ids = prompt_ids + chat.extend(turns[-1], turns[-1].replies)
-        if is_same:
-            turns.append(replace(original, prompt_ids=prompt_ids, fold=None))
-            prompt_ids = prompt_ids + original.completion.token_ids
+        if is_same_format:
+            turns.append(replace(original_turn, prompt_ids=prompt_ids, fold=None))
+            prompt_ids = prompt_ids + original_turn.completion.token_ids
             continue
-        if call_error := next((call.error for call in original.message.tool_calls if call.error), None):
+        if call_error := next((call.error for call in original_turn.message.tool_calls if call.error), None):
             raise UnparsableCallError(
                 f"turn {index} cannot be rendered in another chat template: {call_error}"
             )
-        token_ids = chat.write(original.message, prompt_ids, trajectory.tools)
-        if original.completion.finish == "length":
+        token_ids = chat.write(original_turn.message, prompt_ids, trajectory.tools)
+        if original_turn.completion.finish == "length":
             token_ids = token_ids[:-1] or token_ids
-        completion = Completion(token_ids, [0.0] * len(token_ids), original.completion.finish)
-        turns.append(replace(original, prompt_ids=prompt_ids, completion=completion))
+        completion = Completion(token_ids, [0.0] * len(token_ids), original_turn.completion.finish)
+        turns.append(replace(original_turn, prompt_ids=prompt_ids, completion=completion))
         prompt_ids = prompt_ids + token_ids
     return replace(trajectory, turns=turns)

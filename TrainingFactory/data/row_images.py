@@ -25,28 +25,28 @@ MESSAGE_COLUMNS = (
 )  # fmt: skip
 
 
-def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False) -> Mapping[str, Any]:
+def with_images(columns: Mapping[str, Any], row: DatasetRow, image_urls: bool = False) -> Mapping[str, Any]:
     """Return a row's columns with its images decoded inside its messages; `urls`: download images from addresses."""
     column = next((name for name in IMAGE_COLUMNS if columns.get(name) not in (None, "", [])), None)
     conversations = {name: columns[name] for name in MESSAGE_COLUMNS if name in columns}
     if column is None and not any(map(_has_image_parts, conversations.values())):
         return {name: value for name, value in columns.items() if name not in IMAGE_COLUMNS}
-    reader = _ImageReader(row.folder, urls)
+    reader = _ImageReader(row.folder, image_urls)
     images = [] if column is None else reader.read_column(columns[column], column)
     if images and isinstance(columns.get("prompt"), str):
         conversations["prompt"] = [{"role": "user", "content": columns["prompt"]}]
     if images and not any(map(_has_image_parts, conversations.values())):
-        conversations = {name: _with_tags_as_parts(value) for name, value in conversations.items()}
+        conversations = {name: _replace_tags(value) for name, value in conversations.items()}
     if images and not any(map(_count_placeholders, conversations.values())):
         names = ["prompt"] if "prompt" in conversations else list(conversations)
         conversations |= {name: _add_placeholders(conversations[name], len(images)) for name in names}
     # Other columns continue the prompt, unless they repeat it.
     num_shared, shown = _count_placeholders(conversations.get("prompt")), 0
     for name, value in conversations.items():
-        first = 0 if name == "prompt" or num_shared + _count_placeholders(value) > len(images) else num_shared
-        shown = max(shown, first + _count_placeholders(value))
+        start = 0 if name == "prompt" or num_shared + _count_placeholders(value) > len(images) else num_shared
+        shown = max(shown, start + _count_placeholders(value))
         if shown <= len(images):
-            conversations[name] = reader.fill(value, iter(images[first:]), name)
+            conversations[name] = reader.fill_placeholders(value, iter(images[start:]), name)
     if shown != len(images):
         raise ValueError(
             f'has {len(images)} images in "{column or "images"}", but its messages show {shown}: use one {TAG}, or one '
@@ -58,8 +58,8 @@ def with_images(columns: Mapping[str, Any], row: DatasetRow, urls: bool = False)
 class _ImageReader:
     """Reader of a row's images. Relative paths begin at `folder`; None: the row is from no local file."""
 
-    def __init__(self, folder: Path | None, urls: bool) -> None:
-        self._folder, self._urls = folder, urls
+    def __init__(self, folder: Path | None, image_urls: bool) -> None:
+        self._folder, self._image_urls = folder, image_urls
 
     def read_column(self, values: Any, column: str) -> list[Image]:
         images = []
@@ -73,31 +73,31 @@ class _ImageReader:
                 ) from error
         return images
 
-    def _read_image(self, value: Any) -> Image:
-        if isinstance(value, Mapping):  # Hugging Face's {"bytes", "path"}, of which one may be missing
-            value = value.get("bytes") or value.get("path") or value.get("url")
-        if is_image(value):
-            return as_image(value)
-        if isinstance(value, bytes):
-            return read_image(value)
-        if not isinstance(value, str):
-            raise ValueError(f"it must be bytes, a path, a data: URL or a PIL image, not {str(value)[:40]!r}")
-        if value.startswith("data:"):
-            return image_of_url(value)
-        if value.startswith(("http://", "https://")):
-            return self._download_image(value)
-        return self._read_file(value.removeprefix("file://"))
+    def _read_image(self, image: Any) -> Image:
+        if isinstance(image, Mapping):  # Hugging Face's {"bytes", "path"}, of which one may be missing
+            image = image.get("bytes") or image.get("path") or image.get("url")
+        if is_image(image):
+            return as_image(image)
+        if isinstance(image, bytes):
+            return read_image(image)
+        if not isinstance(image, str):
+            raise ValueError(f"it must be bytes, a path, a data: URL or a PIL image, not {str(image)[:40]!r}")
+        if image.startswith("data:"):
+            return image_of_url(image)
+        if image.startswith(("http://", "https://")):
+            return self._download_image(image)
+        return self._read_file(image.removeprefix("file://"))
 
-    def _read_file(self, name: str) -> Image:
-        path = Path(name).expanduser()
+    def _read_file(self, file_name: str) -> Image:
+        path = Path(file_name).expanduser()
         if self._folder is None and not path.is_absolute():
-            raise ValueError(f"{name[:80]!r} is a relative path, but the dataset is no local file")
+            raise ValueError(f"{file_name[:80]!r} is a relative path, but the dataset is no local file")
         path = path if self._folder is None else self._folder / path
         image = read_image_file(path)  # its pixels are checked now, and read again when they are needed
         return LazyImage(image.digest, image.width, image.height, path.absolute())
 
     def _download_image(self, url: str) -> Image:
-        if not self._urls:
+        if not self._image_urls:
             raise ValueError(f"{url[:80]} is an address; set data.image_urls=true to download such images")
         try:
             with urllib.request.urlopen(url, timeout=DOWNLOAD_SECONDS) as response:
@@ -105,13 +105,13 @@ class _ImageReader:
         except (OSError, urllib.error.URLError) as error:
             raise ValueError(f"cannot download {url[:80]}: {error}") from None
 
-    def fill(self, value: Any, images: Iterator[Image], column: str) -> Any:
+    def fill_placeholders(self, conversation: Any, images: Iterator[Image], column: str) -> Any:
         """Decode the image parts of a conversation, and replace each placeholder with the next image of `images`."""
-        if not isinstance(value, list):
-            return value
+        if not isinstance(conversation, list):
+            return conversation
         return [
-            self._fill_message(message, images, f'message {n} of "{column}"')
-            for n, message in enumerate(value)
+            self._fill_message(message, images, f'message {index} of "{column}"')
+            for index, message in enumerate(conversation)
         ]
 
     def _fill_message(self, message: Any, images: Iterator[Image], location: str) -> Any:
@@ -130,10 +130,10 @@ class _ImageReader:
             return part
         try:
             url = part.get("image_url", part.get("url"))
-            value = part.get("image", url.get("url") if isinstance(url, Mapping) else url)
+            image = part.get("image", url.get("url") if isinstance(url, Mapping) else url)
             return {
                 "type": "image",
-                "image": image_of_part(part) if value is None else self._read_image(value),
+                "image": image_of_part(part) if image is None else self._read_image(image),
             }
         except ValueError as error:
             raise ValueError(f"has an invalid image in {location}: {error}") from error
@@ -146,30 +146,30 @@ def _find_content_key(message: Any) -> str | None:
     )
 
 
-def _iterate_parts(value: Any) -> Iterator[Any]:
+def _iterate_parts(conversation: Any) -> Iterator[Any]:
     """Yield the content parts of all messages in a conversation."""
-    for message in value if isinstance(value, list) else ():
+    for message in conversation if isinstance(conversation, list) else ():
         if (key := _find_content_key(message)) is not None and isinstance(message[key], list):
             yield from message[key]
 
 
-def _has_image_parts(value: Any) -> bool:
-    return any(map(is_image_part, _iterate_parts(value)))
+def _has_image_parts(conversation: Any) -> bool:
+    return any(map(is_image_part, _iterate_parts(conversation)))
 
 
 def _is_placeholder(part: Any) -> bool:
     return is_image_part(part) and not any(part.get(key) is not None for key in part if key != "type")
 
 
-def _count_placeholders(value: Any) -> int:
-    return sum(map(_is_placeholder, _iterate_parts(value)))
+def _count_placeholders(conversation: Any) -> int:
+    return sum(map(_is_placeholder, _iterate_parts(conversation)))
 
 
-def _with_tags_as_parts(value: Any) -> Any:
+def _replace_tags(conversation: Any) -> Any:
     """Replace the tags <image> in a conversation's texts with placeholders."""
-    if not isinstance(value, list):
-        return value
-    return [_split_content(message) for message in value]
+    if not isinstance(conversation, list):
+        return conversation
+    return [_split_content(message) for message in conversation]
 
 
 def _split_content(message: Any) -> Any:
@@ -183,15 +183,15 @@ def _split_content(message: Any) -> Any:
     return message | {key: parts}
 
 
-def _add_placeholders(value: Any, count: int) -> Any:
+def _add_placeholders(conversation: Any, num_placeholders: int) -> Any:
     """Insert `count` placeholders at the beginning of a conversation's first user message."""
-    for index, message in enumerate(value if isinstance(value, list) else ()):
+    for index, message in enumerate(conversation if isinstance(conversation, list) else ()):
         if (key := _find_content_key(message)) and message.get("role", message.get("from")) in (
             "user",
             "human",
         ):
             content = message[key]
             parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            changed = message | {key: [*[PLACEHOLDER] * count, *parts]}
-            return [*value[:index], changed, *value[index + 1 :]]
-    return value
+            new_message = message | {key: [*[PLACEHOLDER] * num_placeholders, *parts]}
+            return [*conversation[:index], new_message, *conversation[index + 1 :]]
+    return conversation

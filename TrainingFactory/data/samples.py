@@ -40,21 +40,21 @@ def to_samples(
             rows.append(Sample([], [], [], [], [], [], pair=pair, label=label))
             rows[-1].episode, rows[-1].pair = rows[0].episode, rows[0].pair
         row, completion = rows[-1], turn.completion
-        context = turn.prompt_ids[len(row.token_ids) :]  # the tokens that the row does not have yet
-        unsampled, sampled = len(context), len(completion.token_ids)
-        assert sampled, "a turn has sampled at least one token"
-        num_trained = 0 if turns == "last" and index < num_turns - 1 else 1 if tokens == "last" else sampled
+        context_ids = turn.prompt_ids[len(row.token_ids) :]  # the tokens that the row does not have yet
+        num_context, num_drawn = len(context_ids), len(completion.token_ids)
+        assert num_drawn, "a turn has sampled at least one token"
+        num_trained = 0 if turns == "last" and index < num_turns - 1 else 1 if tokens == "last" else num_drawn
         if turn.masked or (weights is not None and not weights[index]):
             num_trained = 0
-        masked = unsampled + sampled - num_trained  # tokens before the trained ones
-        row.token_ids += context + completion.token_ids
-        row.loss_mask += [False] * masked + [True] * num_trained
-        row.logprobs += [0.0] * masked + completion.logprobs[sampled - num_trained :]
-        row.advantages += [0.0] * masked + [advantage] * num_trained
-        row.rewards += [0.0] * (unsampled + sampled - 1) + [reward]
-        row.policy_version += [completion.policy_version] * unsampled + completion.token_versions
+        num_masked = num_context + num_drawn - num_trained  # tokens before the trained ones
+        row.token_ids += context_ids + completion.token_ids
+        row.loss_mask += [False] * num_masked + [True] * num_trained
+        row.logprobs += [0.0] * num_masked + completion.logprobs[num_drawn - num_trained :]
+        row.advantages += [0.0] * num_masked + [advantage] * num_trained
+        row.rewards += [0.0] * (num_context + num_drawn - 1) + [reward]
+        row.policy_version += [completion.policy_version] * num_context + completion.token_versions
         if weights is not None:
-            row.weights = (row.weights or []) + [0.0] * masked + [weights[index]] * num_trained
+            row.weights = (row.weights or []) + [0.0] * num_masked + [weights[index]] * num_trained
     return rows
 
 
@@ -69,12 +69,12 @@ class Span:
 
 def turn_spans(trajectory: Trajectory) -> list[Span]:
     spans: list[Span] = []
-    row, previous_tokens = -1, list[int]()  # previous: prompt and completion of the turn before
+    row_index, previous_ids = -1, list[int]()  # previous: prompt and completion of the turn before
     for turn in trajectory.turns:
-        if row < 0 or turn.prompt_ids[: len(previous_tokens)] != previous_tokens:
-            row += 1
-        previous_tokens = turn.prompt_ids + turn.completion.token_ids
-        spans.append(Span(row, len(turn.prompt_ids), len(previous_tokens)))
+        if row_index < 0 or turn.prompt_ids[: len(previous_ids)] != previous_ids:
+            row_index += 1
+        previous_ids = turn.prompt_ids + turn.completion.token_ids
+        spans.append(Span(row_index, len(turn.prompt_ids), len(previous_ids)))
     return spans
 
 
@@ -85,19 +85,19 @@ def mismatched_samples(samples: Sequence[Sample]) -> list[Sample]:
     for sample in samples:
         if any(sample.loss_mask):
             first_rows.setdefault(sample.episode, sample)
-    rows: dict[tuple[int, ...], list[Sample]] = {}
+    rows_by_prompt: dict[tuple[int, ...], list[Sample]] = {}
     for row in first_rows.values():
-        rows.setdefault(tuple(row.token_ids[: row.loss_mask.index(True)]), []).append(row)
-    candidates = [(prompt, row) for prompt, rows_of_prompt in rows.items() for row in rows_of_prompt]
-    shift = max((len(rows_of_prompt) for rows_of_prompt in rows.values()), default=0)
+        rows_by_prompt.setdefault(tuple(row.token_ids[: row.loss_mask.index(True)]), []).append(row)
+    candidates = [(prompt, row) for prompt, group in rows_by_prompt.items() for row in group]
+    shift = max((len(group) for group in rows_by_prompt.values()), default=0)
     max_length = max((len(sample.token_ids) for sample in samples), default=0)
     mismatched_rows = []
     for index, (prompt, _) in enumerate(candidates):
         other_prompt, answer = candidates[index - shift]
         if other_prompt == prompt or len(prompt) + len(answer.token_ids) - len(other_prompt) > max_length:
             continue
-        ids = [*prompt, *answer.token_ids[len(other_prompt) :]]
-        mask = [False] * len(prompt) + answer.loss_mask[len(other_prompt) :]
-        zeros = [0.0] * len(ids)
-        mismatched_rows.append(Sample(ids, mask, zeros, zeros, zeros, [0] * len(ids)))
+        token_ids = [*prompt, *answer.token_ids[len(other_prompt) :]]
+        loss_mask = [False] * len(prompt) + answer.loss_mask[len(other_prompt) :]
+        zeros = [0.0] * len(token_ids)
+        mismatched_rows.append(Sample(token_ids, loss_mask, zeros, zeros, zeros, [0] * len(token_ids)))
     return mismatched_rows

@@ -97,16 +97,18 @@ def _is_plain(turn: Turn) -> bool:
     return value_types <= {str, int, float} and not any(result.attachments for result in turn.tool_results)
 
 
-def load_trajectories(path: str | Path, groups: str = "", growing: bool = False) -> Iterator[Trajectory]:
+def load_trajectories(
+    path: str | Path, group_prefix: str = "", is_growing: bool = False
+) -> Iterator[Trajectory]:
     """Yield the trajectories whose group name starts with `groups`. `growing`: ignore an incomplete last line."""
     store = ImageStore.beside(Path(path))
     with Path(path).open(encoding="utf-8", errors=ENCODING_ERRORS) as file:
         for line_number, line in enumerate(file, 1):
-            if growing and not line.endswith("\n"):
+            if is_growing and not line.endswith("\n"):
                 return
             try:
                 row = json.loads(line)
-                if str(row["group"]).startswith(groups):
+                if str(row["group"]).startswith(group_prefix):
                     yield trajectory_from_dict(row, store)
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}, line {line_number} is not a trajectory: {error!r}") from error
@@ -320,8 +322,8 @@ def _add_prompt_images(
         [*trajectory.prompt, *replies]
     ).keys()
     if digests:
-        shown = [picture_of(tokens) for tokens in images_in(trajectory.turns[turn_index].prompt_ids)]
-        images = [PlacedImage(0, image) for image in shown if image.digest in digests]
+        shown_images = [picture_of(tokens) for tokens in images_in(trajectory.turns[turn_index].prompt_ids)]
+        images = [PlacedImage(0, image) for image in shown_images if image.digest in digests]
         row["prompt_images"] = images_to_rows(images, store)
 
 

@@ -52,7 +52,7 @@ class ToolEnvironment:
         max_output_chars: int = 100_000,
     ) -> None:
         self.task = task
-        self.executor = AsyncToolExecutor([*_member_tools(self), *tools], timeout, max_output_chars)
+        self.executor = AsyncToolExecutor([*_list_member_tools(self), *tools], timeout, max_output_chars)
         self.tools: list[Tool] = self.executor.tools
 
     @classmethod
@@ -61,11 +61,11 @@ class ToolEnvironment:
         raise ValueError(f"{cls.__name__} generates no tasks; implement `tasks` or set data.tasks to a file")
 
     async def reset(self) -> list[Message]:
-        system = [Message("system", self.system_prompt)] if self.system_prompt else []
+        system_messages = [Message("system", self.system_prompt)] if self.system_prompt else []
         if isinstance(self.task.prompt, str):
-            return [*system, Message("user", self.task.prompt)]
+            return [*system_messages, Message("user", self.task.prompt)]
         starts_with_system = bool(self.task.prompt) and self.task.prompt[0].role == "system"
-        return [*([] if starts_with_system else system), *self.task.prompt]
+        return [*([] if starts_with_system else system_messages), *self.task.prompt]
 
     async def step(self, message: Message) -> Step:
         calls = message.tool_calls
@@ -77,9 +77,9 @@ class ToolEnvironment:
     def reward(self, episode: Episode) -> Reward | float | Awaitable[Reward | float]:
         """Return 1 if the last message equals the task's answer, or the part of it after `####`, else 0."""
         if self.task.answer is None:
-            name = type(self).__name__
+            class_name = type(self).__name__
             raise ValueError(
-                f"task {self.task.id} has no answer; implement {name}.reward or set another reward"
+                f"task {self.task.id} has no answer; implement {class_name}.reward or set another reward"
             )
         answer = str(self.task.answer)
         short_answer = answer.rpartition("####")[2]  # GSM8K answers have the solution before it
@@ -103,7 +103,7 @@ class ForeignEnvironment(ABC):
     def as_environment(self) -> type[ToolEnvironment]: ...
 
 
-def _member_tools(environment: ToolEnvironment) -> list[FunctionTool]:
+def _list_member_tools(environment: ToolEnvironment) -> list[FunctionTool]:
     """Return the `@tool` members in definition order, base classes first, without tools that a subclass overrides with
     another kind of member."""
     classes = type(environment).__mro__[-2::-1]  # without object

@@ -122,7 +122,7 @@ class Match:
             return
         reply = self.game.move(role, text)
         if reply is None:
-            await self.end()
+            await self.end_game()
             return
         if not isinstance(reply, str):
             raise TypeError(f"{type(self.game).__name__}.move must return a text or None, not {reply!r:.60}")
@@ -131,17 +131,17 @@ class Match:
         async with self._condition:
             self._condition.notify_all()
 
-    async def end(self, *, forfeited: str | None = None, failed: str | None = None) -> None:
+    async def end_game(self, *, forfeited_role: str | None = None, failed_role: str | None = None) -> None:
         """End the game, unless it is over."""
         if not self.is_over:
-            self.is_over, self._failed_role, self.game.forfeited = True, failed, forfeited
+            self.is_over, self._failed_role, self.game.forfeited = True, failed_role, forfeited_role
         async with self._condition:
             self._condition.notify_all()
 
     async def leave(self, role: str) -> None:
         """Leave the game. This ends it, because the other episode cannot continue alone. The last episode to leave
         closes it."""
-        await self.end(failed=role)
+        await self.end_game(failed_role=role)
         self._num_seats -= 1
         if not self._num_seats:
             await self.game.close()
@@ -178,7 +178,7 @@ class RoleSeat(ToolEnvironment):
         """End the game, because the other role may still wait for a move that this episode can no longer make. Return
         the role's reward."""
         is_truncated = episode.trajectory.status == "truncated"
-        await self._match.end(forfeited=self.role if is_truncated else None)
+        await self._match.end_game(forfeited_role=self.role if is_truncated else None)
         rewards = self._match.game.rewards()
         if self.role not in rewards:
             raise ValueError(f"{type(self._match.game).__name__}.rewards has no reward for {self.role}")

@@ -19,7 +19,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import sections
-from TrainingFactory.data.datasets import builtin_dataset, is_path
+from TrainingFactory.data.datasets import find_builtin_dataset, is_path
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.resolve.siblings import COMPUTE, DATA, SIBLINGS, Allocation, rows_of
 from TrainingFactory.training.dataset import UserObjects, read_objects
@@ -185,7 +185,7 @@ def _find_rows(key: str, name: str | None, notify: Notify) -> Any:
     if (dataset := DATA.find_object(name)) is not None:
         notify(f"data.{key} {name} is a dataset of {DATA.package}")
         return rows_of(dataset)
-    if builtin_dataset(name) is not None:
+    if find_builtin_dataset(name) is not None:
         notify(f"data.{key} {name} is a small dataset that comes with TrainingFactory")
     return None
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from pydantic import BaseModel, ValidationError
 
-from TrainingFactory.data.disk import read_whole, write_atomically
+from TrainingFactory.data.disk import read_small_file, write_atomically
 from TrainingFactory.runs.folder import RunFolder
 
 ANNOTATIONS = "annotations.json"
@@ -29,7 +29,7 @@ def read_annotations(run: RunFolder) -> Annotations:
     """Return the annotations of a run; raise ValueError if the file is damaged."""
     path = run.path / ANNOTATIONS
     try:
-        return Annotations.model_validate_json(read_whole(path))
+        return Annotations.model_validate_json(read_small_file(path))
     except FileNotFoundError:
         return Annotations()
     except ValidationError as error:

@@ -50,9 +50,9 @@ from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import (
     delete_training_state,
     naming_file_on_error,
-    open_regular,
+    open_regular_file,
     read_lines,
-    read_whole,
+    read_small_file,
     remove_folder,
     sync,
     write_atomically,
@@ -213,14 +213,14 @@ class RunFolder:
     @property
     def config(self) -> TrainingConfig:
         with contextlib.suppress(OSError):  # load_config raises a clearer error
-            read_whole(self.path / CONFIG)
+            read_small_file(self.path / CONFIG)
         return load_config(self.path / CONFIG)
 
     @property
     def run_info(self) -> dict[str, Any]:
         """Return the contents of environment.json; raise ValueError if the file is damaged."""
         try:
-            run_info = json.loads(read_whole(self.path / ENVIRONMENT))
+            run_info = json.loads(read_small_file(self.path / ENVIRONMENT))
             date.fromisoformat(itemgetter("day", "versions", "commit", "started")(run_info)[0])
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
@@ -233,7 +233,7 @@ class RunFolder:
     def status(self) -> Status:
         """Return the contents of status.json; if it is damaged, a status derived from the metrics and the config."""
         with contextlib.suppress(OSError, ValueError):
-            return _STATUS.validate_json(read_whole(self.path / STATUS))
+            return _STATUS.validate_json(read_small_file(self.path / STATUS))
         step = max((row.get("step", 0) for row in self._rows(METRICS)), default=0)
         steps = self.config.training.max_steps or 0
         return Status("running", step, steps, f"cannot read {STATUS}; the step is taken from {METRICS}")
@@ -262,7 +262,7 @@ class RunFolder:
 
     def episodes(self, step: int) -> list[Trajectory]:
         """Return the episodes of a step, counted from 1; the names of groups count steps from 0."""
-        return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
+        return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", is_growing=True))
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Return the rows of a .jsonl file. Invalid lines are skipped, such as the last line of a killed process."""
@@ -373,7 +373,7 @@ class RunFolder:
         if fcntl is None or self._lock is not None:
             return True
         try:
-            with open_regular(self.path / "lock") as file:
+            with open_regular_file(self.path / "lock") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

@@ -61,7 +61,7 @@ class Dataset:
         """Return a digest of the training data. Answers that are objects are ignored, because their `repr` may differ
         in another process."""
         digest = blake2b(digest_size=16)
-        for example in self.examples.found if self.examples is not None else ():
+        for example in self.examples.usable if self.examples is not None else ():
             digest.update(repr((example.id, example.conversations)).encode(errors="surrogatepass"))
         for task in self.tasks:
             answer = task.answer if isinstance(task.answer, str | int | float) else None
@@ -123,7 +123,7 @@ def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) ->
     return load_examples(
         source, example_form(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows,
         check_call=argument_problem,
-        names=data.columns, image_urls=data.image_urls,
+        columns=data.columns, image_urls=data.image_urls,
     )  # fmt: skip
 
 

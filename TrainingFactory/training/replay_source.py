@@ -60,5 +60,5 @@ class RecordedSource:
         return self._filters.make_groups(groups, self._algorithm, slots)
 
     def _read_groups(self) -> Iterator[list[Trajectory]]:
-        episodes = load_trajectories(self._run.path / TRAJECTORIES, growing=True)
+        episodes = load_trajectories(self._run.path / TRAJECTORIES, is_growing=True)
         yield from (list(group) for _, group in groupby(episodes, key=lambda episode: episode.group))

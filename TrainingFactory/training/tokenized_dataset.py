@@ -73,19 +73,19 @@ class TokenizedDataset:
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.chat, self.max_length = chat, max_length
-        self.bad, self.long = list(examples.bad), list[str]()
-        self.unused = sum(examples.unused.values())
+        self.bad, self.long = list(examples.row_problems), list[str]()
+        self.unused = sum(examples.unused_counts.values())
         self.ids: list[str] = []
         # precomputed log-probs of the reference model, per row of each example
         self.references: list[list[list[float]]] = []
         self._groups: list[list[TokenizedConversation | CompactTrajectory]] = []
         problems: list[str] = []
-        reporter = ProgressReporter(notify, len(examples.found))
-        for number, example in enumerate(examples.found, 1):
+        reporter = ProgressReporter(notify, len(examples.usable))
+        for number, example in enumerate(examples.usable, 1):
             try:
                 self._add_example(example)
             except ValueError as error:
-                problems.append(f"{example.where}: the chat template cannot render it: {error}")
+                problems.append(f"{example.location}: the chat template cannot render it: {error}")
             reporter.report(number, "rows tokenized")
         self.bad += problems
         if problems and not skip_bad_rows:
@@ -177,7 +177,7 @@ class TokenizedDataset:
         max_length = max(item.length for item in group)
         if max_length <= self.max_length:
             return group
-        self.long.append(f"{example.where} has {max_length} tokens, over the limit of {self.max_length}")
+        self.long.append(f"{example.location} has {max_length} tokens, over the limit of {self.max_length}")
         return []
 
     def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from TrainingFactory.apps.views.runs import LOG, Runs, file_stat, findings, log_part, metrics_part
 from TrainingFactory.apps.views.shapes import RunRow
 from TrainingFactory.common.http.site import Event, Events, event
-from TrainingFactory.data.disk import open_regular
+from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.folder import FINDINGS, METRICS, RunFolder
 
 POLL_SECONDS = 0.4  # seconds between two polls
@@ -82,7 +82,7 @@ class _FileReader:
 def _last_line_end(path: Path) -> int:
     """Return the position after the last complete line of a file."""
     try:
-        with open_regular(path) as file:
+        with open_regular_file(path) as file:
             start = max(0, file.seek(0, 2) - TAIL_BYTES)
             file.seek(start)
             return start + file.read().rfind(b"\n") + 1

@@ -19,7 +19,7 @@ from TrainingFactory.apps.manage import runs as manage
 from TrainingFactory.apps.views.registry import runs_option
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Site
-from TrainingFactory.data.disk import open_regular
+from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.annotations import annotate, read_annotations
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web import processes
@@ -105,7 +105,7 @@ class _Job:
 
     def _output(self) -> bytes:
         try:
-            with open_regular(self.log) as file:
+            with open_regular_file(self.log) as file:
                 size = file.seek(0, 2)
                 file.seek(max(self.start, size - MAX_OUTPUT))
                 return file.read()
@@ -198,7 +198,7 @@ class ManageRoutes:
         with self._change_lock:
             if any(job.kind == kind for job in self._running(name)):
                 raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
-            with open_regular(log, "ab") as output:
+            with open_regular_file(log, "ab") as output:
                 log_start = output.tell()
                 process = processes.launch(arguments, output)
             job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log, log_start, process)

@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.apps.serving.served import load_served_model, serving_config
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
-from TrainingFactory.data.ranking import total
+from TrainingFactory.data.ranking import sum_rewards
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.web.play_conversation import JobArguments, PlayConversation
 from TrainingFactory.web.play_endpoint import EndpointConversation
@@ -70,7 +70,7 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
         "messages": [message_to_dict(message) for message in history[len(messages) :]],
         "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": was_restarted,
         "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
-        "reward": None if reward is None else total(reward), "unscored": unscored,
+        "reward": None if reward is None else sum_rewards(reward), "unscored": unscored,
     } | about_model  # fmt: skip
 
 

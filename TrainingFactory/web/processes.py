@@ -17,7 +17,7 @@ from TrainingFactory.apps.views.runs import LOG
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.disk import open_regular
+from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.folder import RunFolder, is_run, new_name
 from TrainingFactory.web.form import with_runs_folder
 
@@ -66,7 +66,7 @@ async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool])
     """Start a command and wait until `has_begun` returns true. If the command exits before, raise ApiError with the end
     of its output."""
     # Keep the file open: it may be deleted together with a run that fails to start.
-    with open_regular(log, "a+b") as output:
+    with open_regular_file(log, "a+b") as output:
         log_size = output.tell()
         process = launch(arguments, output)
         for _ in range(int(START_TIMEOUT / 0.1)):

@@ -22,7 +22,7 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import IN_QUERY, Events, Picture, Site
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
-from TrainingFactory.data.disk import open_regular
+from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
@@ -164,7 +164,7 @@ class Page:
         run = self.find(name)
         try:
             path = run.images.path(digest)
-            with open_regular(path) as file:
+            with open_regular_file(path) as file:
                 content = file.read(MAX_PICTURE + 1)
         except (OSError, ValueError):
             raise ApiError(

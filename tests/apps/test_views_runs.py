@@ -325,7 +325,7 @@ def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
 def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = made_run(tmp_path, "a")
     for module in ("data.disk", "apps.views.files"):
-        monkeypatch.setattr(f"TrainingFactory.{module}.MAX_LINE", 1000)
+        monkeypatch.setattr(f"TrainingFactory.{module}.MAX_LINE_BYTES", 1000)
     monkeypatch.setattr("TrainingFactory.apps.views.runs.MAX_METRICS_BYTES", 1000)
     for name in (METRICS, EVALUATIONS, TRAJECTORIES):
         (run.path / name).touch()

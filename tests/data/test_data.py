@@ -132,7 +132,7 @@ def test_columns_that_are_null_are_not_there(tmp_path: Path) -> None:
     assert one(row).id == "row-1" and one(pair, "rm")[0].reward.outcome == 1.0
     for name, text in (("a.jsonl", json.dumps(row)), ("a.json", json.dumps([row]))):
         (tmp_path / name).write_text(text)
-        assert load_examples(tmp_path / name, "sft").found[0].id == "a-1"
+        assert load_examples(tmp_path / name, "sft").usable[0].id == "a-1"
 
 
 def test_labels_of_one_class_are_noted() -> None:
@@ -153,7 +153,7 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
     asked = [calling("search", {"query": f"{n}"}) for n in range(5)]
     said = [[USER, call, RESULT, ANSWER] for call in asked]
     table = [{"id": f"{n}", "messages": messages, "tools": [SEARCH]} for n, messages in enumerate(said)]
-    wanted = load(table, "sft").found
+    wanted = load(table, "sft").usable
     (tmp_path / "a.jsonl").write_text("\n\n".join(map(json.dumps, table)))
     (tmp_path / "a.json").write_text(json.dumps(table, indent=1))
     (tmp_path / "wrapped.json").write_text(json.dumps({"data": table}))
@@ -171,17 +171,17 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         writer.writerow(["id", "messages", "tools"])
         writer.writerows([row["id"], json.dumps(row["messages"]), json.dumps(row["tools"])] for row in table)
     for name in ("a.jsonl", "a.json", "wrapped.json", "lines.json", "a.csv"):
-        found = load_examples(tmp_path / name, "sft", check_call=argument_problem).found
+        found = load_examples(tmp_path / name, "sft", check_call=argument_problem).usable
         assert [each.conversations for each in found] == [each.conversations for each in wanted], name
-    arrow = [each.conversations[0] for each in load(mixed, "sft").found]
+    arrow = [each.conversations[0] for each in load(mixed, "sft").usable]
     for source in (tmp_path / "a.parquet", str(tmp_path / "saved"), tmp_path / "splits", made):
-        found = load_examples(source, "sft", check_call=argument_problem).found
+        found = load_examples(source, "sft", check_call=argument_problem).usable
         assert [each.conversations[0].messages for each in found] == [each.messages for each in arrow]
         assert [each.conversations[0].tools for each in found] == [each.tools for each in arrow]
     assert len(load_examples(tmp_path / "splits", "sft", split="test")) == 1
     with pytest.raises(ValueError, match="no split 'dev'; its splits are: train, test"):
         load_examples(tmp_path / "splits", "sft", split="dev")
-    assert load_examples(tmp_path / "a.jsonl", "sft").found[3].where == f"{tmp_path / 'a.jsonl'}, line 7"
+    assert load_examples(tmp_path / "a.jsonl", "sft").usable[3].location == f"{tmp_path / 'a.jsonl'}, line 7"
     assert len(load_examples(tmp_path / "a.jsonl", "sft", count=2)) == 2
 
 
@@ -197,8 +197,8 @@ def test_datasets_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_list([{"prompt": "a", "completion": "b"}])
 
     monkeypatch.setattr(datasets, "load_dataset", give)
-    (example,) = load_examples("someone/chats:small", "sft", split="test").found
-    assert asked == [("someone/chats", "small", "test")] and example.where == "someone/chats:small, row 0"
+    (example,) = load_examples("someone/chats:small", "sft", split="test").usable
+    assert asked == [("someone/chats", "small", "test")] and example.location == "someone/chats:small, row 0"
     with pytest.raises(ValueError, match=r"someone/gone is not a local file.*cannot be reached"):
         load_examples("someone/gone", "sft")
 

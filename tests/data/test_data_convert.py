@@ -12,7 +12,7 @@ from tests.data.test_data_recorded import in_tokens, rows
 from tests.kits.cli import Run
 from tests.kits.data import loaded, played, tool_dialogues, write
 from TrainingFactory.algorithms.preferences import best_and_worst
-from TrainingFactory.data.convert import Filters, Layout, convert, swift_row
+from TrainingFactory.data.convert import Filters, Layout, convert, to_swift_row
 from TrainingFactory.data.datasets import read_rows
 from TrainingFactory.data.examples import Form, load_examples
 from TrainingFactory.data.trajectories import save_trajectories
@@ -41,7 +41,7 @@ def test_rows_teach_the_tokens_of_the_episodes(tmp_path: Path, form: Form, layou
     made = convert(read_rows(path), form)
     assert made.num_read == 6 and len(made.rows) == (3 if form in ("dpo", "rm") else 6) and not made.dropped
     assert not any("token" in json.dumps(row) for row in made.rows)
-    write(tmp_path / "rows.jsonl", made.rows if layout == "trl" else [swift_row(row) for row in made.rows])
+    write(tmp_path / "rows.jsonl", made.rows if layout == "trl" else [to_swift_row(row) for row in made.rows])
     chat = loaded()[2]
     there = in_tokens(load_examples(tmp_path / "rows.jsonl", form, check_call=argument_problem), form, chat)
     here = in_tokens(path, form, chat)
@@ -82,7 +82,7 @@ def test_answers_in_a_prompt_stay_a_prompt(tmp_path: Path) -> None:
     assert [message["role"] for message in row["prompt"]] == ["system", "user", "assistant", "user"][
         -len(row["prompt"]) :
     ]
-    (found,) = load_examples([row], "sft").found
+    (found,) = load_examples([row], "sft").usable
     assert found.conversations[0].start == len(episode.prompt)
 
 

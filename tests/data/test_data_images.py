@@ -21,10 +21,10 @@ from tests.kits.pictures import BLUE, GREEN, RED, SVG, bomb, jpeg, picture
 from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.common.image_tokens import number_image, picture_of
 from TrainingFactory.common.images import image_from_pillow, read_image, split_text
-from TrainingFactory.data.convert import convert, image_path, swift_row
+from TrainingFactory.data.convert import convert, image_path, to_swift_row
 from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.examples import load_examples
-from TrainingFactory.data.provider_rows import provider_rows
+from TrainingFactory.data.provider_rows import to_provider_rows
 from TrainingFactory.data.tasks import load_tasks
 from TrainingFactory.data.trajectories import (
     CompactTrajectory,
@@ -189,7 +189,7 @@ def test_downloads(tmp_path: Path) -> None:
 
 
 def messages_of(row: dict[str, Any], form: Any) -> list[list[list[str | Image]]]:
-    [example] = load_examples([row], form).found
+    [example] = load_examples([row], form).usable
     return [[shown(m) for m in conversation.messages] for conversation in example.conversations]
 
 
@@ -267,7 +267,7 @@ def test_trajectories_hold_digests(tmp_path: Path) -> None:
     read, _ = load_trajectories(path)
     assert read == episode and repr(read.prompt) == repr(episode.prompt)
     assert read.turns[0].replies[0].images[0].image.data == B.data
-    [example] = load_examples(path, "sft").found[:1]
+    [example] = load_examples(path, "sft").usable[:1]
     assert [shown(message) for message in example.conversations[0].messages] == [
         ["look at ", A, "and"], ["click"], ["clicked", B], ["done"],
     ]  # fmt: skip
@@ -349,14 +349,14 @@ def test_converted_rows_show_the_same_images(form: Any, layout: str, tmp_path: P
     save_trajectories(tmp_path / "t.jsonl", [good, bad])
     result = convert(read_rows(tmp_path / "t.jsonl"), form)
     assert result.dropped.total() == 0 and set(result.images) == {image_path(A), image_path(B)}
-    rows = result.rows if layout == "trl" else [swift_row(row) for row in result.rows]
+    rows = result.rows if layout == "trl" else [to_swift_row(row) for row in result.rows]
     write_rows(tmp_path / "out" / "rows.jsonl", rows, result.images)
     assert sorted(path.stem for path in tmp_path.glob("out/images/??/*.png")) == sorted([A.digest, B.digest])
     text = (tmp_path / "out" / "rows.jsonl").read_text()
     assert json.loads(text.splitlines()[0])["images"] == [image_path(A), image_path(B)] and A.digest in text
     assert ("<image>" in text) == (layout == "swift") and "base64" not in text
     conversations = [
-        c for e in load_examples(tmp_path / "out" / "rows.jsonl", form).found for c in e.conversations
+        c for e in load_examples(tmp_path / "out" / "rows.jsonl", form).usable for c in e.conversations
     ]
     start = [["look at ", A, "and"], ["click"], ["clicked", B]]
     seen = [[shown(message) for message in conversation.messages] for conversation in conversations]
@@ -376,9 +376,9 @@ def test_pairs_that_saw_different_images_and_tags_in_texts_are_no_rows(tmp_path:
     [first, _] = convert(read_rows(tmp_path / "t.jsonl"), "sft").rows
     first["messages"][0]["content"][0]["text"] = "the tag <image>"
     with pytest.raises(ValueError, match="has the text <image>"):
-        swift_row(first)
+        to_swift_row(first)
     dropped: Counter[str] = Counter()
-    assert provider_rows(convert(read_rows(tmp_path / "t.jsonl"), "sft").rows, "openai", dropped) == []
+    assert to_provider_rows(convert(read_rows(tmp_path / "t.jsonl"), "sft").rows, "openai", dropped) == []
     assert dropped == {"openai: the row has images, which this format does not carry": 2}
 
 
@@ -390,7 +390,7 @@ def test_image_files_take_no_memory(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     tracemalloc.start()
     try:
-        examples = load_examples(tmp_path / "rows.jsonl", "sft").found
+        examples = load_examples(tmp_path / "rows.jsonl", "sft").usable
         gc.collect()
         held, _ = tracemalloc.get_traced_memory()
     finally:

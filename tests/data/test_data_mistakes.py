@@ -71,7 +71,7 @@ def test_mistakes_are_told_by_row_and_column(form: Form, row: dict[str, Any], ex
     with pytest.raises(ValueError, match=f"(?s)^row 1 of the dataset .*{expected}"):
         load([fine, row, fine], form)
     found = load([fine, row, fine], form, skip_bad_rows=True)
-    assert len(found) == 2 and len(found.bad) == 1 and found.rows == 3
+    assert len(found) == 2 and len(found.row_problems) == 1 and found.num_rows == 3
     with pytest.raises(ValueError, match="no row of the dataset is valid"):
         load([row], form, skip_bad_rows=True)
 
@@ -97,7 +97,7 @@ def test_reading_goes_row_by_row(tmp_path: Path) -> None:
     path = tmp_path / "long.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n' * 50 + "{\n")
     rows = rows_of.read_rows(path)
-    assert next(rows).where.endswith("line 1")
-    assert load_examples(path, "sft", count=50).rows == 50
+    assert next(rows).location.endswith("line 1")
+    assert load_examples(path, "sft", count=50).num_rows == 50
     with pytest.raises(ValueError, match="line 51"):
         load_examples(path, "sft")

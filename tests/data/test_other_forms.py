@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.kits.data import ANSWER, DIALOGUE, SEARCH, USER, one
-from TrainingFactory.data.convert import swift_row
+from TrainingFactory.data.convert import to_swift_row
 from TrainingFactory.data.examples import Form
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.types import Message
@@ -117,7 +117,7 @@ ROWS: dict[Form, dict[str, Any]] = {
 
 @pytest.mark.parametrize("form", ROWS)
 def test_what_is_written_reads_the_same(form: Form) -> None:
-    ours, back = one(ROWS[form], form), one(swift_row(ROWS[form]), form)
+    ours, back = one(ROWS[form], form), one(to_swift_row(ROWS[form]), form)
     for mine, other in zip(
         *(each if isinstance(each, list) else [each] for each in (ours, back)), strict=True
     ):
@@ -126,10 +126,10 @@ def test_what_is_written_reads_the_same(form: Form) -> None:
 
 
 def test_thoughts_are_written_and_labels_of_turns_are_not() -> None:
-    row = swift_row({"messages": [USER, {**ANSWER, "reasoning_content": "Asia"}]})
+    row = to_swift_row({"messages": [USER, {**ANSWER, "reasoning_content": "Asia"}]})
     assert row["messages"][1]["content"] == "<think>\nAsia\n</think>\n\nIn Japan."
     with pytest.raises(ValueError, match="--to prm without --format swift"):
-        swift_row({"prompt": [USER], "completion": [ANSWER], "labels": [True]})
+        to_swift_row({"prompt": [USER], "completion": [ANSWER], "labels": [True]})
 
 
 READ = """
@@ -173,7 +173,7 @@ def test_ms_swift_reads_rows_and_loads_models(tmp_path: Path, monkeypatch: pytes
     if not (SWIFT / "swift").is_dir():
         pytest.skip("ms-swift is not installed: make servers")
     monkeypatch.chdir(tmp_path)
-    Path("rows.jsonl").write_text("".join(json.dumps(swift_row(row)) + "\n" for row in ROWS.values()))
+    Path("rows.jsonl").write_text("".join(json.dumps(to_swift_row(row)) + "\n" for row in ROWS.values()))
     model = trained("builtin:tiny", "model")
     adapter = trained(str(model), "adapter", use_lora=True)
     weights = {"config.json", "generation_config.json", "model.safetensors"}

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kits.cli import Run
 from tests.kits.teacher import teaching
-from TrainingFactory.data.provider_rows import provider_rows
+from TrainingFactory.data.provider_rows import to_provider_rows
 
 TOOL = {
     "type": "function",
@@ -53,7 +53,7 @@ PAIR = {
 
 
 def converted(row: dict[str, Any], provider: Any) -> dict[str, Any]:
-    [found] = provider_rows([row], provider, Counter())
+    [found] = to_provider_rows([row], provider, Counter())
     return found
 
 
@@ -109,14 +109,14 @@ def test_bedrock():
 )
 def test_rows_that_a_format_can_not_hold_are_counted(messages: list[dict[str, Any]], says: str):
     dropped: Counter[str] = Counter()
-    assert provider_rows([{"messages": messages}], "bedrock", dropped) == []
+    assert to_provider_rows([{"messages": messages}], "bedrock", dropped) == []
     [reason] = dropped
     assert says in reason
 
 
 def test_pairs_of_whole_episodes_do_not_fit():
     dropped: Counter[str] = Counter()
-    assert provider_rows([PAIR | {"rejected": [ANSWER]}], "openai", dropped) == [] and dropped
+    assert to_provider_rows([PAIR | {"rejected": [ANSWER]}], "openai", dropped) == [] and dropped
 
 
 def test_untrained_turns_have_no_weight():

@@ -68,7 +68,7 @@ def test_columns_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     examples = SFTTrainer(
         dataset=[ROW], columns={"prompt": "question", "completion": "answer"}
     ).objects.examples
-    assert examples and examples.found[0].conversations[0].messages[1] == Message("assistant", WORKED)
+    assert examples and examples.usable[0].conversations[0].messages[1] == Message("assistant", WORKED)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from tests.kits.rollout import FakeChat
 from TrainingFactory.assembly.environment import as_environment_factory, find_environment, make_environment
 from TrainingFactory.common.images import read_image
 from TrainingFactory.config import load_config
-from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable, quote
-from TrainingFactory.envs.android.environment import TOOLS, AndroidEnvironment
+from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable, quote_word
+from TrainingFactory.envs.android.environment import TOOL_NAMES, AndroidEnvironment
 from TrainingFactory.envs.android.state import TaskState
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
@@ -104,7 +104,7 @@ async def test_a_contact_is_added_and_the_device_compares_it(farm: Phones) -> No
     fake = f"x', 'y', data1={where['data1'][0]}, display_name={where['display_name']}\nRow: 0 _id=1"
     farm[0].database.execute("INSERT INTO phones (display_name, data1) VALUES (?, '1')", [fake])
     state = TaskState("t", {"checks": [{"type": "content", "uri": "content://c", "where": where}]})
-    assert await state.outcomes(device_of(farm), None) == {"1_content": 0.0}
+    assert await state.score_checks(device_of(farm), None) == {"1_content": 0.0}
 
 
 def device_of(farm: Phones, place: int = 0) -> Device:
@@ -121,7 +121,7 @@ async def test_typed_checks_read_files_apps_and_answers(farm: Phones) -> None:
         {"type": "answer", "equals": ["Twelve", "12"]},
         {"type": "file", "path": "/sdcard/it's a note", "equals": "milk"},
     ]
-    outcomes = await TaskState("t", {"checks": checks}).outcomes(device_of(farm), " twelve ")
+    outcomes = await TaskState("t", {"checks": checks}).score_checks(device_of(farm), " twelve ")
     assert list(outcomes.values()) == [1, 1, 1, 1, 0]
 
 
@@ -306,7 +306,7 @@ async def test_every_word_reaches_the_device_unchanged(farm: Phones) -> None:
         await device_of(farm).shell("settings", "put", "global", "k", value)
         assert farm[0].settings["global", "k"] == value
     with pytest.raises(ValueError, match="NUL"):
-        quote("a\0b")
+        quote_word("a\0b")
 
 
 async def test_a_missing_adb_is_reported_in_one_line() -> None:
@@ -387,4 +387,4 @@ def test_builtin_tasks_have_every_kind_and_other_contacts_in_the_splits() -> Non
     contacts = [{str(t.prompt) for t in tasks if "contact " in str(t.prompt)} for tasks in splits.values()]
     assert all(contacts) and not contacts[0] & contacts[1]
     assert len({given.id for tasks in splits.values() for given in tasks}) == 160
-    assert {tool.spec.name for tool in kind(splits["train"][0]).tools} == set(TOOLS) - {"screenshot"}
+    assert {tool.spec.name for tool in kind(splits["train"][0]).tools} == set(TOOL_NAMES) - {"screenshot"}

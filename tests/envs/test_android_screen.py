@@ -27,9 +27,9 @@ def test_elements_are_numbered_with_kind_text_and_states() -> None:
         screen(node("Wi-Fi", checkable="true", checked="true"), node("Off", enabled="false"))
     )
     assert str(shown) == 'app a.b\n1 Button "Wi-Fi" on\n2 Button "Off" disabled'
-    second = shown.element(2)
+    second = shown.get_element(2)
     assert second is not None and second.center == (5, 10)
-    assert shown.element(0) is None and shown.element(3) is None
+    assert shown.get_element(0) is None and shown.get_element(3) is None
 
 
 def test_the_texts_inside_a_row_are_its_label() -> None:

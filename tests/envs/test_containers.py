@@ -25,7 +25,7 @@ from tests.kits.run import Quiet
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs.containers.environment import ContainerTasks, read_reward
-from TrainingFactory.envs.containers.runtime import LABEL, ContainerRuntime, find_runtime, owner
+from TrainingFactory.envs.containers.runtime import OWNER_LABEL, ContainerRuntime, find_runtime, make_owner_id
 from TrainingFactory.envs.containers.tasks import read_task, read_task_folders
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.trainers.training_run import Training
@@ -71,7 +71,7 @@ def test_harbor_folders_are_read(tmp_path: Path) -> None:
         env = { LANG = "C" }
     """
     task = read_task(write_harbor_task(tmp_path / "add", toml))
-    assert (task.id, task.kind, task.instruction) == (
+    assert (task.id, task.task_format, task.instruction) == (
         "add",
         "harbor",
         "Add one to the number in the file number.",
@@ -84,7 +84,7 @@ def test_harbor_folders_are_read(tmp_path: Path) -> None:
         {"LEVEL": "3"},
     )
     assert task.context == tmp_path / "add" / "environment" and task.image is None
-    assert task.tests == (tmp_path / "add" / "tests",) and task.test_script == "/tests/test.sh"
+    assert task.test_paths == (tmp_path / "add" / "tests",) and task.test_script == "/tests/test.sh"
     older = write_harbor_task(tmp_path / "old", '[environment]\nmemory = "2G"\ndocker_image = "alpine:3"\n')
     assert (read_task(older).memory_mb, read_task(older).image, read_task(older).test_seconds) == (
         2048,
@@ -96,12 +96,12 @@ def test_harbor_folders_are_read(tmp_path: Path) -> None:
 def test_terminal_bench_folders_are_read(tmp_path: Path) -> None:
     folder = write_terminal_bench_task(tmp_path / "add")
     task = read_task(folder)
-    assert (task.kind, task.instruction, task.test_seconds) == (
+    assert (task.task_format, task.instruction, task.test_seconds) == (
         "terminal-bench",
         "Add one to the number in the file number.",
         30.0,
     )
-    assert task.tests == (folder / "run-tests.sh", folder / "tests") and not task.writes_reward
+    assert task.test_paths == (folder / "run-tests.sh", folder / "tests") and not task.writes_reward
     assert task.test_env == {"TEST_DIR": "/tests"} and task.solution == folder / "solution.sh"
 
 
@@ -201,7 +201,7 @@ def test_containers_start_with_limits_and_are_removed(tmp_path: Path) -> None:
         "--cpus 2",
         "--pids-limit 99",
         "--rm",
-        f"--label {LABEL}=",
+        f"--label {OWNER_LABEL}=",
     ):
         assert part in text
     assert not {"--volume", "-v", "--mount", "--privileged"} & set(start)
@@ -261,10 +261,10 @@ def test_long_commands_and_outputs_are_limited(tmp_path: Path) -> None:
 def test_containers_of_dead_processes_are_swept(tmp_path: Path, is_dead: bool) -> None:
     fake = FakeRuntime(tmp_path / "fake")
     fake.answer("ps", "c1\n")
-    host, pid, start = owner().rsplit(":", 2)
+    host, pid, start = make_owner_id().rsplit(":", 2)
     fake.answer("inspect", f"{host}:{pid}:{int(start) - is_dead}\n")  # a process id that is used again
     runtime = ContainerRuntime([fake.command])
-    asyncio.run(runtime.sweep())
+    asyncio.run(runtime.remove_orphans())
     removed = [["rm", "-f", "c1"]] if is_dead else []
     assert [call for call in fake.calls if call[0] == "rm"] == removed and runtime.counts["swept"] == is_dead
 

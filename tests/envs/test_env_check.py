@@ -14,7 +14,7 @@ from tests.kits.containers import NoContainers
 from tests.kits.environments_table import ENTRIES, NOT_RUN, PAGE, check, is_installed, rows_of
 from TrainingFactory.apps.env_check.check import EnvironmentReport, check_environment
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.envs.process.programs import adapter_names
+from TrainingFactory.envs.process.programs import list_adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAWED = ROOT / "tests" / "kits" / "flawed_environment.py"
@@ -107,7 +107,7 @@ def test_the_table_has_every_environment() -> None:
     rows = rows_of(PAGE.read_text(encoding="utf-8"))
     names = [row.split(" | ")[0].removeprefix("| ") for row in rows]
     assert names == [entry.name for entry in ENTRIES] + list(NOT_RUN)
-    assert {entry.package for entry in ENTRIES} == {*adapter_names(), "containers", "process"}
+    assert {entry.package for entry in ENTRIES} == {*list_adapters(), "containers", "process"}
     assert all("passed" in row or "read, not run: " in row or "not: " in row for row in rows)
 
 

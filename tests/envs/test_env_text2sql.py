@@ -16,9 +16,13 @@ from tests.kits.run import Quiet
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import load_config
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.envs.builtin.text2sql import Text2SqlEnvironment, explored_tasks, hidden_variants
+from TrainingFactory.envs.builtin.text2sql import (
+    Text2SqlEnvironment,
+    generate_explored_tasks,
+    select_hidden_variants,
+)
 from TrainingFactory.envs.builtin.text2sql_data import ALL_DOMAINS, DOMAINS, QUESTIONS, RECIPE_SPLITS
-from TrainingFactory.envs.builtin.text2sql_layouts import creation_script
+from TrainingFactory.envs.builtin.text2sql_layouts import make_creation_script
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 from TrainingFactory.rollout.scripted import play
 from TrainingFactory.trainers.notices import notices
@@ -43,7 +47,7 @@ def some_tasks(count: int, split: str = "train", seed: int = 1) -> list[Task]:
 
 def rows(task: Task, query: str, variant: int = 0) -> list[Any]:
     with closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(creation_script(task, variant))
+        connection.executescript(make_creation_script(task, variant))
         return connection.execute(query).fetchall()
 
 
@@ -79,13 +83,13 @@ def test_right_queries_of_all_kinds_find_something():
 
 def test_no_hidden_database_has_the_result_that_is_shown():
     for task in some_tasks(30):
-        hidden = hidden_variants(task)
+        hidden = select_hidden_variants(task)
         assert len(set(hidden)) == 2 and 0 not in hidden
         for variant in hidden:
             found = rows(task, task.answer, variant)
             assert found not in ([], [(0,)], [(None,)]) and Counter(found) != Counter(rows(task, task.answer))
     constant = Task("mine", "?", "SELECT 1", some_tasks(1)[0].metadata)  # the same everywhere
-    assert len(hidden_variants(constant)) == 2
+    assert len(select_hidden_variants(constant)) == 2
 
 
 def test_a_slip_in_the_query_shows_on_some_database():
@@ -97,7 +101,7 @@ def test_a_slip_in_the_query_shows_on_some_database():
                 slips[slip] += 1
                 assert any(
                     Counter(rows(task, query, variant)) != Counter(rows(task, task.answer, variant))
-                    for variant in (0, *hidden_variants(task))
+                    for variant in (0, *select_hidden_variants(task))
                 ), query
     assert min(slips.values()) > 3 and len(slips) == 3
 
@@ -163,11 +167,11 @@ def test_a_bomb_is_stopped(monkeypatch: pytest.MonkeyPatch):
 
 
 def schema(task: Task) -> str:
-    return creation_script(task, 0).partition("INSERT")[0]
+    return make_creation_script(task, 0).partition("INSERT")[0]
 
 
 def test_splits_of_the_recipe_share_no_database():
-    splits = {split: list(explored_tasks(split, 40)) for split in RECIPE_SPLITS}
+    splits = {split: list(generate_explored_tasks(split, 40)) for split in RECIPE_SPLITS}
     domains = {split: {task.metadata["domain"] for task in tasks} for split, tasks in splits.items()}
     assert domains == {split: set(names) for split, names in RECIPE_SPLITS.items()}
     assert sum(map(len, domains.values())) == len(ALL_DOMAINS) == len(set().union(*domains.values()))
@@ -176,7 +180,7 @@ def test_splits_of_the_recipe_share_no_database():
 
 
 def test_reference_in_a_layout_gives_the_rows_of_the_domain():
-    tasks = list(explored_tasks("tasks", 60))
+    tasks = list(generate_explored_tasks("tasks", 60))
     for task in tasks:
         domain, seed = task.metadata["domain"], task.metadata["database_seed"]
         query = "SELECT " + str(task.answer).partition(") SELECT ")[2]
@@ -191,7 +195,7 @@ def test_reference_in_a_layout_gives_the_rows_of_the_domain():
 
 
 def test_unseen_database_is_explored_by_queries():
-    task = next(task for task in explored_tasks("dev", 99) if task.metadata["kind"] == "group")
+    task = next(task for task in generate_explored_tasks("dev", 99) if task.metadata["kind"] == "group")
     look = ask("SELECT sql FROM sqlite_master")
     trajectory = played(task, look, ask(str(task.answer)), str(task.answer))
     assert "CREATE TABLE" in trajectory.turns[0].replies[0].content

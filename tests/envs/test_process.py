@@ -305,7 +305,7 @@ def test_missing_confinement_is_announced_once(
 
 
 def test_prints_do_not_break_the_pipe() -> None:
-    files = [programs.SERVER, ROOT / "tests" / "kits" / "shouting_adapter.py"]
+    files = [programs.SERVER_FILE, ROOT / "tests" / "kits" / "shouting_adapter.py"]
     environment = factory(f"process:{sys.executable} -I {files[0]} {files[1]}")
     assert [task.id for task in environment.tasks("train", 0, 5)] == ["a"]
     episode = played(environment, "hello")
@@ -332,7 +332,7 @@ def test_tasks_come_from_the_program() -> None:
 def test_mistakes_are_named(
     name: str, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(programs.FOLDER, str(tmp_path))
+    monkeypatch.setenv(programs.FOLDER_VARIABLE, str(tmp_path))
     with pytest.raises(ValueError, match=text):
         factory(name, **options)
 

@@ -279,4 +279,4 @@ def test_an_environment_in_another_process_can_have_a_user(actions: str) -> None
         ["Thanks!"],
     ]
     assert episode.reward == Reward(0.75, [])
-    assert len(environment._rewards) == len(episode.turns)  # type: ignore[attr-defined]
+    assert len(environment._step_rewards) == len(episode.turns)  # type: ignore[attr-defined]

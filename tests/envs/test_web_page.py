@@ -226,7 +226,7 @@ def test_the_browser_ends_with_its_pipe() -> None:
             chromium.process.pid,
             *(child.pid for child in psutil.Process(chromium.process.pid).children(True)),
         ]
-        chromium._commands.close()  # as the kernel does when this process is killed
+        chromium._command_writer.close()  # as the kernel does when this process is killed
         async with asyncio.timeout(60):
             await chromium.process.wait()
         await chromium.close()

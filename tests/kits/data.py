@@ -109,5 +109,5 @@ def load(rows: list[Any], form: Form, **options: Any) -> Examples:
 
 
 def one(row: dict[str, Any], form: Form = "sft") -> Any:
-    (example,) = load([row], form).found
+    (example,) = load([row], form).usable
     return example.conversations[0] if len(example.conversations) == 1 else example.conversations

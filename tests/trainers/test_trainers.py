@@ -196,7 +196,7 @@ def test_the_split_of_held_out_rows(tmp_path: Path) -> None:
     both["train"].save_to_disk(str(tmp_path / "one"))
 
     def ids(examples: Any) -> list[str]:
-        return [example.conversations[0].messages[0].content for example in examples.found]
+        return [example.conversations[0].messages[0].content for example in examples.usable]
 
     made = SFTTrainer(dataset=both, heldout=both)
     assert made.objects.examples is not None

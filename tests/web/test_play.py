@@ -240,16 +240,16 @@ def test_kept_rows_are_read_by_our_own_loading(page: Served) -> None:
     address = f"/api/play/{page.post('/api/play', model='agent:1')['id']}/keep"
     kept = page.post(address, kind="demonstration", messages=GOOD)
     kept = page.post(address, kind="demonstration", messages=GOOD)
-    [first, _] = load_examples(kept["path"], "sft").found
+    [first, _] = load_examples(kept["path"], "sft").usable
     assert kept["rows"] == 2 and kept["command"].endswith("play.sft.jsonl --for sft")
     assert [tool.name for tool in first.conversations[0].tools] == ["search"]
     kept = page.post(address, kind="preference", messages=GOOD, other=BAD, dataset="mine")
-    [pair] = load_examples(kept["path"], "dpo").found
+    [pair] = load_examples(kept["path"], "dpo").usable
     assert [each.messages[-1].content for each in pair.conversations] == ["Oslo", "Rome"]
     assert [each.context for each in pair.conversations] == [1, 1]
     for good in (True, False):
         kept = page.post(address, kind="verdict", messages=BAD, good=good)
-    labels = [each.conversations[0].reward for each in load_examples(kept["path"], "kto").found]
+    labels = [each.conversations[0].reward for each in load_examples(kept["path"], "kto").usable]
     assert [each and each.outcome for each in labels] == [1.0, 0.0]
 
 

@@ -107,14 +107,14 @@ def test_play_with_an_edited_turn_and_a_kept_demonstration(tab: Tab, page: Serve
     tab.wait("!document.querySelector('#keep-demonstration').disabled")
     tab.click("#keep-demonstration")
     tab.wait("document.querySelector('.keep .command')")
-    [kept] = load_examples(str(runs / "datasets" / "play.sft.jsonl"), "sft").found
+    [kept] = load_examples(str(runs / "datasets" / "play.sft.jsonl"), "sft").usable
     assert [each.content for each in kept.conversations[0].messages if each.role == "user"] == ["Vera?"]
     tab.fill("#temperature", "1.5")
     tab.click("h1")
     tab.press("a")
     tab.click("#better-1")
     tab.wait("document.querySelector('.keep .command code').innerText.includes('dpo')", LONG)
-    assert len(load_examples(str(runs / "datasets" / "play.dpo.jsonl"), "dpo").found) == 1
+    assert len(load_examples(str(runs / "datasets" / "play.dpo.jsonl"), "dpo").usable) == 1
     tab.fill("#max-tokens", "2000")
     tab.fill("#temperature", "5")
     tab.fill("#say", "Talk!")

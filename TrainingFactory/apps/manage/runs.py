@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from TrainingFactory.data.disk import read_whole, remove_folder, sync
+from TrainingFactory.data.disk import read_small_file, remove_folder, sync
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
@@ -115,7 +115,7 @@ def _is_complete(run: RunFolder) -> bool:
 def _used_paths(run: RunFolder) -> Iterator[Path]:
     """Yield the paths in environment.json that a resumed run loads; skip those of its lineage."""
     try:
-        run_info = json.loads(read_whole(run.path / ENVIRONMENT))
+        run_info = json.loads(read_small_file(run.path / ENVIRONMENT))
     except (OSError, ValueError):
         return
     pending = [run_info]

@@ -30,7 +30,7 @@ from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.data.disk import write_atomically
-from TrainingFactory.envs.builtin.text2sql import explored_tasks
+from TrainingFactory.envs.builtin.text2sql import generate_explored_tasks
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
 from TrainingFactory.evaluation.requests import RecordedEvaluation, make_model_request
 from TrainingFactory.runs.devices import device_failure
@@ -113,7 +113,7 @@ def write_text2sql(source: str | Path, folder: Path, plain: bool = False) -> Pre
             "text2sql has no form without tools: only the tool sql shows the schema; remove --plain"
         )
     rows_by_split = {
-        split: [asdict(task) for task in explored_tasks(split, count)]
+        split: [asdict(task) for task in generate_explored_tasks(split, count)]
         for split, count in TEXT2SQL_TASKS.items()
     }
     return _write_parts(PreparedRows(rows_by_split), source, folder)

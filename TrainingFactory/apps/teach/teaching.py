@@ -28,8 +28,8 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.convert import ConversionResult, Filters, convert
 from TrainingFactory.data.datasets import DatasetRow, read_rows
 from TrainingFactory.data.disk import write_atomically
-from TrainingFactory.data.examples import recorded_episode
-from TrainingFactory.data.ranking import total
+from TrainingFactory.data.examples import read_recorded_episode
+from TrainingFactory.data.ranking import sum_rewards
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
 from TrainingFactory.evaluation.identity import conditions
 from TrainingFactory.evaluation.records import task_digest
@@ -67,9 +67,9 @@ class Selection:
             return
         by_task: dict[str, list[tuple[float, int]]] = defaultdict(list)
         for index, row in enumerate(rows):
-            trajectory = recorded_episode(row)
+            trajectory = read_recorded_episode(row)
             if trajectory.reward is not None:
-                by_task[trajectory.task.id].append((-total(trajectory.reward), index))
+                by_task[trajectory.task.id].append((-sum_rewards(trajectory.reward), index))
         best_indices = {index for ranked in by_task.values() for _, index in sorted(ranked)[: self.best]}
         yield from (row for index, row in enumerate(rows) if index in best_indices)
 
@@ -174,7 +174,7 @@ def _earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
     """Return the scored episodes of earlier runs, including killed ones, by (digest of the task, member)."""
     episodes: dict[tuple[str, int], Trajectory] = {}
     for path in (folder / EPISODES, folder / f"{EPISODES}.part"):
-        for episode in load_trajectories(path, growing=True) if path.is_file() else ():
+        for episode in load_trajectories(path, is_growing=True) if path.is_file() else ():
             if episode.status not in FAILED and episode.reward is not None:
                 episodes[task_digest(episode.task), episode.member] = episode
     return episodes

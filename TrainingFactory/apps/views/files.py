@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import from_json
 
-from TrainingFactory.data.disk import MAX_LINE, open_regular
+from TrainingFactory.data.disk import MAX_LINE_BYTES, open_regular_file
 
 TAIL_BYTES = 64  # bytes
 
@@ -62,9 +62,9 @@ def error_reason(error: Exception) -> str:
 
 def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileChunk:
     """Read about `max_bytes` after `position`, but at least one line. A missing file counts as empty. Raise
-    ValueError if the file is not a regular one (see `open_regular`) or a line exceeds `MAX_LINE` bytes."""
+    ValueError if the file is not a regular one (see `open_regular_file`) or a line exceeds `MAX_LINE_BYTES` bytes."""
     try:
-        file = open_regular(path)
+        file = open_regular_file(path)
     except FileNotFoundError:
         return FileChunk(0, [], FilePosition(), position.offset > 0, 0)
     with file:
@@ -73,9 +73,9 @@ def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileCh
         if was_truncated := size < start or file.read(len(position.tail)) != position.tail:
             start, position = file.seek(0), FilePosition()
         content = file.read(max_bytes)
-        content += b"" if b"\n" in content else file.readline(MAX_LINE)
-    if len(content) > MAX_LINE and b"\n" not in content:
-        raise ValueError(f"{path} has a line of more than {MAX_LINE} bytes at byte {start}.")
+        content += b"" if b"\n" in content else file.readline(MAX_LINE_BYTES)
+    if len(content) > MAX_LINE_BYTES and b"\n" not in content:
+        raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES} bytes at byte {start}.")
     content = content[: content.rfind(b"\n") + 1]
     position = FilePosition(start + len(content), (position.tail + content[-TAIL_BYTES:])[-TAIL_BYTES:])
     return FileChunk(start, content.split(b"\n")[:-1], position, was_truncated, size)

@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.apps.views.episodes import contains_text, episode_view, read_row
 from TrainingFactory.apps.views.files import FileChunk, FilePosition, read_new_lines
 from TrainingFactory.apps.views.shapes import EpisodePage, EpisodeRow, EpisodeView, GroupView, Sort
-from TrainingFactory.data.disk import open_regular
+from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 
 BLOCK = 4 << 20  # bytes per read
@@ -142,7 +142,7 @@ class EpisodeIndex:
                     return [(self._read_line(row), row["number"]) for row in rows]
 
     def _read_line(self, row: sqlite3.Row) -> bytes:
-        with open_regular(self.path) as file:
+        with open_regular_file(self.path) as file:
             file.seek(row["start"])
             return file.read(row["length"])
 

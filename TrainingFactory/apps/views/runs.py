@@ -27,7 +27,7 @@ from TrainingFactory.apps.views.files import (
 )
 from TrainingFactory.common.texts import pluralize, valid_text
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.disk import read_whole
+from TrainingFactory.data.disk import read_small_file
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.registry.lineage import ancestors, describe_node, origin, parent_of, tools_of
 from TrainingFactory.runs import folder as run_files
@@ -309,7 +309,7 @@ def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
 
 def config_view(run: RunFolder) -> shapes.ConfigView:
     """Return the options of a run, and the keys that differ from the defaults."""
-    text = read_whole(run.path / CONFIG).decode("utf-8", "replace")
+    text = read_small_file(run.path / CONFIG).decode("utf-8", "replace")
     try:
         options, defaults = _flatten(run.config.model_dump()), _default_options()
     except ValueError as error:

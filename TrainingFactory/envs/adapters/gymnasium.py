@@ -20,7 +20,7 @@ INSTRUCTIONS = {
     "FrozenLake": "Walk from S to G over the frozen lake. F is ice, H is a hole. Brackets mark where you stand.",
 }
 HIGHLIGHTED_CELL = re.compile(r"(?:\x1b\[[0-9;]*m)+(.)(?:\x1b\[0m)+")  # a coloured cell of a rendered board
-MAX_VALUES = 256  # of an observation; larger ones are images
+MAX_OBSERVATION_VALUES = 256  # of an observation; larger ones are images
 MAX_TASKS = 2**31 - 1  # seeds of numpy
 
 
@@ -35,22 +35,22 @@ class Adapter:
         if self.actions not in ("text", "tools"):
             raise ValueError(f"environment.options.args.actions is {self.actions!r}; use text or tools")
         self.render_args: dict[str, str] = {}
-        environment = self.make()
+        environment = self.make_environment()
         if "ansi" in environment.metadata.get("render_modes", []):
             environment.close()
             self.render_args = {"render_mode": "ansi"}
-            environment = self.make()
+            environment = self.make_environment()
         base_name = name.rpartition("/")[2]
-        self.action = ActionFormat(environment.action_space, _find_by_prefix(ACTION_NAMES, base_name, []))
+        self.format = ActionFormat(environment.action_space, _find_by_prefix(ACTION_NAMES, base_name, []))
         num_values = math.prod(getattr(environment.observation_space, "shape", None) or ())
-        if num_values > MAX_VALUES and not self.render_args:
+        if num_values > MAX_OBSERVATION_VALUES and not self.render_args:
             raise ValueError(f"{name}: an observation has {num_values} values; images are not supported")
-        reply = "Call act with" if self.actions == "tools" else "Answer with"
+        request = "Call act with" if self.actions == "tools" else "Answer with"
         instructions = _find_by_prefix(INSTRUCTIONS, base_name, f"You act in the environment {name}.")
-        self.system_prompt = f"{instructions} {reply} {self.action.description}."
+        self.system_prompt = f"{instructions} {request} {self.format.description}."
         environment.close()
 
-    def make(self) -> Any:
+    def make_environment(self) -> Any:
         try:
             return self.gym.make(self.name, **self.render_args, **self.arguments)
         except (self.gym.error.Error, TypeError, ImportError) as error:
@@ -61,7 +61,7 @@ class Adapter:
 
     @property
     def tool(self) -> dict[str, Any]:
-        parameters = {"type": "object", "properties": {"action": self.action.schema}, "required": ["action"]}
+        parameters = {"type": "object", "properties": {"action": self.format.schema}, "required": ["action"]}
         return {"name": "act", "description": "Take an action.", "parameters": parameters}
 
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
@@ -79,56 +79,56 @@ class Adapter:
 class Episode:
     def __init__(self, adapter: Adapter, seed: int) -> None:
         self._adapter = adapter
-        self._environment = adapter.make()
+        self._environment = adapter.make_environment()
         observation, _ = self._environment.reset(seed=seed)
         self.messages = [
             {"role": "system", "content": adapter.system_prompt},
             {"role": "user", "content": self._render(observation)},
         ]
-        self._invalid_actions = 0
+        self._num_invalid = 0
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         calls = message["tool_calls"]
         if self._adapter.actions == "tools" and not calls:
-            content = f"Call act with {self._adapter.action.description}."
-            return self._reply("user", content, 0.0, num_invalid=1)
+            content = f"Call act with {self._adapter.format.description}."
+            return self._make_reply("user", content, 0.0, num_invalid=1)
         if not calls:
-            return self._act(message["content"], "user", {})
+            return self._take_action(message["content"], "user", {})
         total_reward, replies, answer = 0.0, [], {}
         for call in calls:
-            keys = {"tool_call_id": call["id"], "name": call["name"]}
-            answer = self._act(call["arguments"]["action"], "tool", keys)
+            reply_fields = {"tool_call_id": call["id"], "name": call["name"]}
+            answer = self._take_action(call["arguments"]["action"], "tool", reply_fields)
             total_reward += answer["reward"]
             replies += answer["messages"]
             if answer["done"]:
                 break
         return {**answer, "messages": replies, "reward": total_reward}
 
-    def _act(self, action_text: Any, role: str, keys: dict[str, str]) -> dict[str, Any]:
+    def _take_action(self, action_text: Any, role: str, reply_fields: dict[str, str]) -> dict[str, Any]:
         try:
-            action = self._adapter.action.parse(action_text)
+            action = self._adapter.format.parse(action_text)
         except ValueError as error:
-            return self._reply(role, str(error), 0.0, keys=keys, num_invalid=1)
+            return self._make_reply(role, str(error), 0.0, reply_fields=reply_fields, num_invalid=1)
         observation, reward, terminated, truncated, _ = self._environment.step(action)
         stop_reason = "terminated" if terminated else "truncated" if truncated else None
-        return self._reply(role, self._render(observation), float(reward), stop_reason, keys)
+        return self._make_reply(role, self._render(observation), float(reward), stop_reason, reply_fields)
 
-    def _reply(
+    def _make_reply(
         self,
         role: str,
         content: str,
         reward: float,
         stop_reason: Any = None,
-        keys: Any = None,
+        reply_fields: Any = None,
         num_invalid: int = 0,
     ) -> dict[str, Any]:
-        self._invalid_actions += num_invalid
+        self._num_invalid += num_invalid
         return {
-            "messages": [{"role": role, "content": content, **(keys or {})}],
+            "messages": [{"role": role, "content": content, **(reply_fields or {})}],
             "reward": reward,
             "done": stop_reason is not None,
             "stop_reason": stop_reason,
-            "metrics": {"invalid_actions": self._invalid_actions},
+            "metrics": {"invalid_actions": self._num_invalid},
         }
 
     def _render(self, observation: Any) -> str:
@@ -150,20 +150,20 @@ class Episode:
 class ActionFormat:
     """Text form of an action space."""
 
-    def __init__(self, space: Any, labels: list[str]) -> None:
+    def __init__(self, space: Any, action_names: list[str]) -> None:
         self._space = space
-        self._kind = type(space).__name__
-        self._offset = int(getattr(space, "start", 0)) if self._kind == "Discrete" else 0
-        if self._kind == "Discrete":
-            self._action_names = labels or [str(self._offset + index) for index in range(int(space.n))]
+        self._space_type = type(space).__name__
+        self._offset = int(getattr(space, "start", 0)) if self._space_type == "Discrete" else 0
+        if self._space_type == "Discrete":
+            self._action_names = action_names or [str(self._offset + index) for index in range(int(space.n))]
             self.description = "one of " + ", ".join(self._action_names[:50])
             self.schema: dict[str, Any] = {"type": "string", "enum": self._action_names}
-        elif self._kind in ("Box", "MultiDiscrete", "MultiBinary"):
+        elif self._space_type in ("Box", "MultiDiscrete", "MultiBinary"):
             low, high = (_to_plain(getattr(space, name, None)) for name in ("low", "high"))
-            limits = f" from {low} to {high}" if self._kind == "Box" else ""
-            self.description = f"a JSON list of shape {list(space.shape)}{limits}"
+            bounds_text = f" from {low} to {high}" if self._space_type == "Box" else ""
+            self.description = f"a JSON list of shape {list(space.shape)}{bounds_text}"
             self.schema = {"type": "array"}
-        elif self._kind == "Text":
+        elif self._space_type == "Text":
             self.description = f"a text of {space.min_length} to {space.max_length} characters"
             self.schema = {"type": "string"}
         else:
@@ -171,13 +171,13 @@ class ActionFormat:
 
     def parse(self, action_text: Any) -> Any:
         """Return the action that a text names; raise ValueError with an explanation for the model if there is none."""
-        if self._kind == "Discrete":
+        if self._space_type == "Discrete":
             words = re.findall(r"-?\w+", str(action_text).lower())
-            indices = {name.lower(): index for index, name in enumerate(self._action_names)}
-            actions = [indices[word] for word in words if word in indices]
-            if actions:
-                return self._offset + actions[-1]
-        elif self._kind == "Text":
+            index_by_name = {name.lower(): index for index, name in enumerate(self._action_names)}
+            action_indices = [index_by_name[word] for word in words if word in index_by_name]
+            if action_indices:
+                return self._offset + action_indices[-1]
+        elif self._space_type == "Text":
             if self._space.contains(action_text.strip()):
                 return action_text.strip()
         elif (values := _find_list(action_text)) is not None:
@@ -203,7 +203,7 @@ def _find_by_prefix(table: dict[str, Any], name: str, default: Any) -> Any:
 
 def _to_plain(value: Any) -> Any:
     """Return numpy's values as lists of rounded numbers."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(plain, list):
-        return [_to_plain(item) for item in plain]
-    return float(f"{plain:.4g}") if isinstance(plain, float) else plain
+    plain_value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(plain_value, list):
+        return [_to_plain(child) for child in plain_value]
+    return float(f"{plain_value:.4g}") if isinstance(plain_value, float) else plain_value

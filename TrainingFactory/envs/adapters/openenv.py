@@ -11,7 +11,7 @@ from typing import Any
 
 REQUIREMENTS = ["websockets==17.4"]
 MAX_TASKS = 2**31 - 1
-MAX_BYTES = 8 * 2**20
+MAX_ANSWER_BYTES = 8 * 2**20
 WAIT_SECONDS = 20.0  # for the server to release a session of an episode that has ended
 MCP_FIELDS = {"tool_name", "arguments"}
 
@@ -23,12 +23,12 @@ class Adapter:
     def __init__(self, name: str, args: dict[str, Any]) -> None:
         if not name.startswith(("http://", "https://")):
             raise ValueError(f"openenv:{name} is no address. Write openenv:http://HOST:PORT")
-        self.connect_to: Any = importlib.import_module("websockets.sync.client").connect
+        self.connect: Any = importlib.import_module("websockets.sync.client").connect
         self.url = name.rstrip("/")
         self.reset_arguments = dict(args)
         actions = self.reset_arguments.pop("actions", None)
         self.text_field = self.reset_arguments.pop("text", None)
-        is_single = self.reset_arguments.pop("sessions", None) == 1
+        is_single_session = self.reset_arguments.pop("sessions", None) == 1
         schema = self._get_json("/schema")["action"]
         fields = {key: value for key, value in schema.get("properties", {}).items() if key != "metadata"}
         self.schema = {**schema, "properties": fields}
@@ -39,7 +39,7 @@ class Adapter:
         try:
             self.tools = [] if fields and not fields.keys() >= MCP_FIELDS else session.list_tools()
             self.actions = actions or ("tools" if self.tools else "text" if self.action_field else "json")
-            if not is_single:
+            if not is_single_session:
                 self._check_sessions()
         finally:
             session.close()
@@ -49,7 +49,7 @@ class Adapter:
     def _get_json(self, path: str) -> Any:
         try:
             with urllib.request.urlopen(self.url + path, timeout=30) as answer:
-                return json.loads(answer.read(MAX_BYTES))
+                return json.loads(answer.read(MAX_ANSWER_BYTES))
         except (OSError, ValueError) as error:
             raise ValueError(f"no OpenEnv server answers at {self.url}{path}: {error}. Start it") from error
 
@@ -92,15 +92,15 @@ class Adapter:
     def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         return Episode(self, task, seed)
 
-    def text_of(self, observation: dict[str, Any]) -> str:
+    def format_observation(self, observation: dict[str, Any]) -> str:
         """Return the text that the model reads: the named field, the only text field, or the observation as JSON."""
         fields = {key: value for key, value in observation.items() if key != "metadata"}
-        strings = [value for value in fields.values() if isinstance(value, str)]
+        texts = [value for value in fields.values() if isinstance(value, str)]
         if self.text_field is not None:
             if self.text_field not in fields:
                 raise ValueError(f"args.text is {self.text_field!r}; observations have {', '.join(fields)}")
             return str(fields[self.text_field])
-        return strings[0] if len(strings) == len(fields) == 1 else json.dumps(fields) if fields else ""
+        return texts[0] if len(texts) == len(fields) == 1 else json.dumps(fields) if fields else ""
 
 
 class NoSessionLeft(Exception):
@@ -116,24 +116,24 @@ class Session:
         address = adapter.url.replace("http", "ws", 1) + "/ws"
         self._url = adapter.url
         self._closed_error: Any = importlib.import_module("websockets.exceptions").ConnectionClosed
-        self._socket = adapter.connect_to(address, max_size=MAX_BYTES, open_timeout=30)
+        self._socket = adapter.connect(address, max_size=MAX_ANSWER_BYTES, open_timeout=30)
         self.ask("state")  # the server accepts the connection before it refuses the session
 
-    def ask(self, message_type: str, data: Any = None) -> dict[str, Any]:
+    def ask(self, message_type: str, body: Any = None) -> dict[str, Any]:
         with contextlib.suppress(self._closed_error):  # the reason is the last message of the server
-            self._socket.send(json.dumps({"type": message_type} | ({} if data is None else {"data": data})))
+            self._socket.send(json.dumps({"type": message_type} | ({} if body is None else {"data": body})))
         try:
             answer = json.loads(self._socket.recv())
         except self._closed_error as error:
             raise ConnectionError(f"the server at {self._url} closed the connection: {error}") from error
-        data = answer.get("data", {})
+        body = answer.get("data", {})
         if answer.get("type") != "error":
-            return data
-        text = f"{data.get('code')}: {data.get('message')} {data.get('errors', '')}".strip()
-        if data.get("code") == "CAPACITY_REACHED":
+            return body
+        error_text = f"{body.get('code')}: {body.get('message')} {body.get('errors', '')}".strip()
+        if body.get("code") == "CAPACITY_REACHED":
             self._socket.close()
-            raise NoSessionLeft(text, int(data.get("max_sessions", 1)))
-        raise ValueError(f"OpenEnv {message_type}: {text}")
+            raise NoSessionLeft(error_text, int(body.get("max_sessions", 1)))
+        raise ValueError(f"OpenEnv {message_type}: {error_text}")
 
     def list_tools(self) -> list[dict[str, Any]]:
         """Return the server's MCP tools; an empty list if it has none."""
@@ -168,7 +168,7 @@ class Episode:
         }
         answer = self._session.ask("reset", arguments)
         prompt = task.get("prompt") or []
-        observation_text = adapter.text_of(answer["observation"])
+        observation_text = adapter.format_observation(answer["observation"])
         self.messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if observation_text or not self.messages:
             self.messages.append({"role": "user", "content": observation_text or "Call the tools."})
@@ -180,7 +180,7 @@ class Episode:
             return self._call_tools(message["tool_calls"])
         action = message["json"] if adapter.actions == "json" else {adapter.action_field: message["content"]}
         answer = self._session.ask("step", action)
-        content = adapter.text_of(answer["observation"])
+        content = adapter.format_observation(answer["observation"])
         return self._make_answer([answer], [{"role": "user", "content": content}])
 
     def _call_tools(self, calls: list[dict[str, Any]]) -> dict[str, Any]:

@@ -48,26 +48,26 @@ class Server:
         self._adapter_file, self._answer_fd = adapter_file, answer_fd
         self._adapter: Any = None
         self._episodes: dict[str, Any] = {}
-        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._pools: dict[str, ThreadPoolExecutor] = {}
         self._locks: dict[str, asyncio.Lock] = {}
-        self._running: set[asyncio.Task[None]] = set()
+        self._running_tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self, requests: asyncio.StreamReader) -> None:
         """Answer requests until stdin ends, then close the open episodes."""
         while line := await requests.readline():
             if line.strip():
-                task = asyncio.ensure_future(self._answer(json.loads(line)))
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
-        await asyncio.wait_for(self._close_all(), CLOSE_SECONDS)
+                task = asyncio.ensure_future(self._answer_request(json.loads(line)))
+                self._running_tasks.add(task)
+                task.add_done_callback(self._running_tasks.discard)
+        await asyncio.wait_for(self._close_episodes(), CLOSE_SECONDS)
 
-    async def _close_all(self) -> None:
-        close_calls = [self.close({"episode": episode}) for episode in list(self._episodes)]
+    async def _close_episodes(self) -> None:
+        close_calls = [self.close({"episode": episode_name}) for episode_name in list(self._episodes)]
         await asyncio.gather(*close_calls, return_exceptions=True)
-        if (close := getattr(self._adapter, "close", None)) is not None:
-            await self._call("", close)
+        if (close_adapter := getattr(self._adapter, "close", None)) is not None:
+            await self._call("", close_adapter)
 
-    async def _answer(self, request: Any) -> None:
+    async def _answer_request(self, request: Any) -> None:
         request_id, method = request.get("id"), request.get("method")
         answer: dict[str, Any] = {"id": request_id}
         try:
@@ -76,28 +76,28 @@ class Server:
             lock = self._locks.setdefault(str(request.get("episode", "")), asyncio.Lock())
             async with lock:
                 answer["result"] = await getattr(self, method)(request)
-            line = json.dumps(answer, default=to_plain).encode() + b"\n"
-            if len(line) > MAX_MESSAGE_BYTES:
-                raise ValueError(f"the answer has {len(line)} bytes, more than {MAX_MESSAGE_BYTES}")
+            answer_line = json.dumps(answer, default=to_plain).encode() + b"\n"
+            if len(answer_line) > MAX_MESSAGE_BYTES:
+                raise ValueError(f"the answer has {len(answer_line)} bytes, more than {MAX_MESSAGE_BYTES}")
         except (Exception, SystemExit) as error:
             if not isinstance(error, ValueError):
                 with contextlib.suppress(OSError):
                     traceback.print_exc()
             text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            fields = {"message": text[:2000]} | ({"lost": True} if isinstance(error, LOST_ERRORS) else {})
-            line = json.dumps({"id": request_id, "error": fields}).encode() + b"\n"
-        while line:
-            line = line[os.write(self._answer_fd, line) :]
+            error_body = {"message": text[:2000]} | ({"lost": True} if isinstance(error, LOST_ERRORS) else {})
+            answer_line = json.dumps({"id": request_id, "error": error_body}).encode() + b"\n"
+        while answer_line:
+            answer_line = answer_line[os.write(self._answer_fd, answer_line) :]
 
     async def version(self, request: Any) -> Any:
         if request.get("protocol") != PROTOCOL:
             raise ValueError(f"this server speaks protocol {PROTOCOL}, not {request.get('protocol')}")
-        return await self._call("", self._load, request.get("name", ""), request.get("args", {}))
+        return await self._call("", self._load_adapter, request.get("name", ""), request.get("args", {}))
 
-    def _load(self, name: str, args: Any) -> Any:
+    def _load_adapter(self, name: str, args: Any) -> Any:
         module = load_module("tfactory_adapter", self._adapter_file)
         self._adapter = module.Adapter(name, args)
-        versions = package_versions(module.REQUIREMENTS)
+        versions = find_package_versions(module.REQUIREMENTS)
         return {"protocol": PROTOCOL, "name": name, "versions": versions, **self._adapter.describe()}
 
     async def tasks(self, request: Any) -> Any:
@@ -105,9 +105,9 @@ class Server:
         return {"tasks": await self._call("", lambda: list(self._adapter.tasks(*arguments)))}
 
     async def reset(self, request: Any) -> Any:
-        name = str(request["episode"])
-        episode = await self._call(name, self._adapter.reset, request["task"], request["seed"])
-        self._episodes[name] = episode
+        episode_name = str(request["episode"])
+        episode = await self._call(episode_name, self._adapter.reset, request["task"], request["seed"])
+        self._episodes[episode_name] = episode
         answer = {"messages": episode.messages}
         return answer | ({"tools": episode.tools} if hasattr(episode, "tools") else {})
 
@@ -115,19 +115,19 @@ class Server:
         return await self._call(request["episode"], self._get_episode(request).step, request["message"])
 
     async def score(self, request: Any) -> Any:
-        score = getattr(self._get_episode(request), "score", None)
-        return {} if score is None else await self._call(request["episode"], score)
+        score_episode = getattr(self._get_episode(request), "score", None)
+        return {} if score_episode is None else await self._call(request["episode"], score_episode)
 
     async def close(self, request: Any) -> Any:
-        name = str(request["episode"])
-        episode = self._episodes.pop(name, None)
+        episode_name = str(request["episode"])
+        episode = self._episodes.pop(episode_name, None)
         try:
-            if (close := getattr(episode, "close", None)) is not None:
-                await self._call(name, close)
+            if (close_episode := getattr(episode, "close", None)) is not None:
+                await self._call(episode_name, close_episode)
         finally:
-            self._locks.pop(name, None)
-            if (thread := self._threads.pop(name, None)) is not None:
-                thread.shutdown(wait=False)
+            self._locks.pop(episode_name, None)
+            if (pool := self._pools.pop(episode_name, None)) is not None:
+                pool.shutdown(wait=False)
         return {}
 
     def _get_episode(self, request: Any) -> Any:
@@ -139,9 +139,9 @@ class Server:
         """Call a function in the thread of the episode, or await it if it is async."""
         if inspect.iscoroutinefunction(function):
             return await function(*arguments)
-        if episode not in self._threads:
-            self._threads[episode] = ThreadPoolExecutor(1, f"episode {episode}")
-        return await asyncio.get_running_loop().run_in_executor(self._threads[episode], function, *arguments)
+        if episode not in self._pools:
+            self._pools[episode] = ThreadPoolExecutor(1, f"episode {episode}")
+        return await asyncio.get_running_loop().run_in_executor(self._pools[episode], function, *arguments)
 
 
 def to_plain(value: Any) -> Any:
@@ -149,7 +149,7 @@ def to_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-def package_versions(requirements: list[str]) -> dict[str, str]:
+def find_package_versions(requirements: list[str]) -> dict[str, str]:
     """Return the installed version of every package in a list of requirements."""
     package_names = [re.split(r"[\[<>=!~ ;]", requirement, maxsplit=1)[0] for requirement in requirements]
     return {name: importlib.metadata.version(name) for name in package_names}
@@ -164,7 +164,7 @@ def load_module(name: str, path: str) -> Any:
     return module
 
 
-def take_pipes() -> tuple[int, int]:
+def redirect_pipes() -> tuple[int, int]:
     """Move the pipes to other descriptors: prints go to stderr, and subprocesses have an empty stdin."""
     request_fd, answer_fd = os.dup(0), os.dup(1)  # not inherited by subprocesses
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -173,22 +173,22 @@ def take_pipes() -> tuple[int, int]:
 
 
 async def main(adapter_file: str) -> None:
-    request_fd, answer_fd = take_pipes()
-    stream = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES + 1)
+    request_fd, answer_fd = redirect_pipes()
+    request_stream = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES + 1)
     await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(request_fd, "rb")
+        lambda: asyncio.StreamReaderProtocol(request_stream), os.fdopen(request_fd, "rb")
     )
-    await Server(adapter_file, answer_fd).serve(stream)
+    await Server(adapter_file, answer_fd).serve(request_stream)
 
 
 if __name__ == "__main__":
-    status = 0
+    exit_status = 0
     try:
         asyncio.run(main(sys.argv[1]))
     except (asyncio.TimeoutError, BrokenPipeError, KeyboardInterrupt):  # noqa: UP041
         pass
     except BaseException:
         traceback.print_exc()
-        status = 1
+        exit_status = 1
     sys.stderr.flush()
-    os._exit(status)  # threads of stuck episodes would keep the process alive
+    os._exit(exit_status)  # threads of stuck episodes would keep the process alive

@@ -13,7 +13,7 @@ from typing import Any
 REQUIREMENTS = ["textarena==0.7.4"]
 MAX_TASKS = 2**31 - 1
 MAX_OPPONENT_TURNS = 1000  # between two turns of the model
-LISTED_ACTIONS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
+ACTION_LISTS = re.compile(r"(?:available|valid|legal) (?:moves|actions)[^\[]*((?:\W*\[[^\]\n]+\])+)", re.I)
 RANDOM_LOCK = threading.Lock()  # the games draw from the module `random`
 
 
@@ -34,7 +34,7 @@ class Adapter:
         self.wrappers = [wrapper for wrapper in wrappers if issubclass(wrapper, self.textarena.ActionWrapper)]
         self.arguments = dict(args)
         self.player = int(self.arguments.pop("player", 0))
-        self.opponent = list(self.arguments.pop("opponent", []))
+        self.opponent_actions = list(self.arguments.pop("opponent", []))
         players = self.arguments.pop("players", None)
         counts = [1, 2, 3, 4, 5, 6] if players is None else [int(players)]
         self.num_players = next((count for count in counts if self._is_playable(count, counts[-1])), 0)
@@ -43,28 +43,28 @@ class Adapter:
                 f"environment.options.args.player is {self.player} of {self.num_players} players"
             )
 
-    def make(self) -> Any:
+    def make_game(self) -> Any:
         try:
             environment = self.textarena.make(self.raw_name, **self.arguments)
             for wrapper in self.wrappers:
                 environment = wrapper(environment)
             return environment
         except LookupError as error:
-            folder = f"{sys.prefix}/nltk_data"
+            nltk_folder = f"{sys.prefix}/nltk_data"
             raise ValueError(
-                f"textarena:{self.name} needs data of NLTK: {_first_line(error)}. Download it: "
-                f"{sys.executable} -m nltk.downloader -d {folder} words averaged_perceptron_tagger_eng"
+                f"textarena:{self.name} needs data of NLTK: {_get_first_line(error)}. Download it: "
+                f"{sys.executable} -m nltk.downloader -d {nltk_folder} words averaged_perceptron_tagger_eng"
             ) from error
         except (TypeError, ImportError) as error:
             raise ValueError(f"textarena:{self.name}: {error}") from error
 
-    def _is_playable(self, num_players: int, last_count: int) -> bool:
-        environment = self.make()
+    def _is_playable(self, num_players: int, max_players: int) -> bool:
+        environment = self.make_game()
         try:
             environment.reset(num_players=num_players, seed=0)
             return True
         except Exception as error:
-            if num_players == last_count:
+            if num_players == max_players:
                 raise ValueError(f"textarena:{self.name}: {type(error).__name__}: {error}") from error
             return False
 
@@ -85,11 +85,11 @@ class Adapter:
 class Episode:
     def __init__(self, adapter: Adapter, seed: int) -> None:
         self._adapter = adapter
-        self._opponent_random = random.Random(f"opponent {seed}")
+        self._opponent_rng = random.Random(f"opponent {seed}")
         self._random_state: Any = random.Random(seed).getstate()
-        self._done = False
+        self._is_done = False
         with self._isolate_random():
-            self._environment = adapter.make()
+            self._environment = adapter.make_game()
             self._environment.reset(num_players=adapter.num_players, seed=seed)
             observation = self._play_opponents()
         self.messages = [{"role": "user", "content": observation}]
@@ -107,38 +107,38 @@ class Episode:
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         with self._isolate_random():
-            self._done, _ = self._environment.step(message["content"])
+            self._is_done, _ = self._environment.step(message["content"])
             observation = self._play_opponents()
-        if not self._done:
+        if not self._is_done:
             return {"messages": [{"role": "user", "content": observation}], "done": False}
         rewards, infos = self._environment.close()
         reward = float((rewards or {}).get(self._adapter.player, 0.0))
-        info = (infos or {}).get(self._adapter.player, {})
-        is_invalid = bool(info.get("invalid_move"))
-        content = "\n".join(filter(None, [observation, str(info.get("reason") or "")]))
+        player_info = (infos or {}).get(self._adapter.player, {})
+        is_invalid = bool(player_info.get("invalid_move"))
+        content = "\n".join(filter(None, [observation, str(player_info.get("reason") or "")]))
         return {
             "messages": [{"role": "user", "content": content}] if content else [],
             "done": True,
             "reward": reward,
             "stop_reason": "invalid move" if is_invalid else _describe_outcome(reward),
-            "metrics": {"invalid_move": int(is_invalid), "turns": info.get("turn_count", 0)},
+            "metrics": {"invalid_move": int(is_invalid), "turns": player_info.get("turn_count", 0)},
         }
 
     def _play_opponents(self) -> str:
         """Play the other players' turns. Return the text that the model's player has received since its last turn."""
         for _ in range(MAX_OPPONENT_TURNS):
             player = self._environment.state.current_player_id
-            if self._done or player == self._adapter.player:
+            if self._is_done or player == self._adapter.player:
                 return self._read_messages(self._adapter.player)
             text = self._read_messages(player)
-            self._done, _ = self._environment.step(self._opponent_random.choice(self._legal_actions(text)))
+            self._is_done, _ = self._environment.step(self._opponent_rng.choice(self._list_actions(text)))
         raise ValueError(f"the other players took {MAX_OPPONENT_TURNS} turns")
 
-    def _legal_actions(self, observation: str) -> list[str]:
-        if lists := LISTED_ACTIONS.findall(observation):
-            return re.findall(r"\[[^\]\n]+\]", lists[-1])
-        if self._adapter.opponent:
-            return self._adapter.opponent
+    def _list_actions(self, observation: str) -> list[str]:
+        if action_lists := ACTION_LISTS.findall(observation):
+            return re.findall(r"\[[^\]\n]+\]", action_lists[-1])
+        if self._adapter.opponent_actions:
+            return self._adapter.opponent_actions
         raise ValueError(
             f"textarena:{self._adapter.name} does not list legal actions; name those of the other players: "
             "environment.options.args.opponent=[ACTION, ...]"
@@ -174,5 +174,5 @@ def _describe_outcome(reward: float) -> str:
     return "won" if reward >= 1 else "lost" if reward <= -1 else "finished"
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return next((line.strip(" *.") for line in str(error).split("\n") if line.strip(" *.")), "unknown data")

@@ -17,17 +17,17 @@ class Adapter:
     """Adapter of one class or function in a file. It returns an environment when it is called with `args`."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
-        path, colon, factory = name.rpartition(":")
+        path, colon, factory_name = name.rpartition(":")
         if not colon:
             raise ValueError(f"trl:{name} names no factory. Write trl:FILE.py:FACTORY")
         module = _load_module(path)
-        if not callable(getattr(module, factory, None)):
-            raise ValueError(f"{path} defines no {factory}")
-        self.name, self.args = factory, args
-        self.factory = functools.partial(getattr(module, factory), **args)
+        if not callable(getattr(module, factory_name, None)):
+            raise ValueError(f"{path} defines no {factory_name}")
+        self.name, self.args = factory_name, args
+        self.factory = functools.partial(getattr(module, factory_name), **args)
         environment = self.factory()
         if not callable(getattr(environment, "reset", None)):
-            raise ValueError(f"{factory} in {path} has no method `reset`")
+            raise ValueError(f"{factory_name} in {path} has no method `reset`")
         self.method_names = [
             method
             for method, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction)
@@ -60,7 +60,7 @@ class Episode:
         prompt = task.get("prompt") or ""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         row = {"seed": seed, "prompt": messages, "answer": task.get("answer"), **task.get("metadata", {})}
-        observation = _await(self._environment.reset(**_accepted_arguments(self._environment.reset, row)))
+        observation = _resolve(self._environment.reset(**_select_arguments(self._environment.reset, row)))
         if observation is not None:  # as in TRL, the end of the last message
             if not isinstance(observation, str):
                 raise ValueError("reset returned an observation that is no text; images are not supported")
@@ -70,12 +70,12 @@ class Episode:
 
     def step(self, message: dict[str, Any]) -> dict[str, Any]:
         calls = message["tool_calls"]
-        return {"messages": [self._call(call) for call in calls], "done": not calls}
+        return {"messages": [self._call_method(call) for call in calls], "done": not calls}
 
-    def _call(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _call_method(self, call: dict[str, Any]) -> dict[str, Any]:
         reply: dict[str, Any] = {"role": "tool", "tool_call_id": call["id"]}
         try:
-            result = _await(getattr(self._environment, call["name"])(**call["arguments"]))
+            result = _resolve(getattr(self._environment, call["name"])(**call["arguments"]))
         except Exception as error:  # the model reads it, as in TRL
             return reply | {"content": json.dumps({"error": str(error)}), "ok": False}
         return reply | {"content": str(result)}
@@ -83,16 +83,16 @@ class Episode:
     def score(self) -> dict[str, Any]:
         if not hasattr(self._environment, "get_reward"):
             return {}
-        reward = _await(self._environment.get_reward())
+        reward = _resolve(self._environment.get_reward())
         return {} if reward is None else {"reward": float(reward)}
 
 
-def _await(value: Any) -> Any:
+def _resolve(value: Any) -> Any:
     """Return the value, or the result of an async method if the value is its coroutine."""
     return asyncio.run(value) if inspect.iscoroutine(value) else value
 
 
-def _accepted_arguments(function: Any, row: dict[str, Any]) -> dict[str, Any]:
+def _select_arguments(function: Any, row: dict[str, Any]) -> dict[str, Any]:
     """Return the columns of `row` for which the function has parameters."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -36,18 +36,18 @@ class Adapter:
             self.name = turns.import_file(name) if name.endswith(".py") else name
             env_class = loaders.environment_class(self.name)
             config_class = generic.concrete_type(env_class, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig
-            agent = {"harness": {"id": __name__}, "runtime": {"type": "subprocess"}}
-            config = config_class(taskset={"id": self.name, **args}, agent=agent)
+            agent_config = {"harness": {"id": __name__}, "runtime": {"type": "subprocess"}}
+            config = config_class(taskset={"id": self.name, **args}, agent=agent_config)
             self.environment = env_class(config)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"verifiers:{name}: {error} (installed packages: {sys.prefix}; for an environment of v0, with a "
                 "function `load_environment`, write verifiers_v0:NAME)"
             ) from error
-        roles = list(agents.agent_config_fields(config))
-        if roles != ["agent"]:
+        agent_names = list(agents.agent_config_fields(config))
+        if agent_names != ["agent"]:
             raise ValueError(
-                f"verifiers:{name} has the agents {', '.join(roles)}; only one agent can be trained"
+                f"verifiers:{name} has the agents {', '.join(agent_names)}; only one agent can be trained"
             )
         self.tasks_by_index: dict[int, Any] = {}
         self.model = ModelServer()
@@ -109,14 +109,14 @@ class ModelServer:
     async def start(self) -> None:
         web: Any = importlib.import_module("aiohttp.web")
         app = web.Application(client_max_size=2**26)
-        app.router.add_post("/v1/chat/completions", self._answer)
+        app.router.add_post("/v1/chat/completions", self._answer_request)
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.address = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
 
-    async def _answer(self, request: Any) -> Any:
+    async def _answer_request(self, request: Any) -> Any:
         web: Any = importlib.import_module("aiohttp.web")
         episode = self.episodes.get(request.headers.get("X-Session-ID", ""))
         if episode is None:
@@ -144,17 +144,17 @@ class Episode(turns.AgentEpisode):
     async def open(self) -> None:
         client = vf.EvalClientConfig(base_url=self._adapter.model.address, api_key_var="TFACTORY_UNUSED_KEY")
         context = vf.ModelContext(model="policy", client=client)
-        await self.start(self._adapter.environment.run_episode(self._task, context, on_trace=self._register))
+        await self.start(self._adapter.environment.run_episode(self._task, context, on_trace=self._add_trace))
 
-    def _register(self, trace: Any) -> None:
+    def _add_trace(self, trace: Any) -> None:
         self._trace_id = trace.id
         self._adapter.model.episodes[trace.id] = self
 
-    def problem(self, result: Any) -> str:
+    def find_problem(self, result: Any) -> str:
         errors = [*result.errors, *(error for trace in result.traces for error in trace.errors)]
         return f"{errors[0].type}: {errors[0].message}" if errors else ""
 
-    def ending(self, result: Any) -> dict[str, Any]:
+    def make_ending(self, result: Any) -> dict[str, Any]:
         return {"stop_reason": result.traces[0].stop_condition or "answered"}
 
     async def score(self) -> dict[str, Any]:
@@ -192,8 +192,8 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
         httpx: Any = importlib.import_module("httpx")
         mcp: Any = importlib.import_module("verifiers.v1.harnesses.utils.mcp")
         to_wire = importlib.import_module("verifiers.v1.dialects.chat").message_to_wire
-        system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
+        system_prompt, prompt = self.resolve_prompt(data)
+        messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
@@ -207,8 +207,8 @@ class ChatLoop(vf.Harness[vf.HarnessConfig]):
                 headers = {"authorization": f"Bearer {secret}"}
                 answer = await client.post(f"{endpoint}/chat/completions", json=body, headers=headers)
                 if answer.status_code != 200:  # the environment stopped the episode, or the client did
-                    failed = answer.status_code >= 500 and trace.stop_condition is None
-                    return vf.ProgramResult(exit_code=int(failed), stdout="", stderr=answer.text)
+                    has_failed = answer.status_code >= 500 and trace.stop_condition is None
+                    return vf.ProgramResult(exit_code=int(has_failed), stdout="", stderr=answer.text)
                 message = answer.json()["choices"][0]["message"]
                 messages.append(message)
                 if not message.get("tool_calls"):

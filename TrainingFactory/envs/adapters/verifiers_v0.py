@@ -31,23 +31,23 @@ class Adapter:
     """Adapter of one environment. `args` are the arguments of `load_environment`."""
 
     def __init__(self, name: str, args: dict[str, Any]) -> None:
-        load = importlib.import_module("verifiers.utils.env_utils").load_environment
+        load_environment = importlib.import_module("verifiers.utils.env_utils").load_environment
         try:
             self.name = turns.import_file(name) if name.endswith(".py") else name
-            self.environment = load(self.name, **args)
+            self.environment = load_environment(self.name, **args)
         except Exception as error:  # whatever code of the environment raises
             raise ValueError(
                 f"verifiers_v0:{name}: {error} (installed packages: {sys.prefix}; for an environment of v1, write "
                 "verifiers:NAME)"
             ) from error
-        members = [self.environment, *getattr(self.environment, "envs", [])]  # of an EnvGroup
-        if any(member.requires_group_rollouts for member in members):
+        environments = [self.environment, *getattr(self.environment, "envs", [])]  # of an EnvGroup
+        if any(environment.requires_group_rollouts for environment in environments):
             raise ValueError(
                 f"verifiers_v0:{name} has a reward that compares the episodes of a group; not supported"
             )
-        if any(member.message_type != "chat" for member in members):
+        if any(environment.message_type != "chat" for environment in environments):
             raise ValueError(f"verifiers_v0:{name} completes plain texts; only chats are supported")
-        rubrics = [member.rubric for member in members]
+        rubrics = [environment.rubric for environment in environments]
         self.reward_names = {
             name
             for rubric in rubrics
@@ -66,11 +66,11 @@ class Adapter:
     def tasks(self, split: str, seed: int, count: int) -> Iterator[dict[str, Any]]:
         """Yield rows of the split in an order that depends on the seed. The splits have no row in common."""
         is_heldout = split == "heldout"
-        train, evaluation = self.environment.build_dataset(), self.environment.build_eval_dataset()
-        dataset_name = "eval" if train is None or (evaluation is not None and is_heldout) else "train"
-        rows: Any = evaluation if dataset_name == "eval" else train
+        train_rows, eval_rows = self.environment.build_dataset(), self.environment.build_eval_dataset()
+        dataset_name = "eval" if train_rows is None or (eval_rows is not None and is_heldout) else "train"
+        rows: Any = eval_rows if dataset_name == "eval" else train_rows
         indices = list(range(len(rows)))
-        if train is None or evaluation is None:
+        if train_rows is None or eval_rows is None:
             random.Random(SHUFFLE_SEED).shuffle(indices)
             indices = [index for i, index in enumerate(indices) if (i % HELDOUT_EVERY == 0) == is_heldout]
         random.Random(seed).shuffle(indices)
@@ -79,12 +79,12 @@ class Adapter:
             prompt = row["prompt"]
             yield {
                 "id": f"{self.name}-{dataset_name}-{index}",
-                "prompt": prompt if isinstance(prompt, str) else turns.plain_message(prompt[-1])["content"],
+                "prompt": prompt if isinstance(prompt, str) else turns.strip_message(prompt[-1])["content"],
                 "answer": row.get("answer"),
                 "metadata": {"dataset": dataset_name, "index": index},
             }
 
-    def row_of(self, task: dict[str, Any]) -> dict[str, Any]:
+    def find_row(self, task: dict[str, Any]) -> dict[str, Any]:
         metadata = task.get("metadata", {})
         environment = self.environment
         builders = {"train": environment.build_dataset, "eval": environment.build_eval_dataset}
@@ -98,7 +98,7 @@ class Adapter:
 
     async def reset(self, task: dict[str, Any], seed: int) -> "Episode":
         episode = Episode(self)
-        await episode.start(episode.run(self.row_of(task)))
+        await episode.start(episode.run(self.find_row(task)))
         return episode
 
     async def close(self) -> None:
@@ -110,10 +110,10 @@ class FailedRewards(logging.Handler):
     0; here such an episode is not scored."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        text, episode = record.getMessage(), CURRENT_EPISODE.get()
-        match = re.match(r"Error calling reward function (\w+)", text)
+        log_message, episode = record.getMessage(), CURRENT_EPISODE.get()
+        match = re.match(r"Error calling reward function (\w+)", log_message)
         if match and episode is not None and match[1] in episode.adapter.reward_names:
-            episode.failures.append(text)
+            episode.failures.append(log_message)
 
 
 class Episode(turns.AgentEpisode):
@@ -128,15 +128,15 @@ class Episode(turns.AgentEpisode):
         CURRENT_EPISODE.set(self)
         return await self.adapter.environment.run_rollout(row, Client(self), "policy", {})
 
-    def problem(self, result: Any) -> str:
+    def find_problem(self, result: Any) -> str:
         error = result.get("error")
         return "" if error is None else error["error_chain_repr"]
 
-    def ending(self, result: Any) -> dict[str, Any]:
+    def make_ending(self, result: Any) -> dict[str, Any]:
         """Return the stop condition, and the messages that the environment added after the last turn."""
-        completion = [_to_wire(message) for message in result["completion"] or []]
-        last_turn = max((i for i, row in enumerate(completion) if row["role"] == "assistant"), default=-1)
-        messages = [turns.plain_message(row) for row in completion[last_turn + 1 :]]
+        rows = [_to_wire(message) for message in result["completion"] or []]
+        last_turn = max((i for i, row in enumerate(rows) if row["role"] == "assistant"), default=-1)
+        messages = [turns.strip_message(row) for row in rows[last_turn + 1 :]]
         return {"messages": messages, "stop_reason": result["stop_condition"]}
 
     async def score(self) -> dict[str, Any]:
@@ -169,19 +169,19 @@ class Client(clients.Client):
             )  # ends a rollout, which is scored
         calls = [{"id": call["id"], **call["function"]} for call in turn.get("tool_calls", [])]
         message = {"content": turn["content"], "tool_calls": calls or None}
-        reason = "tool_calls" if calls else "stop"
+        finish_reason = "tool_calls" if calls else "stop"
         return types.Response(
             id="turn",
             created=0,
             model=model,
-            message={**message, "finish_reason": reason, "is_truncated": False},
+            message={**message, "finish_reason": finish_reason, "is_truncated": False},
         )
 
-    def _unused(self, *_: Any, **__: Any) -> Any:
+    def _raise_no_api(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("a client without an API")
 
-    setup_client = to_native_tool = to_native_prompt = get_native_response = _unused
-    raise_from_native_response = from_native_response = _unused
+    setup_client = to_native_tool = to_native_prompt = get_native_response = _raise_no_api
+    raise_from_native_response = from_native_response = _raise_no_api
 
     async def close(self) -> None: ...
 

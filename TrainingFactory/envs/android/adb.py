@@ -12,7 +12,7 @@ from typing import NamedTuple
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.types import ToolFailure
 
-MAX_OUTPUT = 8 << 20  # bytes of one call; a call with more output is killed
+MAX_OUTPUT_BYTES = 8 << 20  # bytes of one call; a call with more output is killed
 CONNECTION_LOST_STATUS = 255  # adb's exit status if the connection breaks before the device command ends
 INHERITED_ENV = ("PATH", "HOME", "LANG", "TMPDIR", "SYSTEMROOT", "USERPROFILE")  # variables that adb may see
 
@@ -23,12 +23,12 @@ class DeviceUnavailable(ToolFailure):
 
 class AdbResult(NamedTuple):
     status: int
-    data: bytes  # of standard output
-    errors: str
+    stdout: bytes
+    stderr: str
 
     @property
     def output(self) -> str:
-        return self.data.decode("utf-8", errors="replace")
+        return self.stdout.decode("utf-8", errors="replace")
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,17 +41,17 @@ class Adb:
 
     async def call(self, *arguments: str, timeout: float | None = None) -> AdbResult:
         """Run adb with these arguments, without a shell. Raise DeviceUnavailable after `timeout` seconds."""
-        port = () if self.server_port is None else ("-P", str(self.server_port))
-        seconds = timeout or self.timeout
+        port_args = () if self.server_port is None else ("-P", str(self.server_port))
+        max_seconds = timeout or self.timeout
         try:
             process = await asyncio.create_subprocess_exec(
                 self.program,
-                *port,
+                *port_args,
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
-                env=_environment(),
+                env=_filter_environment(),
             )
         except OSError as error:
             raise DeviceUnavailable(
@@ -59,17 +59,17 @@ class Adb:
                 "install adb), or set environment.options.adb to the program"
             ) from error
         try:
-            async with asyncio.timeout(seconds):
-                data, errors = await asyncio.gather(_read(process.stdout), _read(process.stderr))
+            async with asyncio.timeout(max_seconds):
+                stdout, stderr = await asyncio.gather(_read_all(process.stdout), _read_all(process.stderr))
                 status = await process.wait()
         except TimeoutError:
-            raise DeviceUnavailable(f"adb {_format(arguments)} took longer than {seconds:g} s") from None
+            raise DeviceUnavailable(f"adb {_shorten(arguments)} took longer than {max_seconds:g} s") from None
         finally:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
-        return AdbResult(status, data, errors.decode("utf-8", errors="replace"))
+        return AdbResult(status, stdout, stderr.decode("utf-8", errors="replace"))
 
 
 @dataclass(slots=True)
@@ -93,39 +93,39 @@ class Device:
 
     async def shell(self, *words: str, timeout: float | None = None) -> AdbResult:
         """Run a program on the device; quote each argument, because adb passes one line to the device's shell."""
-        return await self.call("shell", "-T", *map(quote, words), timeout=timeout)
+        return await self.call("shell", "-T", *map(quote_word, words), timeout=timeout)
 
-    async def state(self) -> str:
+    async def read_state(self) -> str:
         """Return adb's state of the device: `device` if it is connected."""
         result = await self.call("get-state")
-        return result.output.strip() if result.status == 0 else _last_line(result.errors)
+        return result.output.strip() if result.status == 0 else _get_last_line(result.stderr)
 
     async def _check_connection(self, result: AdbResult) -> None:
         """Raise DeviceUnavailable if a failed call is the device's fault and not the command's."""
-        state = await self.state()
-        if state != "device" or result.status == CONNECTION_LOST_STATUS:
-            reason = _last_line(result.errors) or state
+        device_state = await self.read_state()
+        if device_state != "device" or result.status == CONNECTION_LOST_STATUS:
+            reason = _get_last_line(result.stderr) or device_state
             raise DeviceUnavailable(f"Android device {self.serial} is unavailable: {reason}")
 
 
-def quote(word: str) -> str:
+def quote_word(word: str) -> str:
     """Quote a word for the device's shell. Raise ValueError for NUL, which no argument can contain."""
     if "\0" in word:
         raise ValueError("a text for a device cannot contain the character NUL")
     return shlex.quote(word)
 
 
-async def _read(stream: asyncio.StreamReader | None) -> bytes:
+async def _read_all(stream: asyncio.StreamReader | None) -> bytes:
     assert stream is not None
     output = bytearray()
     while chunk := await stream.read(65536):
         output += chunk
-        if len(output) > MAX_OUTPUT:
-            raise DeviceUnavailable(f"a call of adb returned more than {MAX_OUTPUT >> 20} MiB")
+        if len(output) > MAX_OUTPUT_BYTES:
+            raise DeviceUnavailable(f"a call of adb returned more than {MAX_OUTPUT_BYTES >> 20} MiB")
     return bytes(output)
 
 
-def _environment() -> dict[str, str]:
+def _filter_environment() -> dict[str, str]:
     """Return the environment variables for adb, without secrets of the run."""
     return {
         name: value
@@ -134,9 +134,9 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _last_line(text: str) -> str:
+def _get_last_line(text: str) -> str:
     return escape_control((text.strip().splitlines() or [""])[-1][:200])
 
 
-def _format(arguments: tuple[str, ...]) -> str:
+def _shorten(arguments: tuple[str, ...]) -> str:
     return escape_control(" ".join(arguments)[:80])

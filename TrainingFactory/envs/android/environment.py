@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Text, make_from
@@ -19,7 +19,7 @@ from TrainingFactory.envs.android.adb import Device, DeviceUnavailable
 from TrainingFactory.envs.android.farm import DeviceFarm, FarmOptions
 from TrainingFactory.envs.android.screen import Element, Screen, ScreenError, parse_screen
 from TrainingFactory.envs.android.state import Package, TaskState
-from TrainingFactory.envs.android.tasks import TASK_MAKERS, TaskKind, builtin_tasks, file_tasks
+from TrainingFactory.envs.android.tasks import TASK_MAKERS, TaskKind, generate_builtin_tasks, load_file_tasks
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
@@ -29,10 +29,10 @@ from TrainingFactory.types import Message, PlacedImage, Reward, Step, Task, Tool
 ToolName = Literal[
     "elements", "screenshot", "tap", "long_press", "swipe", "type_text", "key", "open_app", "wait", "answer"
 ]
-TOOLS: tuple[ToolName, ...] = get_args(ToolName)
-APPS = {"settings": "com.android.settings", "contacts": "com.android.contacts"}
-PACKAGE = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
-KEYS = {
+TOOL_NAMES: tuple[ToolName, ...] = get_args(ToolName)
+APP_PACKAGES = {"settings": "com.android.settings", "contacts": "com.android.contacts"}
+PACKAGE_PATTERN = re.compile(r"[A-Za-z]\w*(\.[A-Za-z]\w*)+")
+KEY_CODES = {
     "back": "KEYCODE_BACK",
     "home": "KEYCODE_HOME",
     "recents": "KEYCODE_APP_SWITCH",
@@ -40,7 +40,7 @@ KEYS = {
     "delete": "KEYCODE_DEL",
     "tab": "KEYCODE_TAB",
 }
-MAX_TYPED = 500  # characters of one call
+MAX_CHARS = 500  # characters of one call
 LONG_PRESS_MS = "800"  # milliseconds
 MAX_ATTEMPTS = 3  # to read a screen that moves
 THOUSAND = 1000
@@ -51,7 +51,7 @@ Gesture = Literal["tap", "long_press"]
 Point = tuple[int, int]  # in pixels of the device
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class AndroidOptions(FarmOptions):
     """`environment.options` of the environment `android`."""
 
@@ -60,10 +60,10 @@ class AndroidOptions(FarmOptions):
     actions take points instead of elements. Screenshots need a model with images."""
     settle: NotNegative = 0.5
     """Seconds between an action and the reading of the screen."""
-    tools: Annotated[list[ToolName], Field(min_length=1)] = Field(default_factory=lambda: list(TOOLS))
+    tools: Annotated[list[ToolName], Field(min_length=1)] = Field(default_factory=lambda: list(TOOL_NAMES))
     """Tools that the model gets, except the one of `elements` and `screenshot` that does not fit the observation. Fewer
     tools make a shorter prompt."""
-    apps: dict[str, Package] = Field(default_factory=lambda: dict(APPS))
+    apps: dict[str, Package] = Field(default_factory=lambda: dict(APP_PACKAGES))
     """Names for open_app, with their packages."""
     builtin: Annotated[list[TaskKind], Field(min_length=1)] = Field(default_factory=lambda: list(TASK_MAKERS))
     """Kinds of built-in tasks."""
@@ -88,7 +88,7 @@ class AndroidEnvironment(ToolEnvironment):
     def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
         # A tool makes several calls of adb, each with its own limit.
         super().__init__(task, tools, timeout=8 * self.options.call_timeout)
-        self._state = TaskState(task.id, task.metadata)
+        self._task_state = TaskState(task.id, task.metadata)
         self._device_or_none: Device | None = None
         self.screen: Screen | None = None
         self._answer: str | None = None
@@ -97,11 +97,11 @@ class AndroidEnvironment(ToolEnvironment):
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
         options = cls.options
         if options.tasks is None:
-            return islice(builtin_tasks(list(options.builtin), split, seed), count)
+            return islice(generate_builtin_tasks(list(options.builtin), split, seed), count)
         path = options.tasks if split == "train" else options.heldout
         if path is None:
             raise ValueError("set environment.options.heldout or data.heldout to a file of held-out tasks")
-        return file_tasks(path, count)
+        return load_file_tasks(path, count)
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
@@ -109,10 +109,10 @@ class AndroidEnvironment(ToolEnvironment):
         return cls.farm.metrics()
 
     async def reset(self) -> list[Message]:
-        self._device_or_none = await self.farm.lease()
-        await self._state.prepare(self._device_or_none)
+        self._device_or_none = await self.farm.lease_device()
+        await self._task_state.prepare(self._device_or_none)
         try:
-            screen = await self._observe()
+            screen = await self._observe_screen()
         except ScreenError as error:
             raise DeviceUnavailable(f"{self._device_or_none.serial}: {error}") from error
         *earlier_messages, last_message = await super().reset()
@@ -125,13 +125,13 @@ class AndroidEnvironment(ToolEnvironment):
 
     async def reward(self, episode: Episode) -> Reward:
         """Return 1 if all checks of the task pass on the device, else 0."""
-        outcomes = await self._state.outcomes(self._device, self._answer)
+        outcomes = await self._task_state.score_checks(self._device, self._answer)
         return Reward(float(all(outcomes.values())), parts=outcomes)
 
     async def close(self) -> None:
         device, self._device_or_none = self._device_or_none, None
         if device is not None:
-            self.farm.release(device)
+            self.farm.release_device(device)
 
     @tool
     async def elements(self) -> ToolResult:
@@ -141,20 +141,20 @@ class AndroidEnvironment(ToolEnvironment):
     @tool
     async def tap(self, element: ElementNumber) -> ToolResult:
         """Tap an element."""
-        return await self._press(element, "tap")
+        return await self._press_element(element, "tap")
 
     @tool
     async def long_press(self, element: ElementNumber) -> ToolResult:
         """Press an element for a second."""
-        return await self._press(element, "long_press")
+        return await self._press_element(element, "long_press")
 
     @tool
     async def swipe(self, direction: Direction, element: ElementNumber | None = None) -> ToolResult:
         """Swipe over the screen or an element. up shows what is further down."""
-        target = None if element is None else self._find_element(element)
-        if element is not None and target is None:
+        target_element = None if element is None else self._find_element(element)
+        if element is not None and target_element is None:
             return self._reject_element(element)
-        left, top, right, bottom = target.bounds if target is not None else self._bounds
+        left, top, right, bottom = target_element.bounds if target_element is not None else self._bounds
         return await self._swipe(
             direction, ((left + right) // 2, (top + bottom) // 2), right - left, bottom - top
         )
@@ -162,21 +162,21 @@ class AndroidEnvironment(ToolEnvironment):
     @tool
     async def type_text(self, text: str, element: ElementNumber | None = None) -> ToolResult:
         """Type text into an element, or where the cursor is."""
-        target = None if element is None else self._find_element(element)
-        if element is not None and target is None:
+        target_element = None if element is None else self._find_element(element)
+        if element is not None and target_element is None:
             return self._reject_element(element)
-        return await self._type(text, None if target is None else target.center)
+        return await self._type_text(text, None if target_element is None else target_element.center)
 
     @tool
     async def key(self, name: Literal["back", "home", "recents", "enter", "delete", "tab"]) -> ToolResult:
         """Press a key."""
-        return await self._input("keyevent", KEYS[name])
+        return await self._send_input("keyevent", KEY_CODES[name])
 
     @tool
     async def open_app(self, app: str) -> ToolResult:
         """Open an app by its name or package."""
         package = self.options.apps.get(app.strip().lower(), app.strip())
-        if PACKAGE.fullmatch(package) is None:
+        if PACKAGE_PATTERN.fullmatch(package) is None:
             return _make_failure(
                 f"There is no app of this name. Names: {', '.join(self.options.apps)}; or give a package."
             )
@@ -210,34 +210,34 @@ class AndroidEnvironment(ToolEnvironment):
         return self.screen.bounds
 
     def _find_element(self, element_number: int) -> Element | None:
-        return None if self.screen is None else self.screen.element(element_number)
+        return None if self.screen is None else self.screen.get_element(element_number)
 
     def _reject_element(self, element_number: int) -> ToolResult:
-        count = 0 if self.screen is None else len(self.screen.elements)
-        return _make_failure(f"There is no element {element_number}. The elements are 1 to {count}.")
+        num_elements = 0 if self.screen is None else len(self.screen.elements)
+        return _make_failure(f"There is no element {element_number}. The elements are 1 to {num_elements}.")
 
-    async def _press(self, element_number: int, gesture: Gesture) -> ToolResult:
-        if (target := self._find_element(element_number)) is None:
+    async def _press_element(self, element_number: int, gesture: Gesture) -> ToolResult:
+        if (target_element := self._find_element(element_number)) is None:
             return self._reject_element(element_number)
-        return await self._touch(target.center, gesture)
+        return await self._touch_point(target_element.center, gesture)
 
-    async def _touch(self, point: Point, gesture: Gesture) -> ToolResult:
-        coordinates = [str(value) for value in point]
+    async def _touch_point(self, point: Point, gesture: Gesture) -> ToolResult:
+        coordinates = [str(coordinate) for coordinate in point]
         if gesture == "tap":
-            return await self._input("tap", *coordinates)
-        return await self._input("swipe", *coordinates, *coordinates, LONG_PRESS_MS)
+            return await self._send_input("tap", *coordinates)
+        return await self._send_input("swipe", *coordinates, *coordinates, LONG_PRESS_MS)
 
     async def _swipe(self, direction: Direction, center: Point, width: int, height: int) -> ToolResult:
         """Swipe over half of the area with this center and size."""
         x_sign, y_sign = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}[direction]
         dx, dy = x_sign * (width // 4), y_sign * (height // 4)
         (x, y), milliseconds = center, 300
-        return await self._input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, milliseconds)))
+        return await self._send_input("swipe", *map(str, (x - dx, y - dy, x + dx, y + dy, milliseconds)))
 
-    async def _type(self, text: str, point: Point | None = None) -> ToolResult:
-        if not text or len(text) > MAX_TYPED or not (text.isascii() and text.isprintable()):
+    async def _type_text(self, text: str, point: Point | None = None) -> ToolResult:
+        if not text or len(text) > MAX_CHARS or not (text.isascii() and text.isprintable()):
             return _make_failure(
-                f"type_text takes 1 to {MAX_TYPED} printable ASCII characters. For a new line: key enter."
+                f"type_text takes 1 to {MAX_CHARS} printable ASCII characters. For a new line: key enter."
             )
         if point is not None:
             await self._device.shell("input", "tap", *map(str, point))
@@ -246,11 +246,11 @@ class AndroidEnvironment(ToolEnvironment):
             await self._device.shell("input", "text", chunk.replace(" ", "%s"))
         return await self._show_when_settled()
 
-    async def _input(self, *words: str) -> ToolResult:
+    async def _send_input(self, *words: str) -> ToolResult:
         result = await self._device.shell("input", *words)
         if result.status != 0:
             return _make_failure(
-                f"The device rejected the action: {(result.errors or result.output).strip()[:200]}"
+                f"The device rejected the action: {(result.stderr or result.output).strip()[:200]}"
             )
         return await self._show_when_settled()
 
@@ -260,11 +260,11 @@ class AndroidEnvironment(ToolEnvironment):
 
     async def _observe_or_fail(self) -> ToolResult:
         try:
-            return await self._observe()
+            return await self._observe_screen()
         except ScreenError as error:
             return _make_failure(f"The screen cannot be read: {error}")
 
-    async def _observe(self) -> ToolResult:
+    async def _observe_screen(self) -> ToolResult:
         """Read the screen; retry, because Android refuses to dump a moving screen."""
         for attempt in range(MAX_ATTEMPTS):
             try:
@@ -284,7 +284,7 @@ class AndroidEnvironment(ToolEnvironment):
     async def _screenshot(self) -> PlacedImage:
         result = await self._device.call("exec-out", "screencap", "-p")
         try:
-            return PlacedImage(0, await in_thread(read_image, result.data))
+            return PlacedImage(0, await in_thread(read_image, result.stdout))
         except ValueError as error:
             raise ScreenError(f"screencap returned no picture: {error}") from error
 
@@ -310,12 +310,12 @@ class ScreenshotEnvironment(AndroidEnvironment):
     @tool
     async def tap(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Tap a point."""
-        return await self._touch(self._to_pixel(x, y), "tap")
+        return await self._touch_point(self._to_pixel(x, y), "tap")
 
     @tool
     async def long_press(self, x: Thousandth, y: Thousandth) -> ToolResult:  # type: ignore[override]
         """Press a point for a second."""
-        return await self._touch(self._to_pixel(x, y), "long_press")
+        return await self._touch_point(self._to_pixel(x, y), "long_press")
 
     @tool
     async def swipe(  # type: ignore[override]
@@ -327,7 +327,7 @@ class ScreenshotEnvironment(AndroidEnvironment):
     @tool
     async def type_text(self, text: str) -> ToolResult:  # type: ignore[override]
         """Type text where the cursor is."""
-        return await self._type(text)
+        return await self._type_text(text)
 
     def _to_pixel(self, x: int, y: int) -> Point:
         """Return the pixel at a point of the last screenshot."""
@@ -356,7 +356,7 @@ class AndroidDevices(ForeignEnvironment):
         return cls(make_from(AndroidOptions, options, "environment android"))
 
     def as_environment(self) -> type[ToolEnvironment]:
-        disabled_tools: dict[str, Any] = dict.fromkeys(set(TOOLS) - set(self.options.tools))
+        disabled_tools: dict[str, Any] = dict.fromkeys(set(TOOL_NAMES) - set(self.options.tools))
         uses_points = self.options.observation == "screenshot"
         if set(self.options.tools) <= {"elements" if uses_points else "screenshot"}:
             raise ValueError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text
 from TrainingFactory.envs.android.adb import Adb, Device, DeviceUnavailable
@@ -25,7 +25,7 @@ RETRY_DELAY = 0.5  # seconds after the second check; none after the first
 BOOT_TIMEOUT = 120.0  # seconds, after a snapshot was loaded
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class FarmOptions:
     """Connection and reset of the devices."""
 
@@ -63,55 +63,55 @@ class DeviceFarm:
     """Pool that leases devices, first come first served. All farms of a process share their leases, because two
     environments may name the same device. Therefore locks and times belong to threads, not to an event loop."""
 
-    _leased: ClassVar[set[tuple[int | None, str]]] = set()
+    _leased_devices: ClassVar[set[tuple[int | None, str]]] = set()
     _lock = threading.Lock()
 
     def __init__(self, options: FarmOptions) -> None:
         self.options = options
         self.adb = Adb(options.adb, options.server_port, options.call_timeout)
-        self.quarantined: dict[str, Quarantine] = {}
+        self.quarantines: dict[str, Quarantine] = {}
         self.counts: Counter[str] = Counter()
         self._wait_queue: deque[object] = deque()
 
-    async def lease(self) -> Device:
+    async def lease_device(self) -> Device:
         """Return a healthy device in its initial state. Raise DeviceUnavailable if there is none."""
         while True:
             device = Device(self.adb, await self._wait_for_device())
             try:
                 await self._check_health(device)
-                await self._reset(device)
+                await self._reset_device(device)
             except DeviceUnavailable as error:
                 device.failure = str(error)
-                self.release(device)
+                self.release_device(device)
                 continue  # with the next device, until all are quarantined
             except BaseException:
-                self.release(device)
+                self.release_device(device)
                 raise
-            if self.quarantined.pop(device.serial, None):
+            if self.quarantines.pop(device.serial, None):
                 log.warning("Android device %s is healthy again", device.serial)
             self.counts["leases"] += 1
             return device
 
-    def release(self, device: Device) -> None:
+    def release_device(self, device: Device) -> None:
         """Release a device; quarantine it if it was unavailable to a call."""
         if device.failure is not None:
             ends_at = time.monotonic() + self.options.quarantine
-            self.quarantined[device.serial] = Quarantine(device.failure, ends_at)
+            self.quarantines[device.serial] = Quarantine(device.failure, ends_at)
             self.counts["failures"] += 1
             log.warning(
                 "Android device %s is quarantined for %g s (%d of %d devices are): %s",
-                device.serial, self.options.quarantine, len(self.quarantined), len(self.options.devices),
+                device.serial, self.options.quarantine, len(self.quarantines), len(self.options.devices),
                 device.failure,
             )  # fmt: skip
         with self._lock:
-            self._leased.discard(self._lease_key(device.serial))
+            self._leased_devices.discard(self._lease_key(device.serial))
 
     def metrics(self) -> dict[str, float]:
         """Return the number of leases and device failures so far, and of devices that are quarantined now."""
         return {
             "android/leases": self.counts["leases"],
             "android/failures": self.counts["failures"],
-            "android/quarantined": len(self.quarantined),
+            "android/quarantined": len(self.quarantines),
         }
 
     async def _wait_for_device(self) -> str:
@@ -138,15 +138,15 @@ class DeviceFarm:
         usable_serials = [
             serial
             for serial in self.options.devices
-            if serial not in self.quarantined or self.quarantined[serial].ends_at <= now
+            if serial not in self.quarantines or self.quarantines[serial].ends_at <= now
         ]
         with self._lock:
             for serial in usable_serials:
-                if self._lease_key(serial) not in self._leased:
-                    self._leased.add(self._lease_key(serial))
+                if self._lease_key(serial) not in self._leased_devices:
+                    self._leased_devices.add(self._lease_key(serial))
                     return serial
         if not usable_serials:
-            reasons = "; ".join(entry.reason for entry in self.quarantined.values())
+            reasons = "; ".join(quarantine.reason for quarantine in self.quarantines.values())
             raise DeviceUnavailable(f"every Android device is quarantined: {reasons}")
         return None
 
@@ -154,26 +154,26 @@ class DeviceFarm:
         return self.options.server_port, serial
 
     async def _check_health(self, device: Device) -> None:
-        state = "unknown"
+        device_state = "unknown"
         for attempt in range(HEALTH_CHECKS):  # adb's server may just be starting
             if ":" in device.serial:  # does nothing if it is connected
                 await self.adb.call("connect", device.serial)
-            state = await device.state()
-            if state == "device":
+            device_state = await device.read_state()
+            if device_state == "device":
                 break
             await asyncio.sleep(attempt * RETRY_DELAY)
         else:
-            raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {state}")
+            raise DeviceUnavailable(f"Android device {device.serial} is unavailable: {device_state}")
         boot_result = await device.shell("getprop", "sys.boot_completed")
         if boot_result.output.strip() != "1":
             raise DeviceUnavailable(f"Android device {device.serial} has not finished booting")
 
-    async def _reset(self, device: Device) -> None:
+    async def _reset_device(self, device: Device) -> None:
         if self.options.reset == "snapshot":
             command = ("emu", "avd", "snapshot", "load", self.options.snapshot)
             load_result = await device.call(*command, timeout=BOOT_TIMEOUT)
             if load_result.status != 0 or "OK" not in load_result.output.split():
-                reason = (load_result.errors or load_result.output).strip()[:200]
+                reason = (load_result.stderr or load_result.output).strip()[:200]
                 raise DeviceUnavailable(
                     f"{device.serial} cannot load snapshot {self.options.snapshot}: {reason}"
                 )
@@ -181,6 +181,6 @@ class DeviceFarm:
         for package in self.options.packages:
             clear_result = await device.shell("pm", "clear", package)
             if clear_result.output.strip() != "Success":
-                reason = (clear_result.errors or clear_result.output).strip()[:200]
+                reason = (clear_result.stderr or clear_result.output).strip()[:200]
                 raise DeviceUnavailable(f"{device.serial} cannot clear {package}: {reason}")
         await device.shell("input", "keyevent", "KEYCODE_HOME")

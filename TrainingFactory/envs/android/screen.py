@@ -18,8 +18,8 @@ MAX_ELEMENTS = 80
 DEFAULT_BOUNDS = (0, 0, 1080, 1920)  # of a screen that names none
 MAX_TEXT = 120  # characters of an element's text
 CHAR_REF = re.compile(r"&#(?:[xX]([0-9a-fA-F]{1,8})|([0-9]{1,9}));")
-BOUNDS = re.compile(r"\[(-?\d{1,6}),(-?\d{1,6})\]\[(-?\d{1,6}),(-?\d{1,6})\]")
-ACTIONS = ("clickable", "long-clickable", "checkable", "scrollable")
+BOUNDS_PATTERN = re.compile(r"\[(-?\d{1,6}),(-?\d{1,6})\]\[(-?\d{1,6}),(-?\d{1,6})\]")
+ACTION_ATTRIBUTES = ("clickable", "long-clickable", "checkable", "scrollable")
 
 
 class ScreenError(ValueError):
@@ -46,11 +46,11 @@ class _Node:
 
     @property
     def is_actionable(self) -> bool:
-        return any(map(self.is_set, ACTIONS)) or self.kind.endswith("EditText")
+        return any(map(self.is_set, ACTION_ATTRIBUTES)) or self.kind.endswith("EditText")
 
     @property
     def bounds(self) -> tuple[int, int, int, int] | None:
-        match = BOUNDS.fullmatch(self.attributes.get("bounds", ""))
+        match = BOUNDS_PATTERN.fullmatch(self.attributes.get("bounds", ""))
         if match is None:
             return None
         left, top, right, bottom = map(int, match.groups())
@@ -88,7 +88,7 @@ class Screen:
             lines.append(f"({self.num_hidden} more elements are not listed)")
         return "\n".join([f"app {self.package}", *lines])
 
-    def element(self, number: int) -> Element | None:
+    def get_element(self, number: int) -> Element | None:
         return self.elements[number - 1] if 1 <= number <= len(self.elements) else None
 
 
@@ -99,7 +99,7 @@ def parse_screen(output: str) -> Screen:
         raise ScreenError(f"uiautomator returned no screen: {_clean_text(output)[:200] or 'nothing'}")
     if "<!" in output[:start] or len(output) > MAX_XML:
         raise ScreenError("the screen's XML is too large" if len(output) > MAX_XML else "it has a DOCTYPE")
-    root = _parse(_valid_xml(output[start : end + len("</hierarchy>")]))
+    root = _parse_xml(_repair_xml(output[start : end + len("</hierarchy>")]))
     elements = list(_find_elements(root))
     packages = (re.sub(r"[^\w.]", "", node.attributes.get("package", ""))[:100] for node in root.children)
     package = next(filter(None, packages), "unknown")
@@ -107,7 +107,7 @@ def parse_screen(output: str) -> Screen:
     return Screen(package, elements[:MAX_ELEMENTS], bounds, max(0, len(elements) - MAX_ELEMENTS))
 
 
-def _parse(xml: str) -> _Node:
+def _parse_xml(xml: str) -> _Node:
     root = _Node({})
     ancestors = [root]
 
@@ -121,13 +121,13 @@ def _parse(xml: str) -> _Node:
     def end_element(_: str) -> None:
         ancestors.pop()
 
-    def reject(*_: object) -> None:
+    def reject_doctype(*_: object) -> None:
         raise ScreenError("the screen's XML has a DOCTYPE, which uiautomator never writes")
 
     parser = expat.ParserCreate()
     parser.StartElementHandler = begin_element
     parser.EndElementHandler = end_element
-    parser.StartDoctypeDeclHandler = reject
+    parser.StartDoctypeDeclHandler = reject_doctype
     try:
         parser.Parse(xml.encode("utf-8", errors="replace"), True)
     except expat.ExpatError as error:
@@ -135,19 +135,19 @@ def _parse(xml: str) -> _Node:
     return root.children[0]  # <hierarchy>
 
 
-def _valid_xml(text: str) -> str:
+def _repair_xml(text: str) -> str:
     """Return the text as valid XML, with two errors of uiautomator repaired: emojis as two references to surrogates,
     and control characters."""
 
-    def replace(match: re.Match[str]) -> str:
+    def replace_char(match: re.Match[str]) -> str:
         hexadecimal, decimal = match.groups()
-        code = int(hexadecimal, 16) if hexadecimal else int(decimal)
-        if 0xD800 <= code <= 0xDFFF:
-            return chr(code)
-        return match.group() if code in (9, 10, 13) or 32 <= code < 0x110000 else " "
+        code_point = int(hexadecimal, 16) if hexadecimal else int(decimal)
+        if 0xD800 <= code_point <= 0xDFFF:
+            return chr(code_point)
+        return match.group() if code_point in (9, 10, 13) or 32 <= code_point < 0x110000 else " "
 
-    repaired = CHAR_REF.sub(replace, text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", " ", repaired)
+    xml = CHAR_REF.sub(replace_char, text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]", " ", xml)
 
 
 def _find_elements(node: _Node) -> Iterator[Element]:
@@ -178,8 +178,8 @@ def _collect_labels(node: _Node, label_ids: set[int]) -> Iterator[str]:
 def _remove_texts(node: _Node, label_ids: set[int]) -> _Node:
     """Return the node without the texts of the nodes whose ids are in `label_ids`."""
     children = [_remove_texts(child, label_ids) for child in node.children]
-    cleared = {"text": "", "content-desc": ""} if id(node) in label_ids else {}
-    return _Node(node.attributes | cleared, children)
+    cleared_attributes = {"text": "", "content-desc": ""} if id(node) in label_ids else {}
+    return _Node(node.attributes | cleared_attributes, children)
 
 
 def _list_states(node: _Node) -> tuple[str, ...]:
@@ -194,6 +194,6 @@ def _list_states(node: _Node) -> tuple[str, ...]:
 
 def _clean_text(text: str) -> str:
     """Return a text as one line of at most MAX_TEXT printable characters."""
-    words = "".join(c if c.isprintable() else " " for c in text[: 10 * MAX_TEXT]).split()
+    words = "".join(char if char.isprintable() else " " for char in text[: 10 * MAX_TEXT]).split()
     line = " ".join(words)
     return line if len(line) <= MAX_TEXT else line[: MAX_TEXT - 1] + "…"

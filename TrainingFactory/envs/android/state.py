@@ -63,7 +63,7 @@ class ContentCheck:
             "--projection",
             "_id",
             "--where",
-            _sql_condition(self.where),
+            _make_sql_condition(self.where),
         )
         result = await device.shell(*command)
         if result.status != 0 or not result.output.startswith(("Row: 0 ", "No result found")):
@@ -119,7 +119,7 @@ class AnswerCheck:
 class WifiSetup:
     enabled: bool
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("svc", "wifi", "enable" if self.enabled else "disable")]
 
 
@@ -127,7 +127,7 @@ class WifiSetup:
 class AirplaneSetup:
     enabled: bool
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("cmd", "connectivity", "airplane-mode", "enable" if self.enabled else "disable")]
 
 
@@ -137,7 +137,7 @@ class SettingSetup:
     key: Name
     value: str
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("settings", "put", self.namespace, self.key, self.value)]
 
 
@@ -148,8 +148,8 @@ class ContentSetup:
     uri: Uri
     where: Annotated[dict[Column, Texts], Field(min_length=1)]
 
-    def commands(self) -> list[tuple[str, ...]]:
-        return [("content", "delete", "--uri", self.uri, "--where", _sql_condition(self.where))]
+    def list_commands(self) -> list[tuple[str, ...]]:
+        return [("content", "delete", "--uri", self.uri, "--where", _make_sql_condition(self.where))]
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -158,7 +158,7 @@ class FileSetup:
 
     path: FilePath
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("rm", "-f", self.path)]
 
 
@@ -168,7 +168,7 @@ class StopSetup:
 
     package: Package
 
-    def commands(self) -> list[tuple[str, ...]]:
+    def list_commands(self) -> list[tuple[str, ...]]:
         return [("am", "force-stop", self.package)]
 
 
@@ -202,39 +202,39 @@ class TaskState:
 
     async def prepare(self, device: Device) -> None:
         """Run the setup commands; raise DeviceUnavailable if one fails, because the task could not start correctly."""
-        for command in (command for entry in self.setup for command in entry.commands()):
+        for command in (command for entry in self.setup for command in entry.list_commands()):
             result = await device.shell(*command)
             if result.status != 0:
-                reason = (result.errors or result.output).strip()[:200]
+                reason = (result.stderr or result.output).strip()[:200]
                 raise DeviceUnavailable(
                     f"{device.serial}: setup command {' '.join(command[:3])} failed: {reason}"
                 )
 
-    async def outcomes(self, device: Device, answer: str | None) -> dict[str, float]:
+    async def score_checks(self, device: Device, answer: str | None) -> dict[str, float]:
         """Return the result of each check, 1 or 0, by the check's number and type."""
-        type_names = {kind: name for name, kind in self.CHECKS.items()}
+        type_names = {check_type: name for name, check_type in self.CHECKS.items()}
         return {
             f"{number}_{type_names[type(check)]}": float(await check.holds(device, answer))
             for number, check in enumerate(self.checks, 1)
         }
 
 
-def _read_entries(task_id: str, metadata: Mapping[str, Any], key: str, kinds: Mapping[str, Any]) -> list[Any]:
+def _read_entries(task_id: str, metadata: Mapping[str, Any], key: str, types: Mapping[str, Any]) -> list[Any]:
     entries = metadata.get(key) or []
     if not isinstance(entries, list):
         raise ValueError(
-            f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(kinds))}}}"
+            f"task {task_id}: `{key}` must be a list of entries such as {{type: {next(iter(types))}}}"
         )
-    parsed = []
+    parsed_entries = []
     for number, entry in enumerate(entries, 1):
         try:
-            parsed.append(make_named(kinds, entry, "type", key))
+            parsed_entries.append(make_named(types, entry, "type", key))
         except OptionError as error:
             raise ValueError(f"task {task_id}, {key} entry {number}: {error}") from error
-    return parsed
+    return parsed_entries
 
 
-def _sql_condition(where: Mapping[str, str | list[str]]) -> str:
+def _make_sql_condition(where: Mapping[str, str | list[str]]) -> str:
     """Return an SQL condition; values are SQL strings, so their quotes are doubled."""
     terms = []
     for column, values in where.items():

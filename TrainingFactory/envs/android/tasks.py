@@ -16,17 +16,17 @@ from TrainingFactory.envs.builtin.splits import in_split
 from TrainingFactory.models.words import NAMES
 from TrainingFactory.types import Task
 
-CONTACTS = ["com.android.contacts", "com.google.android.contacts"]
-PHONES = "content://com.android.contacts/data/phones"
+CONTACT_PACKAGES = ["com.android.contacts", "com.google.android.contacts"]
+PHONES_URI = "content://com.android.contacts/data/phones"
 
 
-def _wifi(rng: random.Random) -> tuple[str, dict[str, Any]]:
+def _make_wifi_task(rng: random.Random) -> tuple[str, dict[str, Any]]:
     # 2 is Wi-Fi that stays on in airplane mode.
     check = {"type": "setting", "namespace": "global", "key": "wifi_on", "equals": ["1", "2"]}
     return "Turn Wi-Fi on.", {"setup": [{"type": "wifi", "enabled": False}], "checks": [check]}
 
 
-def _airplane_mode(rng: random.Random) -> tuple[str, dict[str, Any]]:
+def _make_airplane_mode_task(rng: random.Random) -> tuple[str, dict[str, Any]]:
     check = {"type": "setting", "namespace": "global", "key": "airplane_mode_on", "equals": "1"}
     return "Turn on airplane mode.", {
         "setup": [{"type": "airplane_mode", "enabled": False}],
@@ -34,31 +34,31 @@ def _airplane_mode(rng: random.Random) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _open_contacts(rng: random.Random) -> tuple[str, dict[str, Any]]:
-    return "Open Contacts.", {"checks": [{"type": "foreground", "package": CONTACTS}]}
+def _make_open_contacts_task(rng: random.Random) -> tuple[str, dict[str, Any]]:
+    return "Open Contacts.", {"checks": [{"type": "foreground", "package": CONTACT_PACKAGES}]}
 
 
-def _add_contact(rng: random.Random) -> tuple[str, dict[str, Any]]:
+def _make_add_contact_task(rng: random.Random) -> tuple[str, dict[str, Any]]:
     name = rng.choice(NAMES)
     phone_number = f"555{rng.randint(100, 9999):04d}"
-    columns = {
+    row_values = {
         "display_name": name,
         "data1": [phone_number, f"{phone_number[:3]}-{phone_number[3:]}"],
     }  # apps insert the hyphen
-    check = {"type": "content", "uri": PHONES, "where": columns}
+    check = {"type": "content", "uri": PHONES_URI, "where": row_values}
     return f"Add the contact {name} with the phone number {phone_number}.", {"checks": [check]}
 
 
 TaskKind = Literal["wifi", "airplane_mode", "open_contacts", "add_contact"]
 TASK_MAKERS: dict[TaskKind, Callable[[random.Random], tuple[str, dict[str, Any]]]] = {
-    "wifi": _wifi,
-    "airplane_mode": _airplane_mode,
-    "open_contacts": _open_contacts,
-    "add_contact": _add_contact,
+    "wifi": _make_wifi_task,
+    "airplane_mode": _make_airplane_mode_task,
+    "open_contacts": _make_open_contacts_task,
+    "add_contact": _make_add_contact_task,
 }
 
 
-def builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
+def generate_builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task]:
     """Yield tasks of these kinds in turn, without end. Contacts differ between splits; tasks of other kinds do not."""
     rng = random.Random(f"android {split} {seed}")
     for index in endlessly():
@@ -69,7 +69,7 @@ def builtin_tasks(kinds: list[TaskKind], split: str, seed: int) -> Iterator[Task
         yield Task(f"android-{kind}-{split}-{seed}-{index}", prompt, None, metadata)
 
 
-def file_tasks(path: str, count: int) -> list[Task]:
+def load_file_tasks(path: str, count: int) -> list[Task]:
     """Return the tasks of a YAML list or a JSONL file. Raise ValueError for invalid setup or checks."""
     rows_or_path: Any = path
     if path.endswith((".yaml", ".yml")):

@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
@@ -24,10 +24,10 @@ ChartKind = Literal["highest", "value", "color", "count"]
 BARS = "ABCDEF"
 MAX_VALUE = 9
 COLUMNS, ROWS = 6, 4  # of a grid
-CELL, SHAPE, STEP = 16, 12, 6  # pixels of a cell of the grid and of a bar, of a shape, and of a bar's unit
+CELL_SIZE, SHAPE_SIZE, UNIT_HEIGHT = 16, 12, 6  # pixels of a cell or bar, of a shape, of a bar's unit
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class ChartOptions:
     """`environment.options` of the environment `charts`."""
 
@@ -49,11 +49,11 @@ class ChartEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        def make(task_id: str, rng: random.Random) -> Task:
+        def new_task(task_id: str, rng: random.Random) -> Task:
             kinds = cls.options.kinds
             return _make_task(task_id, kinds[int(task_id.rpartition("-")[2]) % len(kinds)], rng, cls.options)
 
-        return islice(generate_tasks("charts", split, seed, make, lambda task: str(task.metadata)), count)
+        return islice(generate_tasks("charts", split, seed, new_task, lambda task: str(task.metadata)), count)
 
     @classmethod
     def chance(cls, task: Task) -> float:
@@ -88,21 +88,21 @@ def _make_task(task_id: str, kind: ChartKind, rng: random.Random, options: Chart
         bar = rng.randrange(len(BARS))
         if kind == "highest":
             heights[bar] = rng.randint(2, MAX_VALUE)
-            heights = [h if n == bar else rng.randint(1, heights[bar] - 1) for n, h in enumerate(heights)]
+            heights = [h if i == bar else rng.randint(1, heights[bar] - 1) for i, h in enumerate(heights)]
         metadata = {"kind": kind, "heights": heights, "colors": [rng.choice(list(COLORS)) for _ in BARS]}
         answer = BARS[bar] if kind == "highest" else str(heights[bar])
         text = "Which bar is highest?" if kind == "highest" else f"How high is bar {BARS[bar]}, from 1 to 9?"
         image = _draw_bar_chart(metadata, options.scale)
     else:
         answer, *other_colors = rng.sample(list(COLORS), len(COLORS))
-        row, column, count = rng.randrange(ROWS), rng.randrange(COLUMNS), rng.randint(1, MAX_VALUE)
-        targets = rng.sample(range(COLUMNS * ROWS), count) if kind == "count" else [row * COLUMNS + column]
+        row, column, num_shapes = rng.randrange(ROWS), rng.randrange(COLUMNS), rng.randint(1, MAX_VALUE)
+        cells = rng.sample(range(COLUMNS * ROWS), num_shapes) if kind == "count" else [row * COLUMNS + column]
         distractors = other_colors if kind == "count" else list(COLORS)
-        colors = [answer if n in targets else rng.choice(distractors) for n in range(COLUMNS * ROWS)]
+        colors = [answer if i in cells else rng.choice(distractors) for i in range(COLUMNS * ROWS)]
         metadata = {"kind": kind, "colors": colors, "shapes": [rng.choice(list(SHAPES)) for _ in colors]}
         text = f"Which color is in row {row + 1}, column {column + 1}?"
         if kind == "count":
-            text, answer = f"How many shapes are {answer}?", str(count)
+            text, answer = f"How many shapes are {answer}?", str(num_shapes)
         image = _draw_grid(metadata, options.scale)
     image = blank_like(image) if options.blind else image
     prompt = Message("user", text, images=[PlacedImage(0, image)])
@@ -110,21 +110,21 @@ def _make_task(task_id: str, kind: ChartKind, rng: random.Random, options: Chart
 
 
 def _draw_bar_chart(metadata: Mapping[str, Any], scale: int) -> Image:
-    baseline = (MAX_VALUE + 1) * STEP - 4
-    canvas = Canvas(len(BARS) * CELL * scale, ROWS * CELL * scale)
-    for value in range(MAX_VALUE + 1):
-        canvas.draw_box((0, (baseline - value * STEP) * scale), (canvas.width, scale), LINE)
+    baseline = (MAX_VALUE + 1) * UNIT_HEIGHT - 4
+    canvas = Canvas(len(BARS) * CELL_SIZE * scale, ROWS * CELL_SIZE * scale)
+    for gridline in range(MAX_VALUE + 1):
+        canvas.draw_box((0, (baseline - gridline * UNIT_HEIGHT) * scale), (canvas.width, scale), LINE)
     for bar, (height, color) in enumerate(zip(metadata["heights"], metadata["colors"], strict=True)):
-        left, top = (bar * CELL + 2) * scale, (baseline - height * STEP) * scale
-        canvas.draw_box((left, top), (SHAPE * scale, height * STEP * scale), COLORS[color])
-        canvas.draw_text(BARS[bar], (left + SHAPE * scale // 2, (baseline + 4) * scale), scale)
+        left, top = (bar * CELL_SIZE + 2) * scale, (baseline - height * UNIT_HEIGHT) * scale
+        canvas.draw_box((left, top), (SHAPE_SIZE * scale, height * UNIT_HEIGHT * scale), COLORS[color])
+        canvas.draw_text(BARS[bar], (left + SHAPE_SIZE * scale // 2, (baseline + 4) * scale), scale)
     return canvas.image()
 
 
 def _draw_grid(metadata: Mapping[str, Any], scale: int) -> Image:
-    canvas = Canvas(COLUMNS * CELL * scale, ROWS * CELL * scale)
+    canvas = Canvas(COLUMNS * CELL_SIZE * scale, ROWS * CELL_SIZE * scale)
     for cell, (shape, color) in enumerate(zip(metadata["shapes"], metadata["colors"], strict=True)):
         row, column = divmod(cell, COLUMNS)
-        corner = (column * CELL + 2) * scale, (row * CELL + 2) * scale
-        canvas.draw_shape(shape, corner, SHAPE * scale, COLORS[color])
+        corner = (column * CELL_SIZE + 2) * scale, (row * CELL_SIZE + 2) * scale
+        canvas.draw_shape(shape, corner, SHAPE_SIZE * scale, COLORS[color])
     return canvas.image()

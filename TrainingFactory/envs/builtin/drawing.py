@@ -13,7 +13,7 @@ from TrainingFactory.common.images import image_from_pillow
 from TrainingFactory.types import Image
 
 Color = tuple[int, int, int]
-Place = tuple[int, int]
+Point = tuple[int, int]
 
 PAPER, INK, LINE = (245, 245, 245), (20, 20, 20), (170, 170, 170)
 COLORS: dict[str, Color] = {
@@ -53,15 +53,15 @@ class Canvas:
         self.width = width
         self._picture = Pillow.new("RGB", (width, height), PAPER)
 
-    def draw_box(self, corner: Place, size: tuple[int, int], color: Color) -> None:
+    def draw_box(self, corner: Point, size: tuple[int, int], color: Color) -> None:
         left, top = corner
         self._picture.paste(color, (left, top, left + size[0], top + size[1]))
 
-    def draw_shape(self, name: str, corner: Place, size: int, color: Color) -> None:
-        self._picture.paste(color, corner, _make_stencil(name, size))
+    def draw_shape(self, shape: str, corner: Point, size: int, color: Color) -> None:
+        self._picture.paste(color, corner, _make_stencil(shape, size))
 
-    def draw_text(self, text: str, center: Place, scale: int = 1, color: Color = INK) -> None:
-        x, y = center[0] - text_width(text, scale) // 2, center[1] - LETTER_HEIGHT * scale // 2
+    def draw_text(self, text: str, center: Point, scale: int = 1, color: Color = INK) -> None:
+        x, y = center[0] - measure_text(text, scale) // 2, center[1] - LETTER_HEIGHT * scale // 2
         for letter in text.upper():
             self._picture.paste(color, (x, y), _draw_letter(letter, scale))
             x += (LETTER_WIDTH + 1) * scale
@@ -70,7 +70,7 @@ class Canvas:
         return image_from_pillow(self._picture)
 
 
-def text_width(text: str, scale: int = 1) -> int:
+def measure_text(text: str, scale: int = 1) -> int:
     return (len(text) * (LETTER_WIDTH + 1) - 1) * scale
 
 

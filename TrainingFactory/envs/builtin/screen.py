@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypedDict
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
@@ -24,20 +24,20 @@ from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
 from TrainingFactory.types import Image, Message, PlacedImage, Step, Task, ToolCall, ToolResult
 
-Kind = Literal["color", "shape", "label", "switch", "switches", "reveal"]
-CLOSING = ("color", "shape", "label")  # kinds whose screen closes at the first tap
+TaskKind = Literal["color", "shape", "label", "switch", "switches", "reveal"]
+CLOSING_KINDS = ("color", "shape", "label")  # kinds whose screen closes at the first tap
 LABELS = "ADD BUY CUT END FAX LOG MAP NEW OFF PAY RUN SET TOP USE VIP WEB ZIP".split()
 NUMBERS = [str(number) for number in range(10, 100)]
-SIZE = 12  # of a widget, in 16ths of its cell
+WIDGET_SIZE = 12  # of a widget, in 16ths of its cell
 THOUSAND = 1000
 Thousandth = Annotated[int, Field(ge=0, lt=THOUSAND)]
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class ScreenOptions:
     """`environment.options` of the environment `screen`."""
 
-    kinds: Annotated[list[Kind], Field(min_length=1)] = Field(default_factory=lambda: ["color"])
+    kinds: Annotated[list[TaskKind], Field(min_length=1)] = Field(default_factory=lambda: ["color"])
     """Kinds of tasks, in turn: color, shape, label, switch, switches, reveal."""
     columns: Annotated[int, Field(ge=2, le=8)] = 4
     """Buttons in a row."""
@@ -64,10 +64,10 @@ class Widget(TypedDict):
     shift: tuple[int, int]  # from the corner of the cell, in 16ths of its size
 
 
-def draw(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
+def draw_screen(widgets: Sequence[Widget], options: ScreenOptions) -> Image:
     canvas = Canvas(options.columns * options.cell, options.rows * options.cell)
     unit = options.cell // 16
-    size = SIZE * unit
+    size = WIDGET_SIZE * unit
     for widget in widgets:
         row, column = divmod(widget["cell"], options.columns)
         x, y = (
@@ -98,8 +98,8 @@ class ScreenEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        make = _TaskMaker(cls.options)
-        return islice(generate_tasks("screen", split, seed, make, lambda task: str(task.metadata)), count)
+        maker = _TaskMaker(cls.options)
+        return islice(generate_tasks("screen", split, seed, maker, lambda task: str(task.metadata)), count)
 
     @classmethod
     def chance(cls, task: Task) -> float:
@@ -108,13 +108,13 @@ class ScreenEnvironment(ToolEnvironment):
         return {"switches": 1 / math.comb(num_cells, 2), "reveal": 1 / len(NUMBERS)}.get(kind, 1 / num_cells)
 
     async def reset(self) -> list[Message]:
-        *earlier, last_message = await super().reset()
-        return [*earlier, dataclasses.replace(last_message, images=[PlacedImage(0, self.screenshot())])]
+        *messages, last_message = await super().reset()
+        return [*messages, dataclasses.replace(last_message, images=[PlacedImage(0, self.screenshot())])]
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
-        closes = self.task.metadata["kind"] in CLOSING
-        return dataclasses.replace(step, done=step.done or (closes and bool(self.taps)))
+        closes_screen = self.task.metadata["kind"] in CLOSING_KINDS
+        return dataclasses.replace(step, done=step.done or (closes_screen and bool(self.taps)))
 
     async def fork(self) -> Self:
         clone = type(self)(self.task)
@@ -133,12 +133,12 @@ class ScreenEnvironment(ToolEnvironment):
     def screenshot(self) -> Image:
         widgets: list[Widget] = [dict(widget) for widget in self.task.metadata["widgets"]]  # type: ignore[misc]
         for widget in widgets:
-            taps = self.taps.count(widget["cell"])
+            num_taps = self.taps.count(widget["cell"])
             if widget["on"] is not None:
-                widget["on"] ^= taps % 2 == 1
-            elif taps and self.task.metadata["kind"] == "reveal":
+                widget["on"] ^= num_taps % 2 == 1
+            elif num_taps and self.task.metadata["kind"] == "reveal":
                 widget["text"] = self.task.metadata["numbers"][widget["cell"]]
-        image = draw(widgets, self.options)
+        image = draw_screen(widgets, self.options)
         return blank_like(image) if self.options.blind else image
 
     @tool(stateful=True)
@@ -158,13 +158,13 @@ class ScreenEnvironment(ToolEnvironment):
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution."""
         yield from (self._tap_message(cell) for cell in self.task.metadata["targets"])
-        if self.task.metadata["kind"] not in CLOSING:
+        if self.task.metadata["kind"] not in CLOSING_KINDS:
             yield Message("assistant", self.task.answer or "Done")
 
     def novice(self, rng: random.Random) -> Iterator[Message]:
         """Yield turns that tap random cells, so that a warm start on them leaves room for RL to improve."""
         yield self._tap_message(rng.randrange(self.options.columns * self.options.rows))
-        if self.task.metadata["kind"] not in CLOSING:
+        if self.task.metadata["kind"] not in CLOSING_KINDS:
             yield Message("assistant", "Done" if self.task.answer is None else rng.choice(NUMBERS))
 
     def _tap_message(self, cell: int) -> Message:
@@ -224,15 +224,15 @@ class _TaskMaker:
         num_targets = 2 if kind == "switches" else 1
         colors = rng.sample(list(COLORS), len(COLORS))
         target_colors, other_colors = colors[:num_targets], colors[num_targets:]
-        shape, *shapes = rng.sample(list(SHAPES), len(SHAPES))
-        label, *labels = rng.sample(LABELS, len(LABELS))
+        target_shape, *other_shapes = rng.sample(list(SHAPES), len(SHAPES))
+        target_label, *other_labels = rng.sample(LABELS, len(LABELS))
         cells = rng.sample(range(self._num_cells), self._options.widgets or self._num_cells)
-        targets = cells[:num_targets]
-        is_on = [rng.random() < 0.5 for _ in range(self._num_cells)]
+        target_cells = cells[:num_targets]
+        switch_states = [rng.random() < 0.5 for _ in range(self._num_cells)]
         color_pool = target_colors + other_colors * self._num_cells  # different colors if there are enough
         widgets = []
         for index, cell in enumerate(cells):
-            is_target = cell in targets
+            is_target = cell in target_cells
             widget = Widget(
                 cell=cell,
                 color=color_pool[index],
@@ -242,25 +242,25 @@ class _TaskMaker:
                 shift=(rng.randint(1, 3), rng.randint(1, 3)),
             )
             if kind == "shape":  # others have the color or the shape, and never both
-                widget["shape"] = shape if is_target else rng.choice([shape, *shapes])
-                if not is_target and widget["shape"] != shape:
+                widget["shape"] = target_shape if is_target else rng.choice([target_shape, *other_shapes])
+                if not is_target and widget["shape"] != target_shape:
                     widget["color"] = rng.choice([*target_colors, *other_colors])
             elif kind == "label":
-                widget["text"] = label if is_target else rng.choice(labels)
+                widget["text"] = target_label if is_target else rng.choice(other_labels)
                 widget["color"] = "black"
             elif kind in ("switch", "switches"):
-                widget["on"] = False if is_target else is_on[cell]
+                widget["on"] = False if is_target else switch_states[cell]
             widgets.append(widget)
         prompts = {
-            "shape": f"Tap the {target_colors[0]} {shape}.",
-            "label": f"Tap {label}.",
+            "shape": f"Tap the {target_colors[0]} {target_shape}.",
+            "label": f"Tap {target_label}.",
             "switch": f"Turn {target_colors[0]} on.",
             "switches": f"Turn {' and '.join(target_colors)} on.",
             "reveal": f"Tap {target_colors[0]}. Which number appears?",
         }
         widgets.sort(key=lambda widget: widget["cell"])  # an order that does not tell the target
-        metadata: dict[str, Any] = {"kind": kind, "targets": sorted(targets), "widgets": widgets}
+        metadata: dict[str, Any] = {"kind": kind, "targets": sorted(target_cells), "widgets": widgets}
         if kind == "reveal":
             metadata["numbers"] = rng.sample(NUMBERS, self._num_cells)
-        answer = metadata["numbers"][targets[0]] if kind == "reveal" else None
+        answer = metadata["numbers"][target_cells[0]] if kind == "reveal" else None
         return Task(task_id, prompts.get(kind, f"Tap {target_colors[0]}."), answer, metadata)

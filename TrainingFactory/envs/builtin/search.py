@@ -37,10 +37,10 @@ class SearchEnvironment(ToolEnvironment):
     async def search(self, query: str) -> str:
         """Find facts."""
         words = set(re.findall(r"\w+", query.lower()))
-        hits = [(len(words & set(keys.lower().split())), text) for keys, text in self.task.metadata["facts"]]
-        best = max(score for score, _ in hits)
-        best_texts = [text for score, text in hits if score == best][:MAX_FACTS]
-        return " ".join(best_texts) if best else "Nothing found."
+        hits = [(len(words & set(key.lower().split())), text) for key, text in self.task.metadata["facts"]]
+        best_score = max(score for score, _ in hits)
+        best_texts = [text for score, text in hits if score == best_score][:MAX_FACTS]
+        return " ".join(best_texts) if best_score else "Nothing found."
 
     async def fork(self) -> Self:
         """Return another environment of the task; searches change no state that it would have to copy."""

@@ -35,17 +35,17 @@ from TrainingFactory.envs.builtin.text2sql_data import (
     RECIPE_SPLITS,
     make_question,
 )
-from TrainingFactory.envs.builtin.text2sql_layouts import creation_script, layout_of
+from TrainingFactory.envs.builtin.text2sql_layouts import draw_layout, make_creation_script
 from TrainingFactory.protocols import Episode
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Message, Reward, Task, ToolCall, ToolResult
 
-NUM_HIDDEN = 2  # number of databases that the model does not see
+NUM_HIDDEN_DATABASES = 2  # number of databases that the model does not see
 MAX_VARIANTS = 60  # candidates for hidden databases
 QUERY_SECONDS = 2.0
-SHOWN_ROWS, COMPARED_ROWS = 20, 1000
-_FENCE = re.compile(r"```[\w+-]*[ \t]*\n(.*)```", re.S)
+MAX_SHOWN_ROWS, MAX_COMPARED_ROWS = 20, 1000
+_FENCE_PATTERN = re.compile(r"```[\w+-]*[ \t]*\n(.*)```", re.S)
 
 
 class Text2SqlEnvironment(ToolEnvironment):
@@ -65,7 +65,7 @@ class Text2SqlEnvironment(ToolEnvironment):
 
     async def reset(self) -> list[Message]:
         self._folder = tempfile.TemporaryDirectory(prefix="tf-text2sql-", ignore_cleanup_errors=True)
-        self._visible_database = await self._open_database(0, "table", SHOWN_ROWS)
+        self._visible_database = await self._open_database(0, "table", MAX_SHOWN_ROWS)
         return await super().reset()
 
     async def fork(self) -> Self:
@@ -91,7 +91,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         query = _extract_query(episode.trajectory.answer)
         is_visible_match = bool(query) and await self._matches_reference(query, 0)
         is_correct = is_visible_match
-        for variant in await in_thread(hidden_variants, self.task) if is_visible_match else ():
+        for variant in await in_thread(select_hidden_variants, self.task) if is_visible_match else ():
             is_correct = is_correct and await self._matches_reference(query, variant)
         return Reward(float(is_correct), parts={"right": float(is_correct), "shown": float(is_visible_match)})
 
@@ -106,8 +106,8 @@ class Text2SqlEnvironment(ToolEnvironment):
         schema."""
         if self.task.metadata.get("layout") == "drawn":
             yield _call_sql("SELECT sql FROM sqlite_master")
-            layout = layout_of(self.task.metadata["domain"], self.task.metadata["database_seed"])
-            for table in layout.tables_in(str(self.task.answer)):
+            layout = draw_layout(self.task.metadata["domain"], self.task.metadata["database_seed"])
+            for table in layout.find_tables(str(self.task.answer)):
                 yield _call_sql(f"SELECT * FROM {table} LIMIT 2")
         yield _call_sql(str(self.task.answer))
         yield Message("assistant", str(self.task.answer))
@@ -126,7 +126,7 @@ class Text2SqlEnvironment(ToolEnvironment):
         )
 
     async def _matches_reference(self, query: str, variant: int) -> bool:
-        database = await self._open_database(variant, "exact", COMPARED_ROWS)
+        database = await self._open_database(variant, "exact", MAX_COMPARED_ROWS)
         try:
             return await rows_match(lambda text: in_thread(database.run, text), query, str(self.task.answer))
         finally:
@@ -150,7 +150,7 @@ def _call_sql(query: str) -> Message:
 
 def _extract_query(answer: str) -> str:
     """Return the answer without a Markdown code fence."""
-    match = _FENCE.fullmatch(answer.strip())
+    match = _FENCE_PATTERN.fullmatch(answer.strip())
     return (match.group(1) if match else answer).strip()
 
 
@@ -162,7 +162,7 @@ def _make_task(task_id: str, rng: random.Random) -> Task:
     return Task(task_id, f"{'; '.join(DOMAINS[domain].schema)}\n\n{question}", query, metadata)
 
 
-def explored_tasks(split: str, count: int) -> Iterator[Task]:
+def generate_explored_tasks(split: str, count: int) -> Iterator[Task]:
     """Yield tasks of the recipe's split `tasks`, `dev` or `test`. The prompt has no schema: each database has a layout
     of its own, which the model explores with the tool. Splits share no domain, so they share no database."""
     rng = random.Random(f"text2sql recipe {split}")
@@ -175,19 +175,19 @@ def _make_explored_task(task_id: str, domains: list[str], rng: random.Random) ->
     database_seed = f"{rng.getrandbits(48):012x}"
     question, query = make_question(kind, domain, database_seed, rng)
     metadata = {"domain": domain, "database_seed": database_seed, "kind": kind, "layout": "drawn"}
-    return Task(task_id, question, layout_of(domain, database_seed).reference(query), metadata)
+    return Task(task_id, question, draw_layout(domain, database_seed).rewrite_query(query), metadata)
 
 
-def hidden_variants(task: Task) -> list[int]:
+def select_hidden_variants(task: Task) -> list[int]:
     """Return the hidden databases of a task: variants on which the reference query gives another result than on the
     visible database, so that constants fail. Prefer variants on which it also gives another result than near misses of
     it. If there are no such variants, return any."""
     keys = (task.metadata["domain"], task.metadata["database_seed"], task.metadata.get("layout"))
-    return list(_hidden_variants(str(task.answer), *keys))
+    return list(_select_variants(str(task.answer), *keys))
 
 
 @lru_cache(maxsize=4096)  # the episodes of a group share them
-def _hidden_variants(reference: str, domain: str, seed: str, layout: str | None) -> tuple[int, ...]:
+def _select_variants(reference: str, domain: str, seed: str, layout: str | None) -> tuple[int, ...]:
     task = Task("", "", reference, {"domain": domain, "database_seed": seed, "layout": layout})
     visible_rows = Counter(_query(task, 0, str(task.answer)))
     candidates = (
@@ -195,31 +195,31 @@ def _hidden_variants(reference: str, domain: str, seed: str, layout: str | None)
         for variant in range(1, MAX_VARIANTS)
         if _is_informative(rows := _query(task, variant, str(task.answer))) and Counter(rows) != visible_rows
     )
-    undetected_queries = _with_same_rows(task, 0, _near_misses(str(task.answer)))
-    selected, fallbacks = list[int](), list[int]()
+    undetected_queries = _keep_same_rows(task, 0, _make_near_misses(str(task.answer)))
+    selected_variants, fallbacks = list[int](), list[int]()
     for variant in candidates:
-        remaining = _with_same_rows(task, variant, undetected_queries)
-        is_last_slot = len(selected) == NUM_HIDDEN - 1
-        if len(remaining) < len(undetected_queries) or not (undetected_queries and is_last_slot):
-            selected.append(variant)
+        remaining_queries = _keep_same_rows(task, variant, undetected_queries)
+        is_last_slot = len(selected_variants) == NUM_HIDDEN_DATABASES - 1
+        if len(remaining_queries) < len(undetected_queries) or not (undetected_queries and is_last_slot):
+            selected_variants.append(variant)
         else:
             fallbacks.append(variant)
-        undetected_queries = remaining
-        if len(selected) == NUM_HIDDEN:
+        undetected_queries = remaining_queries
+        if len(selected_variants) == NUM_HIDDEN_DATABASES:
             break
-    return tuple(islice(chain(selected, fallbacks, endlessly(MAX_VARIANTS)), NUM_HIDDEN))
+    return tuple(islice(chain(selected_variants, fallbacks, endlessly(MAX_VARIANTS)), NUM_HIDDEN_DATABASES))
 
 
-def _near_misses(query: str) -> list[str]:
+def _make_near_misses(query: str) -> list[str]:
     """Return variants of the query with one mistake each: a missing DISTINCT, > for >= or the other way round."""
     mistakes = ((r"\bDISTINCT ", ""), (">=", ">"), (">(?!=)", ">="), ("<=", "<"), ("<(?![=>])", "<="))
-    return [miss for old, new in mistakes if (miss := re.sub(old, new, query, count=1)) != query]
+    return [near_miss for old, new in mistakes if (near_miss := re.sub(old, new, query, count=1)) != query]
 
 
-def _with_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
+def _keep_same_rows(task: Task, variant: int, queries: list[str]) -> list[str]:
     """Return the queries that give the same rows as the reference query on a database variant."""
-    expected = Counter(_query(task, variant, str(task.answer)))
-    return [query for query in queries if Counter(_query(task, variant, query)) == expected]
+    expected_rows = Counter(_query(task, variant, str(task.answer)))
+    return [query for query in queries if Counter(_query(task, variant, query)) == expected_rows]
 
 
 def _is_informative(rows: list[Any]) -> bool:
@@ -229,7 +229,7 @@ def _is_informative(rows: list[Any]) -> bool:
 def _query(task: Task, variant: int, query: str) -> list[Any]:
     """Return the rows of a query on a database variant; no rows if it is invalid, as a near miss may be."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
-        connection.executescript(creation_script(task, variant))
+        connection.executescript(make_creation_script(task, variant))
         with contextlib.suppress(sqlite3.Error):
             return connection.execute(query).fetchall()
         return []
@@ -239,4 +239,4 @@ def _build_database(path: Path, task: Task, variant: int) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA synchronous = OFF")  # the file is temporary
         connection.execute("PRAGMA journal_mode = OFF")
-        connection.executescript(f"BEGIN;{creation_script(task, variant)}COMMIT;")
+        connection.executescript(f"BEGIN;{make_creation_script(task, variant)}COMMIT;")

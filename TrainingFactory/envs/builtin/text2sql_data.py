@@ -14,7 +14,8 @@ import yaml
 from TrainingFactory.models.words import NAMES, PLACES, THINGS
 from TrainingFactory.types import Task
 
-PEOPLE, TITLES, CITIES, KINDS, LINKS = 10, 8, 4, 3, 24  # rows per table, distinct values per column
+# Rows per table, and distinct values per column.
+NUM_PEOPLE, NUM_TITLES, NUM_CITIES, NUM_KINDS, NUM_LINKS = 10, 8, 4, 3, 24
 YEARS = range(2018, 2026)
 
 
@@ -73,10 +74,10 @@ class SharedValues:
 def draw_values(domain: str, seed: str) -> SharedValues:
     rng = random.Random(f"text2sql values {domain} {seed}")
     return SharedValues(
-        tuple(rng.sample(NAMES, PEOPLE)),
-        tuple(rng.sample(PLACES, CITIES)),
-        tuple(rng.sample(THINGS, TITLES)),
-        tuple(rng.sample(ALL_DOMAINS[domain].kinds, KINDS)),
+        tuple(rng.sample(NAMES, NUM_PEOPLE)),
+        tuple(rng.sample(PLACES, NUM_CITIES)),
+        tuple(rng.sample(THINGS, NUM_TITLES)),
+        tuple(rng.sample(ALL_DOMAINS[domain].kinds, NUM_KINDS)),
     )
 
 
@@ -87,29 +88,29 @@ def draw_rows(task: Task, variant: int) -> list[tuple[Any, ...]]:
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     words, values = ALL_DOMAINS[domain], draw_values(domain, seed)
     rng = random.Random(f"text2sql rows {domain} {seed} {variant}")
-    names, titles = rng.sample(values.names, PEOPLE), rng.sample(values.titles, TITLES)
-    thing_values = _with_average(rng) if variant else rng.sample(range(5, 100), TITLES)
+    names, titles = rng.sample(values.names, NUM_PEOPLE), rng.sample(values.titles, NUM_TITLES)
+    thing_values = _draw_with_average(rng) if variant else rng.sample(range(5, 100), NUM_TITLES)
     rows: list[tuple[Any, ...]] = [
-        (words.people, n, name, rng.choice(values.cities)) for n, name in enumerate(names, 1)
+        (words.people, i, name, rng.choice(values.cities)) for i, name in enumerate(names, 1)
     ]
     rows += [
-        (words.things, n, title, rng.choice(values.kinds), value)
-        for n, (title, value) in enumerate(zip(titles, thing_values, strict=True), 1)
+        (words.things, i, title, rng.choice(values.kinds), value)
+        for i, (title, value) in enumerate(zip(titles, thing_values, strict=True), 1)
     ]
-    people = rng.sample(range(1, PEOPLE + 1), PEOPLE - 2)  # two people have no links
+    people = rng.sample(range(1, NUM_PEOPLE + 1), NUM_PEOPLE - 2)  # two people have no links
     return rows + [
-        (words.links, n, rng.choice(people), rng.randint(1, TITLES), rng.randint(1, 9), rng.choice(YEARS))
-        for n in range(1, LINKS + 1)
+        (words.links, i, rng.choice(people), rng.randint(1, NUM_TITLES), rng.randint(1, 9), rng.choice(YEARS))
+        for i in range(1, NUM_LINKS + 1)
     ]
 
 
-def _with_average(rng: random.Random) -> list[int]:
+def _draw_with_average(rng: random.Random) -> list[int]:
     """Draw distinct numbers of which one is the average, so that `>` and `>=` give different rows."""
     while True:
-        other_values = rng.sample(range(5, 100), TITLES - 1)
-        average, remainder = divmod(sum(other_values), TITLES - 1)
+        other_values = rng.sample(range(5, 100), NUM_TITLES - 1)
+        average, remainder = divmod(sum(other_values), NUM_TITLES - 1)
         if remainder == 0 and average not in other_values:
-            return rng.sample([*other_values, average], TITLES)
+            return rng.sample([*other_values, average], NUM_TITLES)
 
 
 PLACEHOLDERS: dict[str, Callable[[SharedValues, random.Random], Any]] = {  # placeholders in questions

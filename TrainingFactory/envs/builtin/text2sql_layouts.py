@@ -42,7 +42,7 @@ class Layout:
 
     def __init__(self, domain: SqlDomain, values: SharedValues, seed: str) -> None:
         rng = random.Random(f"text2sql layout {domain.people} {seed}")
-        self._domain, self._values = domain, values
+        self._domain, self._shared_values = domain, values
         table_name = rng.choice(TABLE_NAMES)
         logical_names = (domain.people, domain.things, domain.links, "cities", "kinds")
         self._tables = dict(
@@ -54,17 +54,17 @@ class Layout:
         self._person_column, self._thing_column = rng.choice(
             ((f"{person}_id", f"{thing}_id"), (person, thing), (f"{person}_no", f"{thing}_no"))
         )
-        self._city_in_table = rng.random() < 0.5
+        self._has_city_table = rng.random() < 0.5
         self._city_column = rng.choice(CITY_COLUMNS)
         self._kind_form = rng.choice(("text", "code", "table"))
         self._year_form = rng.choice(("number", *DATE_FORMATS))
 
     @property
-    def _people(self) -> list[Column]:
+    def _person_columns(self) -> list[Column]:
         city = self._city_column
         city_column = (
             Column(f"{city}_id", "INTEGER", "y.name")
-            if self._city_in_table
+            if self._has_city_table
             else Column(city, "TEXT", f"x.{city}")
         )
         return [
@@ -74,33 +74,33 @@ class Layout:
         ]
 
     @property
-    def _things(self) -> list[Column]:
+    def _thing_columns(self) -> list[Column]:
         kind, value = self._domain.kind, self._domain.value
-        cases = " ".join(f"WHEN '{_kind_code(name)}' THEN '{name}'" for name in self._domain.kinds)
+        cases = " ".join(f"WHEN '{_encode_kind(name)}' THEN '{name}'" for name in self._domain.kinds)
         kind_column = {
             "text": Column(kind, "TEXT", f"x.{kind}"),
             "code": Column(f"{kind}_code", "TEXT", f"CASE x.{kind}_code {cases} END"),
             "table": Column(f"{kind}_id", "INTEGER", "y.name"),
         }[self._kind_form]
-        title = Column(self._title_column, "TEXT", f"x.{self._title_column}")
+        title_column = Column(self._title_column, "TEXT", f"x.{self._title_column}")
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
-            title,
+            title_column,
             kind_column,
             Column(value, "INTEGER", f"x.{value}"),
         ]
 
     @property
-    def _links(self) -> list[Column]:
+    def _link_columns(self) -> list[Column]:
         year_column = {
             "number": Column("year", "INTEGER", "x.year"),
             "iso": Column("date", "TEXT", "CAST(substr(x.date, 1, 4) AS INTEGER)"),
             "dotted": Column("date", "TEXT", "CAST(substr(x.date, 7, 4) AS INTEGER)"),
         }[self._year_form]
-        columns = (self._person_column, self._thing_column, self._domain.amount)
+        number_columns = (self._person_column, self._thing_column, self._domain.amount)
         return [
             Column("id", "INTEGER PRIMARY KEY", "x.id"),
-            *(Column(name, "INTEGER", f"x.{name}") for name in columns),
+            *(Column(name, "INTEGER", f"x.{name}") for name in number_columns),
             year_column,
         ]
 
@@ -108,12 +108,16 @@ class Layout:
     def schema(self) -> list[str]:
         """Return one CREATE TABLE statement per table."""
         domain = self._domain
-        tables = {domain.people: self._people, domain.things: self._things, domain.links: self._links}
-        lookup = [Column("id", "INTEGER PRIMARY KEY", ""), Column("name", "TEXT", "")]
-        if self._city_in_table:
-            tables["cities"] = lookup
+        tables = {
+            domain.people: self._person_columns,
+            domain.things: self._thing_columns,
+            domain.links: self._link_columns,
+        }
+        lookup_columns = [Column("id", "INTEGER PRIMARY KEY", ""), Column("name", "TEXT", "")]
+        if self._has_city_table:
+            tables["cities"] = lookup_columns
         if self._kind_form == "table":
-            tables["kinds"] = lookup
+            tables["kinds"] = lookup_columns
         return [
             f"CREATE TABLE {self._tables[name]} ({', '.join(f'{column.name} {column.type}' for column in columns)})"
             for name, columns in tables.items()
@@ -121,75 +125,75 @@ class Layout:
 
     def convert_rows(self, rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         """Convert rows of the domain's tables, each with its table's name first, to rows of this layout."""
-        cities, kinds = list(self._values.cities), list(self._values.kinds)
-        converted = [self._convert_row(row, cities, kinds) for row in rows]
-        lookups = [("cities", cities)] * self._city_in_table + [("kinds", kinds)] * (
+        cities, kinds = list(self._shared_values.cities), list(self._shared_values.kinds)
+        converted_rows = [self._convert_row(row, cities, kinds) for row in rows]
+        lookups = [("cities", cities)] * self._has_city_table + [("kinds", kinds)] * (
             self._kind_form == "table"
         )
-        converted += [
-            (self._tables[name], n, value) for name, names in lookups for n, value in enumerate(names, 1)
+        converted_rows += [
+            (self._tables[name], i, text) for name, texts in lookups for i, text in enumerate(texts, 1)
         ]
-        return converted
+        return converted_rows
 
     def _convert_row(self, row: tuple[Any, ...], cities: list[str], kinds: list[str]) -> tuple[Any, ...]:
         table, row_id = row[:2]
         fields: Any = list(row[2:])
-        if table == self._domain.people and self._city_in_table:
+        if table == self._domain.people and self._has_city_table:
             fields[1] = cities.index(fields[1]) + 1
         if table == self._domain.things and self._kind_form != "text":
-            fields[1] = _kind_code(fields[1]) if self._kind_form == "code" else kinds.index(fields[1]) + 1
+            fields[1] = _encode_kind(fields[1]) if self._kind_form == "code" else kinds.index(fields[1]) + 1
         if table == self._domain.links and self._year_form != "number":
             date = {"year": fields[3], "month": row_id % 12 + 1, "day": row_id % 28 + 1}
             fields[3] = DATE_FORMATS[self._year_form].format(**date)
         return (self._tables[table], row_id, *fields)
 
-    def tables_in(self, query: str) -> list[str]:
+    def find_tables(self, query: str) -> list[str]:
         """Return the names of this layout's tables that a query reads."""
         return [table for table in self._tables.values() if re.search(rf"\b{table}\b", query)]
 
-    def reference(self, query: str) -> str:
+    def rewrite_query(self, query: str) -> str:
         """Return the domain's reference query, rewritten for this layout."""
         domain = self._domain
         tables = {
-            domain.people: (self._people, ("id", "name", "city"), self._city_in_table, "cities"),
+            domain.people: (self._person_columns, ("id", "name", "city"), self._has_city_table, "cities"),
             domain.things: (
-                self._things,
+                self._thing_columns,
                 ("id", "title", domain.kind, domain.value),
                 self._kind_form == "table",
                 "kinds",
             ),
             domain.links: (
-                self._links,
+                self._link_columns,
                 ("id", domain.person_id, domain.thing_id, domain.amount, "year"),
                 False,
                 "",
             ),
         }
         table_queries = []
-        used_tables = {table: entry for table, entry in tables.items() if re.search(rf"\b{table}\b", query)}
-        for table, (columns, names, has_lookup, lookup) in used_tables.items():
-            source = f"main.{self._tables[table]} x"
+        query_tables = {table: entry for table, entry in tables.items() if re.search(rf"\b{table}\b", query)}
+        for table, (columns, names, has_lookup, lookup) in query_tables.items():
+            from_clause = f"main.{self._tables[table]} x"
             if has_lookup:
-                source += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"
+                from_clause += f" JOIN main.{self._tables[lookup]} y ON y.id = x.{columns[2].name}"
             expressions = ", ".join(column.expression for column in columns)
-            table_queries.append(f"{table}({', '.join(names)}) AS (SELECT {expressions} FROM {source})")
+            table_queries.append(f"{table}({', '.join(names)}) AS (SELECT {expressions} FROM {from_clause})")
         return f"WITH {', '.join(table_queries)} {query}"
 
 
-def layout_of(domain: str, seed: str) -> Layout:
+def draw_layout(domain: str, seed: str) -> Layout:
     return Layout(ALL_DOMAINS[domain], draw_values(domain, seed), seed)
 
 
-def creation_script(task: Task, variant: int) -> str:
+def make_creation_script(task: Task, variant: int) -> str:
     """Return the SQL that creates a database of a task: in its own layout if the task's `layout` is "drawn"."""
     domain, seed = task.metadata["domain"], task.metadata["database_seed"]
     schema, rows = ALL_DOMAINS[domain].schema, draw_rows(task, variant)
     if task.metadata.get("layout") == "drawn":
-        layout = layout_of(domain, seed)
+        layout = draw_layout(domain, seed)
         schema, rows = layout.schema, layout.convert_rows(rows)
     inserts = [f"INSERT INTO {table} VALUES ({', '.join(map(repr, row))})" for table, *row in rows]
     return ";\n".join([*schema, *inserts]) + ";"
 
 
-def _kind_code(kind: str) -> str:
+def _encode_kind(kind: str) -> str:
     return kind[:3].upper()

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, make_from
 from TrainingFactory.envs.base import ForeignEnvironment, ToolEnvironment
@@ -34,13 +34,13 @@ SYSTEM_PROMPT = (
 )
 TESTS_TOOL = "container.tests"  # the hidden tool that runs the tests
 AGENT_USER = "1000:1000"
-ROOT = "0"
+ROOT_USER = "0"
 MAX_COMMAND_BYTES = 100_000  # the kernel limits one argument to 128 KiB
 REWARD_FILES = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 MAX_REWARD_CHARS = 10_000
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class ContainerOptions:
     """`environment.options` of the environment `containers`."""
 
@@ -98,8 +98,8 @@ class TestsTool:
     def __init__(self, environment: ContainerEnvironment) -> None:
         self._environment = environment
         self.spec = ToolSpec(TESTS_TOOL, parameters={"type": "object"})
-        seconds = environment.start_seconds + environment.container_task.test_seconds
-        self.options = ToolOptions(timeout=seconds)
+        timeout_seconds = environment.start_seconds + environment.container_task.test_seconds
+        self.options = ToolOptions(timeout=timeout_seconds)
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         return await self._environment.run_tests()
@@ -112,15 +112,15 @@ class ContainerEnvironment(ToolEnvironment):
     fork = None
     runtime: ClassVar[ContainerRuntime]
     options: ClassVar[ContainerOptions]
-    folders: ClassVar[Mapping[str, ContainerTask]]  # by id
+    container_tasks: ClassVar[Mapping[str, ContainerTask]]  # by id
     max_episodes: ClassVar[int]
     sweep_tasks: ClassVar[list[asyncio.Task[None]]]  # the first container of a run waits for it
 
     def __init__(self, task: Task) -> None:
-        name = str(task.metadata.get("task_folder", task.id))
-        if name not in self.folders:
-            raise ValueError(f"task {task.id} names no folder of environment.options.tasks: {name}")
-        self.container_task = self.folders[name]
+        task_folder = str(task.metadata.get("task_folder", task.id))
+        if task_folder not in self.container_tasks:
+            raise ValueError(f"task {task.id} names no folder of environment.options.tasks: {task_folder}")
+        self.container_task = self.container_tasks[task_folder]
         super().__init__(task, [BashTool(self)])
         self._container: Container | None = None
         self._workdir = self.container_task.workdir
@@ -137,7 +137,7 @@ class ContainerEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
-        return islice(_select(cls.options, cls.folders, split), count)
+        return islice(_find_tasks(cls.options, cls.container_tasks, split), count)
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
@@ -147,20 +147,20 @@ class ContainerEnvironment(ToolEnvironment):
 
     async def run_command(self, command: str) -> ToolResult:
         if len(command.encode(errors="replace")) > MAX_COMMAND_BYTES or "\0" in command:
-            text = f"The command must have at most {MAX_COMMAND_BYTES} bytes and no NUL character."
-            return ToolResult(text, ok=False, error="exception")
-        seconds = self.options.command_timeout
+            note = f"The command must have at most {MAX_COMMAND_BYTES} bytes and no NUL character."
+            return ToolResult(note, ok=False, error="exception")
+        timeout = self.options.command_timeout
         try:
             container = await self._start_container()
             result = await container.execute(
-                command, seconds=seconds, user=self.user, workdir=self._workdir, env={"HOME": "/tmp"}
+                command, timeout=timeout, user=self.user, workdir=self._workdir, env={"HOME": "/tmp"}
             )
         except ContainerError as error:
             return ToolResult(str(error), ok=False, error="unavailable")
         if result.status is None:
             self.runtime.counts["timeouts"] += 1
-            text = f"{result.output}\n[timed out after {seconds:g} seconds; all your processes were killed]"
-            return ToolResult(text.strip(), ok=False, error="exception")
+            note = f"{result.output}\n[timed out after {timeout:g} seconds; all your processes were killed]"
+            return ToolResult(note.strip(), ok=False, error="exception")
         if result.status:
             return ToolResult(
                 f"{result.output}\n[exit status {result.status}]".strip(), ok=False, error="exception"
@@ -173,21 +173,21 @@ class ContainerEnvironment(ToolEnvironment):
             container = await self._start_container()
             await container.kill_processes(self.user)
             await container.execute(
-                "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", seconds=60.0
+                "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier", timeout=60.0
             )
-            for source in task.tests:
-                await container.copy_in(source, "/tests")
-            seconds = task.test_seconds
+            for path in task.test_paths:
+                await container.copy_in(path, "/tests")
+            timeout = task.test_seconds
             result = await container.execute(
                 f'"${{BASH:-sh}}" {task.test_script}',
-                seconds=seconds,
+                timeout=timeout,
                 workdir=self._workdir,
                 env=task.test_env,
             )
             rewards = None
             if task.writes_reward:
                 rewards = await container.execute(
-                    f"cat {REWARD_FILES[0]} 2>/dev/null || cat {REWARD_FILES[1]}", seconds=60.0
+                    f"cat {REWARD_FILES[0]} 2>/dev/null || cat {REWARD_FILES[1]}", timeout=60.0
                 )
         except ContainerError as error:
             return ToolResult(str(error), ok=False, error="unavailable")
@@ -198,24 +198,24 @@ class ContainerEnvironment(ToolEnvironment):
 
     async def reward(self, episode: Episode) -> Reward:
         """Return the score of the task's tests."""
-        tests = self.executor.hidden([TestsTool(self)], 60.0, 1_000_000)
-        with tests.measure("tests"):
-            [result] = await tests.batch_execute([ToolCall(TESTS_TOOL)])
+        test_executor = self.executor.hidden([TestsTool(self)], 60.0, 1_000_000)
+        with test_executor.measure("tests"):
+            [result] = await test_executor.batch_execute([ToolCall(TESTS_TOOL)])
         if not result.ok:
             raise ValueError(f"the tests could not run: {result.content}")
-        answer = json.loads(result.content)
-        if answer["status"] is None:
+        report = json.loads(result.content)
+        if report["status"] is None:
             raise ValueError(f"the tests took longer than {self.container_task.test_seconds:g} s")
         if self.container_task.writes_reward:
-            return read_reward(answer["reward"], answer["output"])
-        return Reward(float(answer["status"] == 0))
+            return read_reward(report["reward"], report["output"])
+        return Reward(float(report["status"] == 0))
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution: the task's solution script as one command."""
-        solution = self.container_task.solution
-        if solution is None:
+        script_path = self.container_task.solution
+        if script_path is None:
             raise ValueError(f"{self.container_task.folder} has no solution script")
-        command = solution.read_text(encoding="utf-8")
+        command = script_path.read_text(encoding="utf-8")
         yield Message("assistant", tool_calls=[ToolCall("bash", {"command": command})])
         yield Message("assistant", "Done.")
 
@@ -223,7 +223,7 @@ class ContainerEnvironment(ToolEnvironment):
         """Return the episode's container; the first call starts it."""
         async with self._start_lock:
             if self._container is None:
-                await self._sweep()
+                await self._remove_orphans()
                 task, options = self.container_task, self.options
                 image = task.image
                 if image is None:
@@ -236,24 +236,24 @@ class ContainerEnvironment(ToolEnvironment):
                     options.network,
                     options.lifetime,
                 )
-                self._container = await self.runtime.start(image, limits, task.workdir, task.env)
-                self._workdir = task.workdir or await self._container.workdir()
+                self._container = await self.runtime.start_container(image, limits, task.workdir, task.env)
+                self._workdir = task.workdir or await self._container.read_workdir()
                 await self._chown_workdir(self._container)
             return self._container
 
     async def _chown_workdir(self, container: Container) -> None:
-        if self._workdir != "/" and self.user not in ("root", ROOT):
+        if self._workdir != "/" and self.user not in ("root", ROOT_USER):
             command = f'chown -R {self.user} "$PWD"'
-            result = await container.execute(command, seconds=60.0, workdir=self._workdir)
+            result = await container.execute(command, timeout=60.0, workdir=self._workdir)
             if result.status:
                 raise ContainerError(
                     f"{self._workdir} cannot be given to user {self.user}: {result.output[-200:]}"
                 )
 
-    async def _sweep(self) -> None:
+    async def _remove_orphans(self) -> None:
         """Remove containers of ended processes, once per run."""
         if not self.sweep_tasks:
-            self.sweep_tasks.append(asyncio.ensure_future(self.runtime.sweep()))
+            self.sweep_tasks.append(asyncio.ensure_future(self.runtime.remove_orphans()))
         await asyncio.shield(self.sweep_tasks[0])
 
     async def close(self) -> None:
@@ -269,8 +269,8 @@ class ContainerTasks(ForeignEnvironment):
         self.options = options
         folders = [Path(name).expanduser() for name in (options.tasks, options.heldout) if name is not None]
         tasks = [task for folder in folders for task in read_task_folders(folder)]
-        self.folders = {task.id: task for task in tasks}
-        if len(self.folders) < len(tasks):
+        self.container_tasks = {task.id: task for task in tasks}
+        if len(self.container_tasks) < len(tasks):
             raise ValueError(
                 f"{options.heldout} has a task with the name of one in {options.tasks}; rename it"
             )
@@ -284,16 +284,16 @@ class ContainerTasks(ForeignEnvironment):
         members = {
             "runtime": self.runtime,
             "options": self.options,
-            "folders": self.folders,
+            "container_tasks": self.container_tasks,
             "max_episodes": self.options.max_episodes,
             "sweep_tasks": [],
         }
         return type("containers", (ContainerEnvironment,), members)
 
 
-def _select(options: ContainerOptions, folders: Mapping[str, ContainerTask], split: str) -> Iterator[Task]:
+def _find_tasks(options: ContainerOptions, tasks: Mapping[str, ContainerTask], split: str) -> Iterator[Task]:
     heldout_folder = None if options.heldout is None else Path(options.heldout).expanduser().resolve()
-    for task in folders.values():
+    for task in tasks.values():
         if heldout_folder is None:
             is_selected = in_split(task.id, split)
         else:

@@ -23,7 +23,7 @@ import psutil
 from TrainingFactory.common.texts import truncate_middle
 
 RUNTIMES = ("podman", "docker")
-LABEL = "tfactory.owner"  # HOST:PID:START of the process that started a container
+OWNER_LABEL = "tfactory.owner"  # HOST:PID:START of the process that started a container
 PROBE_SECONDS = 60.0
 COMMAND_SECONDS = 120.0  # for starting, copying and removing
 CHUNK_BYTES = 65536
@@ -78,49 +78,49 @@ class ContainerRuntime:
     def name(self) -> str:
         return self.command[0]
 
-    async def build_image(self, tag: str, context: Path, seconds: float) -> str:
+    async def build_image(self, tag: str, context: Path, timeout: float) -> str:
         """Build an image, unless it exists; episodes of the same task wait for one build."""
         if tag not in self._builds or (self._builds[tag].done() and _has_failed(self._builds[tag])):
-            self._builds[tag] = asyncio.ensure_future(self._build(tag, context, seconds))
+            self._builds[tag] = asyncio.ensure_future(self._run_build(tag, context, timeout))
         await asyncio.shield(self._builds[tag])
         return tag
 
-    async def _build(self, tag: str, context: Path, seconds: float) -> None:
+    async def _run_build(self, tag: str, context: Path, timeout: float) -> None:
         if (await self.run("image", "inspect", tag)).status == 0:
             return
         self.counts["built"] += 1
-        result = await self.run("build", "-t", tag, str(context), seconds=seconds)
+        result = await self.run("build", "-t", tag, str(context), timeout=timeout)
         if result.status != 0:
             reason = "took too long" if result.status is None else "failed"
-            raise ContainerError(f"building {context} {reason}: {_last_lines(result.output)}")
+            raise ContainerError(f"building {context} {reason}: {_join_lines(result.output)}")
 
-    async def start(
+    async def start_container(
         self, image: str, limits: Limits, workdir: str | None = None, env: Mapping[str, str] | None = None
     ) -> Container:
-        name = f"tfactory-{uuid.uuid4().hex[:16]}"
-        result = await self.run(*start_arguments(name, image, limits, workdir, env or {}))
+        container_name = f"tfactory-{uuid.uuid4().hex[:16]}"
+        result = await self.run(*make_start_arguments(container_name, image, limits, workdir, env or {}))
         if result.status != 0:
-            await self.run("rm", "-f", name)
+            await self.run("rm", "-f", container_name)
             raise ContainerError(
-                f"{self.name} could not start a container of {image}: {_last_lines(result.output)}"
+                f"{self.name} could not start a container of {image}: {_join_lines(result.output)}"
             )
         self.counts["started"] += 1
-        return Container(self, name)
+        return Container(self, container_name)
 
-    async def sweep(self) -> None:
+    async def remove_orphans(self) -> None:
         """Remove containers whose process on this machine has ended, such as after `kill -9`."""
-        listing = await self.run("ps", "-a", "-q", "--filter", f"label={LABEL}")
-        for container in listing.output.split() if listing.status == 0 else ():
-            label = f'{{{{index .Config.Labels "{LABEL}"}}}}'
-            owner = await self.run("inspect", "--format", label, container)
+        listing = await self.run("ps", "-a", "-q", "--filter", f"label={OWNER_LABEL}")
+        for container_id in listing.output.split() if listing.status == 0 else ():
+            label_format = f'{{{{index .Config.Labels "{OWNER_LABEL}"}}}}'
+            owner = await self.run("inspect", "--format", label_format, container_id)
             if owner.status == 0 and not _is_alive(owner.output.strip()):
                 self.counts["swept"] += 1
-                await self.run("rm", "-f", container)
+                await self.run("rm", "-f", container_id)
 
     async def run(
-        self, *arguments: str, seconds: float = COMMAND_SECONDS, max_output: int | None = None
+        self, *arguments: str, timeout: float = COMMAND_SECONDS, max_output: int | None = None
     ) -> CommandResult:
-        """Run a command of the runtime; kill it after `seconds`."""
+        """Run a command of the runtime; kill it after `timeout` seconds."""
         process = await asyncio.create_subprocess_exec(
             *self.command,
             *arguments,
@@ -131,7 +131,7 @@ class ContainerRuntime:
         )
         output = _Output(max_output or self.max_output)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(timeout):
                 assert process.stdout is not None
                 while chunk := await process.stdout.read(CHUNK_BYTES):
                     output.add(chunk)
@@ -157,20 +157,20 @@ class Container:
         self,
         command: str,
         *,
-        seconds: float,
+        timeout: float,
         user: str = "0",
         workdir: str | None = None,
         env: Mapping[str, str] | None = None,
     ) -> CommandResult:
-        """Run a shell command; after `seconds`, kill all processes of its user."""
+        """Run a shell command; after `timeout` seconds, kill all processes of its user."""
         workdir_args = [] if workdir is None else ["--workdir", workdir]
         env_args = [arg for key, value in (env or {}).items() for arg in ("--env", f"{key}={value}")]
         arguments = ("exec", "--user", user, *workdir_args, *env_args, self.name, *SHELL, command)
-        result = await self.runtime.run(*arguments, seconds=seconds)
+        result = await self.runtime.run(*arguments, timeout=timeout)
         if result.status is None:
             await self.kill_processes(user)
         elif result.status == RUNTIME_FAILED_STATUS and not await self.is_running():
-            raise ContainerError(f"the container has ended: {_last_lines(result.output)}")
+            raise ContainerError(f"the container has ended: {_join_lines(result.output)}")
         return result
 
     async def kill_processes(self, user: str) -> None:
@@ -181,14 +181,14 @@ class Container:
         result = await self.runtime.run("inspect", "--format", "{{.State.Running}}", self.name)
         return result.status == 0 and result.output.strip() == "true"
 
-    async def copy_in(self, source: Path, target: str) -> None:
+    async def copy_in(self, path: Path, folder: str) -> None:
         """Copy a file, or the contents of a folder, into a folder of the container."""
-        path = f"{source}/." if source.is_dir() else str(source)
-        result = await self.runtime.run("cp", path, f"{self.name}:{target}")
+        source_path = f"{path}/." if path.is_dir() else str(path)
+        result = await self.runtime.run("cp", source_path, f"{self.name}:{folder}")
         if result.status != 0:
-            raise ContainerError(f"copying {source} into the container failed: {_last_lines(result.output)}")
+            raise ContainerError(f"copying {path} into the container failed: {_join_lines(result.output)}")
 
-    async def workdir(self) -> str:
+    async def read_workdir(self) -> str:
         """Return the working directory of the image."""
         result = await self.runtime.run("inspect", "--format", "{{json .Config.WorkingDir}}", self.name)
         try:
@@ -202,53 +202,45 @@ class Container:
         await self.runtime.run("rm", "-f", self.name)
 
 
-def start_arguments(
+def make_start_arguments(
     name: str, image: str, limits: Limits, workdir: str | None, env: Mapping[str, str]
 ) -> list[str]:
     """Return the arguments of `podman run` or `docker run`: no network unless `limits` allow it, no mounts, few
     capabilities, and the limits."""
-    arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{LABEL}={owner()}"]
+    arguments = ["run", "--detach", "--rm", "--name", name, "--label", f"{OWNER_LABEL}={make_owner_id()}"]
     arguments += [] if limits.network else ["--network", "none"]
-    arguments += ["--cap-drop", "ALL", *(arg for name in CAPABILITIES for arg in ("--cap-add", name))]
+    arguments += ["--cap-drop", "ALL", *(arg for cap in CAPABILITIES for arg in ("--cap-add", cap))]
     arguments += ["--security-opt", "no-new-privileges", "--user", "0"]
-    memory = f"{limits.memory_mb}m"
-    arguments += ["--memory", memory, "--memory-swap", memory, "--cpus", f"{limits.cpus:g}"]
+    memory_limit = f"{limits.memory_mb}m"
+    arguments += ["--memory", memory_limit, "--memory-swap", memory_limit, "--cpus", f"{limits.cpus:g}"]
     arguments += ["--pids-limit", f"{limits.pids}"]
-    for name_of_limit, limit in ULIMITS.items():
-        arguments += _ulimit_args(name_of_limit, limit)
+    for limit_name, limit in ULIMITS.items():
+        arguments += _make_ulimit_args(limit_name, limit)
     arguments += [] if workdir is None else ["--workdir", workdir]
     arguments += [arg for key, value in env.items() for arg in ("--env", f"{key}={value}")]
-    return [
-        *arguments,
-        "--entrypoint",
-        "sh",
-        image,
-        "-c",
-        WAIT_SCRIPT,
-        "sh",
-        f"{max(1, round(limits.lifetime / 10))}",
-    ]
+    num_sleeps = f"{max(1, round(limits.lifetime / 10))}"
+    return [*arguments, "--entrypoint", "sh", image, "-c", WAIT_SCRIPT, "sh", num_sleeps]
 
 
-def _ulimit_args(name: str, limit: int) -> list[str]:
+def _make_ulimit_args(name: str, limit: int) -> list[str]:
     """Return the arguments for a limit, capped at this process's hard limit, which the runtime cannot exceed."""
     hard_limit = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))[1]
-    value = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
-    return ["--ulimit", f"{name}={value}:{value}"]
+    capped_limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
+    return ["--ulimit", f"{name}={capped_limit}:{capped_limit}"]
 
 
 def find_runtime(command: str | None) -> list[str]:
     """Return the command of a runtime that can start containers on this machine; raise ValueError if there is none."""
     candidates = [shlex.split(command)] if command else [[name] for name in RUNTIMES]
-    installed = [candidate for candidate in candidates if candidate and shutil.which(candidate[0])]
-    if not installed:
+    installed_commands = [candidate for candidate in candidates if candidate and shutil.which(candidate[0])]
+    if not installed_commands:
         problem = f"{command!r} is not a program" if command else "neither podman nor docker is installed"
         raise ValueError(
             f"containers need a runtime, and {problem}: install podman, or set environment.options.runtime"
         )
     reasons = []
-    for candidate in installed:
-        reason = _problem_of(candidate)
+    for candidate in installed_commands:
+        reason = _find_runtime_problem(candidate)
         if reason is None:
             return candidate
         reasons.append(f"{shlex.join(candidate)}: {reason}")
@@ -257,25 +249,25 @@ def find_runtime(command: str | None) -> list[str]:
     )
 
 
-def _problem_of(command: Sequence[str]) -> str | None:
+def _find_runtime_problem(command: Sequence[str]) -> str | None:
     try:
         process = subprocess.run(
             [*command, "info"], capture_output=True, text=True, timeout=PROBE_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if process.returncode == 0 else _last_lines(process.stderr or process.stdout)
+    return None if process.returncode == 0 else _join_lines(process.stderr or process.stdout)
 
 
-def owner() -> str:
+def make_owner_id() -> str:
     """Return a name of this process that no later process can have."""
     return f"{socket.gethostname()}:{os.getpid()}:{int(psutil.Process().create_time())}"
 
 
-def _is_alive(owner: str) -> bool:
+def _is_alive(owner_id: str) -> bool:
     """Return whether the process that started a container may still be alive. Always True for a process of another
     machine, because it cannot be checked here."""
-    host, _, process_id = owner.partition(":")
+    host, _, process_id = owner_id.partition(":")
     pid, _, start_time = process_id.partition(":")
     if host != socket.gethostname() or not pid.isdigit():
         return True
@@ -289,26 +281,26 @@ def _has_failed(task: asyncio.Task[None]) -> bool:
     return task.cancelled() or task.exception() is not None
 
 
-def _last_lines(text: str, count: int = 3) -> str:
-    return truncate_middle(" ".join(text.strip().splitlines()[-count:]), 500)
+def _join_lines(text: str, num_lines: int = 3) -> str:
+    return truncate_middle(" ".join(text.strip().splitlines()[-num_lines:]), 500)
 
 
 class _Output:
     """Buffer that keeps the beginning and the end of a stream."""
 
-    def __init__(self, limit: int) -> None:
-        self._half_bytes = limit * 2  # in bytes: a character has up to four
+    def __init__(self, max_chars: int) -> None:
+        self._half_bytes = max_chars * 2  # in bytes: a character has up to four
         self._head, self._tail = bytearray(), bytearray()
-        self._limit, self._size = limit, 0
+        self._limit, self._num_bytes = max_chars, 0
 
     def add(self, chunk: bytes) -> None:
-        self._size += len(chunk)
+        self._num_bytes += len(chunk)
         free_bytes = self._half_bytes - len(self._head)
         self._head += chunk[:free_bytes]
         self._tail += chunk[free_bytes:] if free_bytes > 0 else chunk
         del self._tail[: -self._half_bytes]
 
     def text(self) -> str:
-        num_omitted = self._size - len(self._head) - len(self._tail)
-        marker = f"\n[{num_omitted} bytes omitted]\n".encode() if num_omitted else b""
-        return truncate_middle(bytes(self._head + marker + self._tail).decode(errors="replace"), self._limit)
+        num_omitted = self._num_bytes - len(self._head) - len(self._tail)
+        note = f"\n[{num_omitted} bytes omitted]\n".encode() if num_omitted else b""
+        return truncate_middle(bytes(self._head + note + self._tail).decode(errors="replace"), self._limit)

@@ -28,7 +28,7 @@ UNSUPPORTED_KEYS = {
     "environment.healthcheck": "a health check",
     "verifier.environment": "a separate container for its tests",
 }
-VARIABLE = re.compile(r"\$\{")
+VARIABLE_PATTERN = re.compile(r"\$\{")
 
 
 @dataclass(slots=True, frozen=True)
@@ -37,11 +37,11 @@ class ContainerTask:
 
     id: str
     folder: Path
-    kind: str  # harbor or terminal-bench
+    task_format: str  # harbor or terminal-bench
     instruction: str
     image: str | None  # name of an existing image; None: built from `context`
     context: Path | None  # folder with the Dockerfile
-    tests: tuple[Path, ...]  # copied to /tests
+    test_paths: tuple[Path, ...]  # copied to /tests
     test_script: str  # in the container
     solution: Path | None
     test_seconds: float
@@ -56,7 +56,7 @@ class ContainerTask:
     @property
     def writes_reward(self) -> bool:
         """Return whether the tests write a reward file; else their exit status is the reward."""
-        return self.kind == "harbor"
+        return self.task_format == "harbor"
 
     def image_tag(self) -> str:
         """Return a tag for the image that depends on the contents of the build context."""
@@ -113,8 +113,8 @@ def _read_harbor(folder: Path) -> ContainerTask:
     if (folder / "environment" / "docker-compose.yaml").exists():
         raise ValueError(f"{folder}/environment/docker-compose.yaml: several services are not supported")
     image = environment.get("docker_image")
-    context = folder / "environment"
-    if image is None and not (context / "Dockerfile").is_file():
+    build_context = folder / "environment"
+    if image is None and not (build_context / "Dockerfile").is_file():
         raise ValueError(
             f"{folder} has neither environment/Dockerfile nor environment.docker_image in task.toml"
         )
@@ -124,10 +124,10 @@ def _read_harbor(folder: Path) -> ContainerTask:
         "harbor",
         _read_text(folder / "instruction.md"),
         image,
-        None if image else context,
+        None if image else build_context,
         (_get_file(folder / "tests" / "test.sh").parent,),
         "/tests/test.sh",
-        _file_or_none(folder / "solution" / "solve.sh"),
+        _find_file(folder / "solution" / "solve.sh"),
         _get_number(verifier, "timeout_sec", path, DEFAULT_TEST_SECONDS["harbor"]),
         _get_number(environment, "build_timeout_sec", path, BUILD_SECONDS),
         _get_number(environment, "cpus", path, None),
@@ -161,7 +161,7 @@ def _read_terminal_bench(folder: Path) -> ContainerTask:
         folder,
         tests,
         "/tests/run-tests.sh",
-        _file_or_none(folder / "solution.sh"),
+        _find_file(folder / "solution.sh"),
         _get_number(config, "max_test_timeout_sec", path, DEFAULT_TEST_SECONDS["terminal-bench"]),
         test_env={"TEST_DIR": "/tests"},
     )
@@ -180,10 +180,10 @@ def _check_compose(path: Path) -> None:
 
 
 def _get_nested(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
+    node: Any = config
     for name in key.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node
 
 
 def _get_section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
@@ -194,17 +194,17 @@ def _get_section(config: Mapping[str, Any], name: str, path: Path) -> Mapping[st
 
 
 def _get_number(section: Mapping[str, Any], key: str, path: Path, default: Any) -> Any:
-    value = section.get(key, default)
-    if value is default:
+    number = section.get(key, default)
+    if number is default:
         return default
     if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value <= 0
+        isinstance(number, bool)
+        or not isinstance(number, int | float)
+        or not math.isfinite(number)
+        or number <= 0
     ):
-        raise ValueError(f"{path}: {key} must be a number above 0, not {value!r}")
-    return value
+        raise ValueError(f"{path}: {key} must be a number above 0, not {number!r}")
+    return number
 
 
 def _get_memory_mb(environment: Mapping[str, Any], path: Path) -> int | None:
@@ -224,7 +224,7 @@ def _get_memory_mb(environment: Mapping[str, Any], path: Path) -> int | None:
 def _get_variables(section: Mapping[str, Any], path: Path, name: str) -> dict[str, str]:
     variables = section.get("env") or {}
     for key, value in variables.items():
-        if VARIABLE.search(str(value)):
+        if VARIABLE_PATTERN.search(str(value)):
             raise ValueError(
                 f"{path}: {name}.env.{key} takes its value from this machine ({value}); containers get no variables "
                 "of this machine. Write a value"
@@ -246,7 +246,7 @@ def _get_file(path: Path) -> Path:
     return path
 
 
-def _file_or_none(path: Path) -> Path | None:
+def _find_file(path: Path) -> Path | None:
     return path if path.is_file() else None
 
 

@@ -58,9 +58,9 @@ class ForeignProcessOptions:
 class RequestTool:
     """Tool that sends a request of one episode to its process and that the model does not see."""
 
-    def __init__(self, environment: ProcessEnvironment, method: str, seconds: float) -> None:
+    def __init__(self, environment: ProcessEnvironment, method: str, timeout_seconds: float) -> None:
         self.spec = ToolSpec(REQUEST_PREFIX + method, parameters={"type": "object"})
-        self.options = ToolOptions(timeout=seconds, idempotent=method == "reset", retries=1)
+        self.options = ToolOptions(timeout=timeout_seconds, idempotent=method == "reset", retries=1)
         self._environment, self._method = environment, method
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
@@ -105,9 +105,9 @@ class ProcessEnvironment(ToolEnvironment):
         self.tools = []  # those that the model sees, known after `reset`
         self._episode: PooledEpisode | None = None
         self._call_checker = AsyncToolExecutor([])  # checks the model's calls
-        self._actions = "text"
-        self._schema: Any = None
-        self._rewards: list[float | None] = []  # one per step
+        self._action_format = "text"
+        self._action_schema: Any = None
+        self._step_rewards: list[float | None] = []  # one per step
         self._metrics: dict[str, float] = {}  # of the last step
 
     @classmethod
@@ -117,7 +117,7 @@ class ProcessEnvironment(ToolEnvironment):
             answer = run(lambda: request_once(cls.pool.program, "tasks", cls.timeouts.tasks, **fields))
         except (ProcessLost, RequestFailed) as error:
             raise ValueError(str(error)) from error
-        return [_parse_task(row) for row in _list_of(answer, "tasks")][:count]
+        return [_parse_task(row) for row in _get_list(answer, "tasks")][:count]
 
     @classmethod
     def run_metrics(cls) -> dict[str, float]:
@@ -138,45 +138,45 @@ class ProcessEnvironment(ToolEnvironment):
         # All episodes of a task start in the same state.
         seed = zlib.crc32(self.task.id.encode()) % 2**31
         answer = await self._request("reset", task=asdict(self.task), seed=seed)
-        self.tools = [EnvironmentTool(_parse_spec(row)) for row in _list_of(answer, "tools")]
+        self.tools = [EnvironmentTool(_parse_spec(row)) for row in _get_list(answer, "tools")]
         self._call_checker = AsyncToolExecutor(self.tools)
-        self._actions, self._schema = answer.get("actions", "text"), answer.get("schema")
-        return [_parse_message(row) for row in _list_of(answer, "messages")]
+        self._action_format, self._action_schema = answer.get("actions", "text"), answer.get("schema")
+        return [_parse_message(row) for row in _get_list(answer, "messages")]
 
     async def step(self, message: Message) -> Step:
-        self._rewards.append(None)
+        self._step_rewards.append(None)
         results = {call.id: self._call_checker.rejection(call) for call in message.tool_calls}
         calls = [call for call in message.tool_calls if results[call.id] is None]
         if message.tool_calls and not calls:
             return _make_step(message.tool_calls, results, [])
         fields = {"role": "assistant", "content": message.content, "tool_calls": [_as_dict(c) for c in calls]}
-        if self._actions == "json":
+        if self._action_format == "json":
             try:
                 fields["json"] = self._parse_json(message.content)
             except ValueError as error:
                 return Step([Message("user", str(error))], signals={"invalid_json": 1.0})
         answer = await self._request("step", message=fields)
         if answer.get("reward") is not None:
-            self._rewards[-1] = float(answer["reward"])
-        self._metrics = _as_floats(answer.get("metrics"))
-        rows = _list_of(answer, "messages")
-        step = _make_step(message.tool_calls, results, rows)
+            self._step_rewards[-1] = float(answer["reward"])
+        self._metrics = _to_floats(answer.get("metrics"))
+        message_rows = _get_list(answer, "messages")
+        step = _make_step(message.tool_calls, results, message_rows)
         step.done, step.signals = bool(answer.get("done")), dict(self._metrics)
         if step.done:
-            reason = str(answer.get("stop_reason") or "done")[:80]
-            step.signals[f"stop/{reason}"] = 1.0
-            self.pool.count_stop(reason)
+            stop_reason = str(answer.get("stop_reason") or "done")[:80]
+            step.signals[f"stop/{stop_reason}"] = 1.0
+            self.pool.count_stop(stop_reason)
         return step
 
     def skip_turn(self) -> None:
         """Count a turn that is not sent to the environment, so that each step reward stays with its turn."""
-        self._rewards.append(None)
+        self._step_rewards.append(None)
 
     async def reward(self, episode: Episode) -> Reward:
         """Return the environment's score. The reward of the last step is part of the outcome; the rewards of earlier
         steps belong to their turns."""
         answer = await self._request("score")
-        rewards, score = self._rewards, answer.get("reward")
+        rewards, score = self._step_rewards, answer.get("reward")
         if score is None and all(reward is None for reward in rewards):
             raise ValueError("the environment gave no reward: neither a step nor `score` has one")
         num_turns = sum(not turn.summary for turn in episode.trajectory.turns)
@@ -184,7 +184,7 @@ class ProcessEnvironment(ToolEnvironment):
         outcome = float(score or 0.0) + (steps[-1] if steps else 0.0)
         if steps:
             steps[-1] = 0.0
-        return Reward(outcome, steps if any(steps) else [], self._metrics | _as_floats(answer.get("parts")))
+        return Reward(outcome, steps if any(steps) else [], self._metrics | _to_floats(answer.get("parts")))
 
     async def close(self) -> None:
         pooled_episode, self._episode = self._episode, None
@@ -199,16 +199,16 @@ class ProcessEnvironment(ToolEnvironment):
             raise ToolFailure(result.content)
         raise RuntimeError(f"{method}: {result.content}")
 
-    def _parse_json(self, answer: str) -> Any:
+    def _parse_json(self, answer_text: str) -> Any:
         """Parse a text as JSON and validate it; raise ValueError with an explanation for the model."""
         try:
-            value = json.loads(answer)
+            action = json.loads(answer_text)
         except ValueError as error:
             raise ValueError(f"Answer with JSON: {error}") from None
-        problem = next(make_validator(self._schema or {}).iter_errors(value), None)
+        problem = next(make_validator(self._action_schema or {}).iter_errors(action), None)
         if problem is not None:
             raise ValueError(f"The JSON does not match the schema: {problem.message[:500]}")
-        return value
+        return action
 
 
 class ForeignProcess(ForeignEnvironment):
@@ -281,30 +281,30 @@ def _make_step(calls: list[ToolCall], results: dict[str, ToolResult | None], row
     """Return a step whose replies are the results of the tool calls, in the order of the calls, and then the other
     messages."""
     messages = [_parse_message(row) for row in rows]
-    names = {call.id: call.name for call in calls}
+    name_by_id = {call.id: call.name for call in calls}
     for message, row in zip(messages, rows, strict=True):
-        if message.role == "tool" and message.tool_call_id in names:
-            failed = row.get("ok") is False
-            error = "exception" if failed else None
+        if message.role == "tool" and message.tool_call_id in name_by_id:
+            has_failed = row.get("ok") is False
+            error = "exception" if has_failed else None
             results[message.tool_call_id] = ToolResult(
-                message.content, not failed, error, id=message.tool_call_id, images=message.images
+                message.content, not has_failed, error, id=message.tool_call_id, images=message.images
             )
     results_by_id = {call_id: result for call_id, result in results.items() if result is not None}
     replies = [
-        Message("tool", result.content, tool_call_id=call_id, name=names[call_id], images=result.images)
+        Message("tool", result.content, tool_call_id=call_id, name=name_by_id[call_id], images=result.images)
         for call_id, result in results_by_id.items()
     ]
-    other_messages = [message for message in messages if message.tool_call_id not in names]
-    return Step([*replies, *other_messages], tool_results=list(results_by_id.values()))
+    new_messages = [message for message in messages if message.tool_call_id not in name_by_id]
+    return Step([*replies, *new_messages], tool_results=list(results_by_id.values()))
 
 
-def _list_of(answer: dict[str, Any], key: str) -> list[Any]:
+def _get_list(answer: dict[str, Any], key: str) -> list[Any]:
     rows = answer.get(key) or []
     if not isinstance(rows, list):
         raise ValueError(f"the environment's `{key}` must be a list, not {str(rows)[:80]}")
     return rows
 
 
-def _as_floats(metrics: Any) -> dict[str, float]:
+def _to_floats(metrics: Any) -> dict[str, float]:
     pairs = metrics.items() if isinstance(metrics, dict) else ()
     return {str(name): float(value) for name, value in pairs if isinstance(value, int | float)}

@@ -29,37 +29,37 @@ class ProcessPool:
             for process in self.processes:
                 process.abandon()
             self._loop, self.processes = loop, []
-        self._remove_lost()
+        self._remove_lost_processes()
         for process in self.processes:
-            if process.is_responsive and len(process.episodes) < self.episodes_per_process:
+            if process.is_responsive and len(process.episode_names) < self.episodes_per_process:
                 break
         else:
             process = EnvironmentProcess(self.program)
             self.processes.append(process)
         episode = PooledEpisode(self, process, f"e{next(self._name_counter)}")
-        process.episodes.add(episode.name)
+        process.episode_names.add(episode.name)
         return episode
 
-    def _remove_lost(self) -> None:
+    def _remove_lost_processes(self) -> None:
         for process in [process for process in self.processes if process.error is not None]:
             self.processes.remove(process)
             self._counts["crashes"] += 1
-            self._counts["lost_episodes"] += len(process.episodes)
+            self._counts["lost_episodes"] += len(process.episode_names)
 
     async def release(self, episode: PooledEpisode) -> None:
         """Remove an episode from its process. If the process then has no episodes, end it if it does not answer or if
         processes have only one episode each."""
         process = episode.process
         if process.error is not None:
-            self._remove_lost()
-        process.episodes.discard(episode.name)
+            self._remove_lost_processes()
+        process.episode_names.discard(episode.name)
         process.notify("close", episode=episode.name)
-        is_unused = not process.episodes and (self.episodes_per_process == 1 or not process.is_responsive)
-        if is_unused and process in self.processes:
+        is_idle = not process.episode_names and (self.episodes_per_process == 1 or not process.is_responsive)
+        if is_idle and process in self.processes:
             self.processes.remove(process)
             await process.close()
 
-    def count_lost(self) -> None:
+    def count_lost_episode(self) -> None:
         self._counts["lost_episodes"] += 1
 
     def count_stop(self, reason: str) -> None:
@@ -67,7 +67,7 @@ class ProcessPool:
 
     def metrics(self) -> dict[str, float]:
         """Return the number of processes, and the crashes, lost episodes and stop reasons since the last call."""
-        self._remove_lost()
+        self._remove_lost_processes()
         counts = Counter({"processes": len(self.processes), "crashes": 0, "lost_episodes": 0})
         counts.update(self._counts)
         self._counts.clear()
@@ -75,7 +75,7 @@ class ProcessPool:
 
     async def close(self) -> None:
         """End all processes. A second call does nothing."""
-        self._remove_lost()
+        self._remove_lost_processes()
         processes, self.processes = self.processes, []
         await asyncio.gather(*(process.close() for process in processes))
 
@@ -91,26 +91,26 @@ class PooledEpisode:
         return self.process.description
 
     async def request(self, method: str, **fields: Any) -> dict[str, Any]:
-        await self.process.ready()
+        await self.process.wait_until_ready()
         try:
             return await self.process.request(method, episode=self.name, **fields)
         except EpisodeLost:
             if method != "reset":  # which is repeated
-                self._pool.count_lost()
+                self._pool.count_lost_episode()
             raise
 
     async def close(self) -> None:
         await self._pool.release(self)
 
 
-async def request_once(program: Program, method: str, seconds: float, **fields: Any) -> dict[str, Any]:
+async def request_once(program: Program, method: str, timeout: float, **fields: Any) -> dict[str, Any]:
     """Start a process, send one request, and end the process."""
     process = EnvironmentProcess(program)
     try:
-        await process.ready()
-        async with asyncio.timeout(seconds):
+        await process.wait_until_ready()
+        async with asyncio.timeout(timeout):
             return await process.request(method, **fields)
     except TimeoutError:
-        raise ProcessLost(f"environment {program.name}: {method} took longer than {seconds:g} s") from None
+        raise ProcessLost(f"environment {program.name}: {method} took longer than {timeout:g} s") from None
     finally:
         await process.close()

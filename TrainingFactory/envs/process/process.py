@@ -59,26 +59,26 @@ class Program:
 
 
 class EnvironmentProcess:
-    """A running program. `episodes` are the names of its open episodes."""
+    """A running program. `episode_names` are its open episodes."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.episodes: set[str] = set()
+        self.episode_names: set[str] = set()
         self.description: dict[str, Any] = {}  # answer to `version`
         self.error: str | None = None  # why the process is lost
-        self._ids = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[Any]] = {}
+        self._id_counter = itertools.count(1)
+        self._pending_answers: dict[int, asyncio.Future[Any]] = {}
         self._abandoned_ids: set[int] = set()  # requests whose caller no longer waits
         self._line_buffer = bytearray()
         self._line_size = 0
         self._stderr = b""
-        self._invalid_lines = 0
+        self._num_invalid = 0
         self._process: asyncio.subprocess.Process | None = None
         self._folder = tempfile.mkdtemp(prefix="tfactory-environment-")
-        self._lifeline = -1
+        self._lifeline_fd = -1
         self._tasks: list[asyncio.Task[None]] = []
         self._end_task: asyncio.Task[None] | None = None
-        self.start_task = asyncio.ensure_future(self._start())
+        self.start_task = asyncio.ensure_future(self._start_process())
 
     @property
     def pid(self) -> int | None:
@@ -89,7 +89,7 @@ class EnvironmentProcess:
         """Return whether the process is alive and has answered every request whose caller stopped waiting."""
         return self.error is None and not self._abandoned_ids
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Wait until the process has answered `version`."""
         await asyncio.shield(self.start_task)
 
@@ -97,19 +97,19 @@ class EnvironmentProcess:
         """Send a request and return its result; raise RequestFailed, EpisodeLost or ProcessLost if it fails."""
         if self.error is not None:
             raise ProcessLost(self.error)
-        request_id = next(self._ids)
+        request_id = next(self._id_counter)
         line = json.dumps({"id": request_id, "method": method, **fields}, default=str).encode() + b"\n"
         if len(line) > MAX_MESSAGE_BYTES:
             raise RequestFailed(f"{method}: the request has {len(line)} bytes, more than {MAX_MESSAGE_BYTES}")
         assert self._process is not None and self._process.stdin is not None
-        answer = self._pending[request_id] = asyncio.get_running_loop().create_future()
+        answer = self._pending_answers[request_id] = asyncio.get_running_loop().create_future()
         try:
             self._process.stdin.write(line)
             with contextlib.suppress(ConnectionError):  # the reader reports the end of the process
                 await self._process.stdin.drain()
             result = await answer
         except asyncio.CancelledError:
-            if self._pending.pop(request_id, None) is not None:
+            if self._pending_answers.pop(request_id, None) is not None:
                 self._abandoned_ids.add(request_id)
             raise
         if not isinstance(result, dict):
@@ -119,18 +119,18 @@ class EnvironmentProcess:
     def notify(self, method: str, **fields: Any) -> None:
         """Send a request without waiting for its answer."""
         if self.error is None and self._process is not None and self._process.stdin is not None:
-            line = json.dumps({"id": next(self._ids), "method": method, **fields}).encode() + b"\n"
+            line = json.dumps({"id": next(self._id_counter), "method": method, **fields}).encode() + b"\n"
             self._process.stdin.write(line)
 
-    async def _start(self) -> None:
+    async def _start_process(self) -> None:
         try:
             async with asyncio.timeout(self.program.start_seconds):
                 await self._launch()
                 fields = {"protocol": PROTOCOL, "name": self.program.name, "args": self.program.args}
                 self.description = await self.request("version", **fields)
         except TimeoutError:
-            text = f"it did not answer `version` within {self.program.start_seconds:g} s"
-            await self._fail_requests(text)
+            reason = f"it did not answer `version` within {self.program.start_seconds:g} s"
+            await self._fail_requests(reason)
             raise ProcessLost(self.error) from None
         except OSError as error:
             await self._fail_requests(f"it cannot be started: {error.strerror}")
@@ -153,7 +153,7 @@ class EnvironmentProcess:
             settings = {"folder": self._folder, "readable": list(program.readable)}
             command = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *command]
         env = groups.inherited_variables(list(program.env)) | dict.fromkeys(("HOME", "TMPDIR"), self._folder)
-        pipe, self._lifeline = os.pipe()  # the kernel kills the process group when our end closes
+        read_fd, self._lifeline_fd = os.pipe()  # the kernel kills the process group when our end closes
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -162,12 +162,12 @@ class EnvironmentProcess:
                 stderr=subprocess.PIPE,
                 cwd=self._folder,
                 env=env,
-                pass_fds=[pipe],
+                pass_fds=[read_fd],
                 start_new_session=True,
             )
-            kill_at_hangup(pipe, self._process.pid)
+            kill_at_hangup(read_fd, self._process.pid)
         finally:
-            os.close(pipe)
+            os.close(read_fd)
         self._tasks = [asyncio.ensure_future(self._read_stdout()), asyncio.ensure_future(self._read_stderr())]
 
     async def _read_stdout(self) -> None:
@@ -198,13 +198,13 @@ class EnvironmentProcess:
             del self._line_buffer[_ID_BYTES:]
 
     def _finish_line(self) -> None:
-        line, size = bytes(self._line_buffer), self._line_size
+        line, num_bytes = bytes(self._line_buffer), self._line_size
         self._line_buffer.clear()
         self._line_size = 0
-        if size > MAX_MESSAGE_BYTES:
-            match = _ID_PATTERN.match(line)
-            answer: Any = match and {
-                "id": int(match[1]),
+        if num_bytes > MAX_MESSAGE_BYTES:
+            id_match = _ID_PATTERN.match(line)
+            answer: Any = id_match and {
+                "id": int(id_match[1]),
                 "error": {"message": "the answer has more than 8 MiB"},
             }
         else:
@@ -213,35 +213,35 @@ class EnvironmentProcess:
             except (ValueError, RecursionError):
                 answer = None
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), int):
-            self._invalid_lines += bool(line.strip())
+            self._num_invalid += bool(line.strip())
             return
         self._abandoned_ids.discard(answer["id"])
-        future = self._pending.pop(answer["id"], None)
+        future = self._pending_answers.pop(answer["id"], None)
         if future is None or future.done():
             return
         if (error := answer.get("error")) is not None:
-            future.set_exception(_as_exception(error))
+            future.set_exception(_make_exception(error))
         else:
             future.set_result(answer.get("result"))
 
     async def _fail_requests(self, reason: str) -> None:
         """Record the reason why the process is lost, fail its pending requests, and end it."""
         if self.error is None:
-            note = f"; {self._invalid_lines} lines on stdout are not answers" if self._invalid_lines else ""
+            note = f"; {self._num_invalid} lines on stdout are not answers" if self._num_invalid else ""
             self.error = f"environment {self.program.name}: {reason}{note}{groups.stderr_text(self._stderr)}"
-        pending, self._pending = self._pending, {}
-        for future in pending.values():
+        futures, self._pending_answers = self._pending_answers, {}
+        for future in futures.values():
             if not future.done():
                 future.set_exception(ProcessLost(self.error))
-        self._end_task = self._end_task or asyncio.ensure_future(self._end())
+        self._end_task = self._end_task or asyncio.ensure_future(self._end_process())
 
     async def close(self) -> None:
         """End the process. Further calls wait for its end."""
         self.error = self.error or f"environment {self.program.name}: the process was closed"
-        self._end_task = self._end_task or asyncio.ensure_future(self._end())
+        self._end_task = self._end_task or asyncio.ensure_future(self._end_process())
         await asyncio.shield(self._end_task)
 
-    async def _end(self) -> None:
+    async def _end_process(self) -> None:
         """Close stdin, then kill the process group and descendants outside of it."""
         process = self._process
         if process is not None:
@@ -269,9 +269,9 @@ class EnvironmentProcess:
             ):  # no public method closes the pipes while another process holds their ends
                 with contextlib.suppress(RuntimeError):
                     transport.close()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        if self._lifeline_fd >= 0:
+            os.close(self._lifeline_fd)
+            self._lifeline_fd = -1
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
@@ -285,7 +285,7 @@ async def _wait_for_exit(process: asyncio.subprocess.Process) -> None:
         await asyncio.sleep(0.01)
 
 
-def _as_exception(error: Any) -> Exception:
+def _make_exception(error: Any) -> Exception:
     if not isinstance(error, dict):
         return RequestFailed(str(error))
     return (EpisodeLost if error.get("lost") is True else RequestFailed)(str(error.get("message")))

@@ -18,20 +18,20 @@ from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.envs import adapters
 from TrainingFactory.envs.process.process import Program
 
-ADAPTERS = Path(adapters.__file__).parent
-SERVER = ADAPTERS / "server.py"
-FOLDER = "TFACTORY_ENVS"  # environment variable: folder of the virtual environments
-LOCK = "requirements.lock"
+ADAPTERS_FOLDER = Path(adapters.__file__).parent
+SERVER_FILE = ADAPTERS_FOLDER / "server.py"
+FOLDER_VARIABLE = "TFACTORY_ENVS"  # environment variable: folder of the virtual environments
+LOCK_FILE = "requirements.lock"
 NON_ADAPTERS = ("__init__", "server", "agent_turns")  # other files in the folder
 
 
-def adapter_names() -> list[str]:
-    return sorted(path.stem for path in ADAPTERS.glob("*.py") if path.stem not in NON_ADAPTERS)
+def list_adapters() -> list[str]:
+    return sorted(path.stem for path in ADAPTERS_FOLDER.glob("*.py") if path.stem not in NON_ADAPTERS)
 
 
-def environments_folder() -> Path:
+def find_environments_folder() -> Path:
     """Return the folder with one virtual environment per adapter."""
-    if path := os.environ.get(FOLDER):
+    if path := os.environ.get(FOLDER_VARIABLE):
         return Path(path).expanduser()
     data_home = os.environ.get("XDG_DATA_HOME")
     return (Path(data_home) if data_home else Path.home() / ".local" / "share") / "tfactory" / "envs"
@@ -41,29 +41,29 @@ def find_program(
     environment_id: str, *, python: str | None = None, readable: Sequence[str] = (), **options: Any
 ) -> Program:
     """Return the program of an `environment_id`; raise ValueError if it is not installed."""
-    kind, _, name = environment_id.partition(":")
+    adapter, _, env_name = environment_id.partition(":")
     for path in readable:
         if not Path(path).expanduser().exists():
             raise ValueError(f"environment.options.readable: there is no file or folder {path}")
     extra_paths = [str(Path(path).expanduser().resolve()) for path in readable]
-    if kind == "process":
-        command, command_paths = _resolve_command(name)
-        return Program(command, name, readable=[*command_paths, *extra_paths], **options)
-    if not name:
-        raise ValueError(f"environment_id {environment_id!r} names no environment. Write {kind}:NAME")
-    interpreter = Path(python).expanduser().absolute() if python else installed_python(kind)
+    if adapter == "process":
+        command, command_paths = _resolve_command(env_name)
+        return Program(command, env_name, readable=[*command_paths, *extra_paths], **options)
+    if not env_name:
+        raise ValueError(f"environment_id {environment_id!r} names no environment. Write {adapter}:NAME")
+    interpreter = Path(python).expanduser().absolute() if python else find_installed_python(adapter)
     if not interpreter.is_file():
         raise ValueError(f"environment.options.python: there is no file {interpreter}")
-    command = [str(interpreter), "-I", str(SERVER), str(ADAPTERS / f"{kind}.py")]
-    folders = [interpreter.parent.parent, interpreter.resolve().parent.parent, ADAPTERS]
+    command = [str(interpreter), "-I", str(SERVER_FILE), str(ADAPTERS_FOLDER / f"{adapter}.py")]
+    readable_folders = [interpreter.parent.parent, interpreter.resolve().parent.parent, ADAPTERS_FOLDER]
     files: list[str] = []
-    if is_file_name(name):  # trl:FILE.py:Factory
-        file, member = split_name(name)
+    if is_file_name(env_name):  # trl:FILE.py:Factory
+        file, member = split_name(env_name)
         if not Path(file).expanduser().is_file():
             raise ValueError(f"environment_id {environment_id}: there is no file {file} in {Path.cwd()}")
         files = [str(Path(file).expanduser().resolve())]
-        name = ":".join(filter(None, [*files, member]))
-    return Program(command, name, readable=[*map(str, folders), *files, *extra_paths], **options)
+        env_name = ":".join(filter(None, [*files, member]))
+    return Program(command, env_name, readable=[*map(str, readable_folders), *files, *extra_paths], **options)
 
 
 def _resolve_command(command: str) -> tuple[list[str], list[str]]:
@@ -75,69 +75,69 @@ def _resolve_command(command: str) -> tuple[list[str], list[str]]:
         raise ValueError(f"environment_id process:{command}: {error}") from error
     program = shutil.which(argv[0]) if argv else None
     if program is None:
-        name = argv[0] if argv else ""
+        program_name = argv[0] if argv else ""
         raise ValueError(
-            f"environment_id process:{command}: cannot find the program {name!r}, neither on the PATH nor in "
+            f"environment_id process:{command}: cannot find the program {program_name!r}, neither on the PATH nor in "
             f"{Path.cwd()}. Install it or correct the command"
         )
-    files = [os.path.abspath(argument) for argument in argv[1:] if os.path.isfile(argument)]
+    argument_files = [os.path.abspath(argument) for argument in argv[1:] if os.path.isfile(argument)]
     arguments = [os.path.abspath(argument) if os.path.isfile(argument) else argument for argument in argv[1:]]
-    path = Path(program).absolute()
-    readable = [str(path), str(path.resolve()), *files]
-    for prefix in {path.parent.parent, path.resolve().parent.parent}:
+    program_path = Path(program).absolute()
+    readable_paths = [str(program_path), str(program_path.resolve()), *argument_files]
+    for prefix in {program_path.parent.parent, program_path.resolve().parent.parent}:
         # Installations such as ~/.nvm/versions/node/v24; never a folder above the user's own files.
-        above_own_files = any(folder.is_relative_to(prefix) for folder in (Path.home(), Path.cwd()))
-        if not above_own_files and ("/" not in argv[0] or path.parent.name == "bin"):
-            readable.append(str(prefix))
-    return [str(path), *arguments], readable
+        has_user_files = any(folder.is_relative_to(prefix) for folder in (Path.home(), Path.cwd()))
+        if not has_user_files and ("/" not in argv[0] or program_path.parent.name == "bin"):
+            readable_paths.append(str(prefix))
+    return [str(program_path), *arguments], readable_paths
 
 
-def installed_python(kind: str) -> Path:
+def find_installed_python(adapter: str) -> Path:
     """Return the interpreter of an adapter's virtual environment; raise ValueError with the command to install it."""
-    python = environments_folder() / kind / "bin" / "python"
-    if not (python.parent.parent / LOCK).is_file():
-        raise ValueError(f"environment {kind}:NAME is not installed. Run: tfactory envs add {kind}")
+    python = find_environments_folder() / adapter / "bin" / "python"
+    if not (python.parent.parent / LOCK_FILE).is_file():
+        raise ValueError(f"environment {adapter}:NAME is not installed. Run: tfactory envs add {adapter}")
     return python
 
 
-def requirements_of(kind: str) -> list[str]:
+def read_requirements(adapter: str) -> list[str]:
     """Return the `REQUIREMENTS` of an adapter without importing it."""
-    if kind not in adapter_names():
-        names = ", ".join(adapter_names())
+    if adapter not in list_adapters():
+        names = ", ".join(list_adapters())
         raise ValueError(
-            f"unknown environment {kind!r}{did_you_mean(nearest(kind, adapter_names()))} (known: {names})"
+            f"unknown environment {adapter!r}{did_you_mean(nearest(adapter, list_adapters()))} (known: {names})"
         )
-    for node in ast.parse((ADAPTERS / f"{kind}.py").read_text(encoding="utf-8")).body:
+    for node in ast.parse((ADAPTERS_FOLDER / f"{adapter}.py").read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "REQUIREMENTS":
             return ast.literal_eval(node.value)
-    raise AssertionError(f"adapter {kind} has no REQUIREMENTS")
+    raise AssertionError(f"adapter {adapter} has no REQUIREMENTS")
 
 
-def install(kind: str, report: Callable[[str], None] = lambda _: None) -> Path:
+def install_adapter(adapter: str, report: Callable[[str], None] = lambda _: None) -> Path:
     """Create the virtual environment of an adapter, install its packages, and write a lock file with the hash of every
     file. With a lock file, install exactly those files. Return the lock file."""
-    requirements = requirements_of(kind)
-    folder = environments_folder() / kind
-    lock_file = folder / LOCK
+    requirements = read_requirements(adapter)
+    folder = find_environments_folder() / adapter
+    lock_file = folder / LOCK_FILE
     python = folder / "bin" / "python"
     report(f"creating {folder}")
     _run_command([sys.executable, "-m", "venv", str(folder)])
-    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
+    pip_command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--quiet"]
     if lock_file.is_file():
         report(f"installing the {len(lock_file.read_text().splitlines())} packages of {lock_file}")
-        _run_command([*pip, "--require-hashes", "-r", str(lock_file)])
+        _run_command([*pip_command, "--require-hashes", "-r", str(lock_file)])
         return lock_file
     report(f"installing {', '.join(requirements) or 'no packages'}")
     if requirements:
         report_file = folder / "install.json"
-        _run_command([*pip, "--force-reinstall", "--report", str(report_file), *requirements])
+        _run_command([*pip_command, "--force-reinstall", "--report", str(report_file), *requirements])
         packages = json.loads(report_file.read_text(encoding="utf-8"))["install"]
-        lines = sorted(map(_make_lock_line, packages))
+        lock_lines = sorted(map(_make_lock_line, packages))
         report_file.unlink()
     else:
-        lines = []
-    lock_file.write_text("".join(lines), encoding="utf-8")
-    report(f"installed {len(lines)} packages; versions and hashes are in {lock_file}")
+        lock_lines = []
+    lock_file.write_text("".join(lock_lines), encoding="utf-8")
+    report(f"installed {len(lock_lines)} packages; versions and hashes are in {lock_file}")
     return lock_file
 
 
@@ -151,5 +151,5 @@ def _make_lock_line(package: dict[str, Any]) -> str:
 def _run_command(command: list[str]) -> None:
     process = subprocess.run(command, capture_output=True, text=True)
     if process.returncode:
-        lines = (process.stderr or process.stdout).strip().split("\n")
-        raise ValueError(f"`{' '.join(command)}` failed:\n  " + "\n  ".join(lines[-5:]))
+        output_lines = (process.stderr or process.stdout).strip().split("\n")
+        raise ValueError(f"`{' '.join(command)}` failed:\n  " + "\n  ".join(output_lines[-5:]))

@@ -49,7 +49,7 @@ class UserConversation(ToolEnvironment):
         self._instructions = self.user.brief.instructions(task)
         self._dialogue: list[Message] = []  # as the user model sees it
         self._num_replies = 0
-        self._requests: AsyncToolExecutor | None = None
+        self._reply_executor: AsyncToolExecutor | None = None
         self._signals: dict[str, float] = {}  # of the next step
 
     @classmethod
@@ -65,10 +65,10 @@ class UserConversation(ToolEnvironment):
             )
         self._dialogue = [Message("user", GREETING)]
         if self.user.brief.first == "user":
-            first_reply = await self._request_reply("")
-            if not first_reply.text:
+            reply = await self._request_reply("")
+            if not reply.text:
                 raise ToolFailure("the simulated user ended the conversation before its first message")
-            return [*(message for message in messages if message.role == "system"), self._say(first_reply)]
+            return [*(message for message in messages if message.role == "system"), self._add_reply(reply)]
         for message in messages:
             if message.role == "user":
                 self._add_text("assistant", message.content)
@@ -87,7 +87,7 @@ class UserConversation(ToolEnvironment):
             return await self._end_conversation(message, "limit", [])
         self._num_replies += 1
         reply = await self._request_reply(message.content)
-        replies = [self._say(reply)] if reply.text else []
+        replies = [self._add_reply(reply)] if reply.text else []
         if reply.ended:
             return await self._end_conversation(message, "user", replies)
         if isinstance(self, ProcessEnvironment):
@@ -102,11 +102,11 @@ class UserConversation(ToolEnvironment):
 
     async def _request_reply(self, agent_text: str) -> UserReply:
         """Request a reply from the user model through a tool that is hidden from the agent."""
-        if self._requests is None:
-            self._requests = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
-        with self._requests.measure(CALLER):
+        if self._reply_executor is None:
+            self._reply_executor = self.executor.hidden([ReplyTool(self)], self.user.timeout, MAX_REPLY_CHARS)
+        with self._reply_executor.measure(CALLER):
             arguments = {"turn": self._num_replies, "text": agent_text}
-            [result] = await self._requests.batch_execute([ToolCall(TOOL_NAME, arguments)])
+            [result] = await self._reply_executor.batch_execute([ToolCall(TOOL_NAME, arguments)])
         if not result.ok:
             raise ToolFailure(f"simulated user: {result.content}")
         reply = UserReply(**json.loads(result.content))
@@ -116,12 +116,12 @@ class UserConversation(ToolEnvironment):
         return reply
 
     async def ask_model(self, turn: int) -> UserReply:
-        assert self._requests is not None
+        assert self._reply_executor is not None
         # Members of a group are different conversations, also while their texts are equal.
-        seed = zlib.crc32(repr((self._requests.key, self.task.id, turn)).encode()) % 2**31
+        seed = zlib.crc32(repr((self._reply_executor.key, self.task.id, turn)).encode()) % 2**31
         return await self.user.reply(self._instructions, self._dialogue, seed)
 
-    def _say(self, reply: UserReply) -> Message:
+    def _add_reply(self, reply: UserReply) -> Message:
         self._add_text("assistant", reply.text)
         return Message("user", reply.text)
 
@@ -149,8 +149,8 @@ class UserConversation(ToolEnvironment):
 def with_simulated_user(environment: Any, user: SimulatedUser) -> type[UserConversation]:
     """Return a subclass of the environment class with a simulated user."""
     if not isinstance(environment, type) or not issubclass(environment, ToolEnvironment):
-        name = getattr(environment, "__name__", type(environment).__name__)
+        class_name = getattr(environment, "__name__", type(environment).__name__)
         raise ValueError(
-            f"environment.user needs a class that inherits from ToolEnvironment; {name} does not"
+            f"environment.user needs a class that inherits from ToolEnvironment; {class_name} does not"
         )
     return type(environment.__name__, (UserConversation, environment), {"user": user})

@@ -14,7 +14,7 @@ from TrainingFactory.tools.endpoints.client import EndpointClient, ModelFailure
 from TrainingFactory.types import Message, Task
 
 FirstMessage = Literal["task", "user"]
-STOP = "###STOP###"
+STOP_MARKER = "###STOP###"
 GREETING = "Hello! How can I help you?"  # what the user model answers with its first message
 INSTRUCTIONS = """You play a user who writes to an assistant. Write only the user's next message.
 
@@ -47,7 +47,7 @@ class UserBrief:
     first: FirstMessage = (
         "task"  # user: the user model writes the first message, in place of the task's prompt
     )
-    stop: str = STOP
+    stop: str = STOP_MARKER
     max_turns: int = 8  # replies of the user
     sees_tools: bool = False
 
@@ -71,19 +71,19 @@ class UserBrief:
         return fill_template(self.template, columns | values, task.id, "template")
 
 
-def fill_template(template: str, columns: Mapping[str, Any], task: str, key: str) -> str:
+def fill_template(template: str, columns: Mapping[str, Any], task_id: str, key: str) -> str:
     """Replace {column} and {column.key} by the values of a task."""
 
     def look_up(match: re.Match[str]) -> str:
-        value: Any = columns
+        cell: Any = columns
         for name in match[1].split("."):
-            if not isinstance(value, Mapping) or name not in value:
+            if not isinstance(cell, Mapping) or name not in cell:
                 raise ValueError(
-                    f"environment.user.{key} has {match[0]}, but task {task} has no such column; its columns: "
+                    f"environment.user.{key} has {match[0]}, but task {task_id} has no such column; its columns: "
                     f"{', '.join(columns)}"
                 )
-            value = value[name]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+            cell = cell[name]
+        return cell if isinstance(cell, str) else json.dumps(cell, ensure_ascii=False, default=str)
 
     return PLACEHOLDER.sub(look_up, template)
 
@@ -127,8 +127,8 @@ class SimulatedUser:
             self.client.usage.failures[failure.kind] += 1
             raise
         text = reply.text.replace(self.brief.stop, "").strip()
-        ended = self.brief.stop in reply.text
-        return UserReply(text, ended, reply.input_tokens + reply.output_tokens, reply.fault == "cut")
+        has_ended = self.brief.stop in reply.text
+        return UserReply(text, has_ended, reply.input_tokens + reply.output_tokens, reply.fault == "cut")
 
     def _check(self, reply: ModelReply) -> None:
         if reply.fault == "refused":

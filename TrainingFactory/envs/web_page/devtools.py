@@ -20,7 +20,7 @@ from TrainingFactory.common.workers.groups import inherited_variables, signal_gr
 from TrainingFactory.types import ToolFailure
 
 BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = [
+BROWSER_FLAGS = [
     "--headless", "--remote-debugging-pipe", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--disable-extensions", "--disable-background-networking", "--disable-component-update", "--disable-sync",
     "--hide-scrollbars", "--force-device-scale-factor=1", "--disable-renderer-backgrounding",
@@ -75,41 +75,41 @@ class Chromium:
     """One process of Chromium. Create it with `start`. It ends when its pipe closes, also if this process is killed."""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, commands: Any, answers: Any, timeout: float
+        self, process: asyncio.subprocess.Process, command_writer: Any, answer_reader: Any, timeout: float
     ) -> None:
         self.process, self.timeout, self.error = process, timeout, ""
         self.listeners: dict[str, Listener] = {}  # by session
-        self._commands, self._answers = commands, answers
-        self._ids = itertools.count(1)
-        self._replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._command_writer, self._answer_reader = command_writer, answer_reader
+        self._id_counter = itertools.count(1)
+        self._pending_replies: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._profile: tempfile.TemporaryDirectory[str] | None = None
+        self._profile_folder: tempfile.TemporaryDirectory[str] | None = None
         self.run_later(self._read_messages())
 
     @classmethod
     async def start(cls, program: str, timeout: float) -> Self:
         loop = asyncio.get_running_loop()
         (commands_out, commands_in), (answers_out, answers_in) = os.pipe(), os.pipe()
-        profile = tempfile.TemporaryDirectory(prefix="tfactory-browser-", ignore_cleanup_errors=True)
+        profile_folder = tempfile.TemporaryDirectory(prefix="tfactory-browser-", ignore_cleanup_errors=True)
         # The sandbox of Chromium cannot be started by root.
-        flags = [*FLAGS, *(["--no-sandbox", "--no-zygote"] if os.geteuid() == 0 else [])]
+        flags = [*BROWSER_FLAGS, *(["--no-sandbox", "--no-zygote"] if os.geteuid() == 0 else [])]
         launcher = [sys.executable, "-I", "-S", "-c", LAUNCH_SCRIPT, str(commands_out), str(answers_in)]
         try:
             process = await asyncio.create_subprocess_exec(
-                *launcher, program, *flags, f"--user-data-dir={profile.name}", stdin=asyncio.subprocess.DEVNULL,
+                *launcher, program, *flags, f"--user-data-dir={profile_folder.name}", stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
                 pass_fds=(commands_out, answers_in), env=inherited_variables([]),
             )  # fmt: skip
         finally:
             os.close(commands_out)
             os.close(answers_in)
-        answers = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
+        reader = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES)
         await loop.connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(answers), os.fdopen(answers_out, "rb", 0)
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(answers_out, "rb", 0)
         )
-        commands, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(commands_in, "wb", 0))
-        chromium = cls(process, commands, answers, timeout)
-        chromium._profile = profile
+        writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(commands_in, "wb", 0))
+        chromium = cls(process, writer, reader, timeout)
+        chromium._profile_folder = profile_folder
         try:
             await chromium.send("Browser.getVersion")
         except BrowserLost as error:
@@ -117,14 +117,14 @@ class Chromium:
             raise BrowserLost(f"{program} does not start: {error}") from None
         return chromium
 
-    async def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
+    async def send(self, method: str, session_id: str | None = None, **params: Any) -> dict[str, Any]:
         if self.error:
             raise BrowserLost(self.error)
-        message_id = next(self._ids)
+        message_id = next(self._id_counter)
         message = {"id": message_id, "method": method, "params": params}
-        self._replies[message_id] = reply = asyncio.get_running_loop().create_future()
-        self._commands.write(
-            json.dumps(message | ({"sessionId": session} if session else {})).encode() + b"\0"
+        self._pending_replies[message_id] = reply = asyncio.get_running_loop().create_future()
+        self._command_writer.write(
+            json.dumps(message | ({"sessionId": session_id} if session_id else {})).encode() + b"\0"
         )
         try:
             async with asyncio.timeout(self.timeout):
@@ -132,7 +132,7 @@ class Chromium:
         except TimeoutError:
             raise BrowserLost(f"{method} took longer than {self.timeout:g} s") from None
         finally:
-            self._replies.pop(message_id, None)
+            self._pending_replies.pop(message_id, None)
         if "error" in answer:
             raise BrowserLost(f"{method}: {answer['error']['message']}")
         return answer["result"]
@@ -145,14 +145,14 @@ class Chromium:
     async def _read_messages(self) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                message = json.loads((await self._answers.readuntil(b"\0"))[:-1])
+                message = json.loads((await self._answer_reader.readuntil(b"\0"))[:-1])
                 if "id" in message:
-                    if (reply := self._replies.get(message["id"])) is not None and not reply.done():
+                    if (reply := self._pending_replies.get(message["id"])) is not None and not reply.done():
                         reply.set_result(message)
                 elif (listener := self.listeners.get(message.get("sessionId", ""))) is not None:
                     listener(message["method"], message["params"])
         self.error = "the browser has ended"
-        for reply in self._replies.values():
+        for reply in self._pending_replies.values():
             if not reply.done():
                 reply.set_exception(BrowserLost(self.error))
 
@@ -160,38 +160,38 @@ class Chromium:
         """Kill the browser process that another event loop started."""
         self.error = self.error or "the browser was closed"
         signal_group(self.process.pid, signal.SIGKILL)
-        if self._profile is not None:
-            self._profile.cleanup()
+        if self._profile_folder is not None:
+            self._profile_folder.cleanup()
 
     async def close(self) -> None:
         self.error = self.error or "the browser was closed"
-        self._commands.close()
+        self._command_writer.close()
         signal_group(self.process.pid, signal.SIGKILL)
         await self.process.wait()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._profile is not None:
-            await asyncio.to_thread(self._profile.cleanup)
+        if self._profile_folder is not None:
+            await asyncio.to_thread(self._profile_folder.cleanup)
 
 
 class BrowserPage:
     """A tab with its own cookies and storage that shows one HTML document. All other requests of the page fail and are
     counted."""
 
-    def __init__(self, chromium: Chromium, context: str, target: str, session: str, html: str) -> None:
-        self._chromium, self._context, self._target, self._session = chromium, context, target, session
+    def __init__(self, chromium: Chromium, context: str, target: str, session_id: str, html: str) -> None:
+        self._chromium, self._context, self._target, self._session_id = chromium, context, target, session_id
         self._html, self.num_blocked = html, 0
         self._load_event = asyncio.Event()
-        chromium.listeners[session] = self._handle_event
+        chromium.listeners[session_id] = self._dispatch_event
 
     @classmethod
     async def open(cls, chromium: Chromium, html: str, width: int, height: int) -> Self:
         context = (await chromium.send("Target.createBrowserContext"))["browserContextId"]
         send = chromium.send
         target = (await send("Target.createTarget", url="about:blank", browserContextId=context))["targetId"]
-        session = (await send("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
-        page = cls(chromium, context, target, session, html)
+        session_id = (await send("Target.attachToTarget", targetId=target, flatten=True))["sessionId"]
+        page = cls(chromium, context, target, session_id, html)
         await send("Browser.setDownloadBehavior", behavior="deny", browserContextId=context)
         await page._send("Page.enable")
         await page._send("Fetch.enable", patterns=[{"urlPattern": "*"}])
@@ -212,8 +212,8 @@ class BrowserPage:
         return page
 
     async def tap(self, x: float, y: float) -> None:
-        for kind in ("mousePressed", "mouseReleased"):
-            await self._send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        for event in ("mousePressed", "mouseReleased"):
+            await self._send("Input.dispatchMouseEvent", type=event, x=x, y=y, button="left", clickCount=1)
 
     async def type_text(self, text: str) -> None:
         await self._send("Input.insertText", text=text)
@@ -233,14 +233,14 @@ class BrowserPage:
         return base64.b64decode((await self._send("Page.captureScreenshot", format="png"))["data"])
 
     async def close(self) -> None:
-        self._chromium.listeners.pop(self._session, None)
+        self._chromium.listeners.pop(self._session_id, None)
         with contextlib.suppress(BrowserLost):
             await self._chromium.send("Target.disposeBrowserContext", browserContextId=self._context)
 
     async def _send(self, method: str, **params: Any) -> dict[str, Any]:
-        return await self._chromium.send(method, self._session, **params)
+        return await self._chromium.send(method, self._session_id, **params)
 
-    def _handle_event(self, method: str, params: dict[str, Any]) -> None:
+    def _dispatch_event(self, method: str, params: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._load_event.set()
         elif method == "Fetch.requestPaused":

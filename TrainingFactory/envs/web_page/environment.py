@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
-from pydantic.dataclasses import dataclass as validated
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from TrainingFactory.common.images import read_image
 from TrainingFactory.common.options import STRICT, NotNegative, Positive, Text, make_from
@@ -27,20 +27,20 @@ from TrainingFactory.envs.web_page.devtools import (
     SharedBrowser,
     find_browser,
 )
-from TrainingFactory.envs.web_page.pages import CELL, MARGIN, PageKind, page_html, page_task
+from TrainingFactory.envs.web_page.pages import CELL, MARGIN, PageKind, make_page_task, render_page
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import tool
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Image, Message, PlacedImage, Step, Task, ToolCall, ToolResult
 
 THOUSAND = 1000
-MAX_TYPED = 500  # characters of one call
+MAX_CHARS = 500  # characters of one call
 SCROLL_SHARE = 0.8  # of the window's height
 Thousandth = Annotated[int, Field(ge=0, le=THOUSAND)]
 Direction = Literal["up", "down"]
 
 
-@validated(config=STRICT, frozen=True)
+@checked_dataclass(config=STRICT, frozen=True)
 class WebPageOptions:
     """`environment.options` of the environment `web_page`."""
 
@@ -93,7 +93,7 @@ class WebPageEnvironment(ToolEnvironment):
 
         def make(task_id: str, rng: random.Random) -> Task:
             kind = options.kinds[int(task_id.rpartition("-")[2]) % len(options.kinds)]
-            return page_task(task_id, kind, rng, options.width, options.height)
+            return make_page_task(task_id, kind, rng, options.width, options.height)
 
         return islice(generate_tasks("web_page", split, seed, make, lambda task: str(task.metadata)), count)
 
@@ -104,21 +104,21 @@ class WebPageEnvironment(ToolEnvironment):
     async def reset(self) -> list[Message]:
         options, html = self.options, await in_thread(self._read_html)
         self._open_page = await self.pool.open_page(html, options.width, options.height)
-        *earlier, message = await super().reset()
-        return [*earlier, dataclasses.replace(message, images=[PlacedImage(0, await self._screenshot())])]
+        *messages, message = await super().reset()
+        return [*messages, dataclasses.replace(message, images=[PlacedImage(0, await self._screenshot())])]
 
     def _read_html(self) -> str:
         if "widgets" in self.task.metadata:
-            return page_html(self.task.metadata["widgets"])
-        file = self.task.metadata.get("page") or self.options.page
-        if file is None or not self.task.metadata.get("check"):
+            return render_page(self.task.metadata["widgets"])
+        page_file = self.task.metadata.get("page") or self.options.page
+        if page_file is None or not self.task.metadata.get("check"):
             raise ValueError(
                 f"task {self.task.id} needs the column `check`, and an HTML file in `page` or environment.options.page"
             )
         try:
-            return Path(file).expanduser().read_text(encoding="utf-8")
+            return Path(page_file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"task {self.task.id}: cannot read the page {file}: {error}") from error
+            raise ValueError(f"task {self.task.id}: cannot read the page {page_file}: {error}") from error
 
     async def step(self, message: Message) -> Step:
         step = await super().step(message)
@@ -141,22 +141,22 @@ class WebPageEnvironment(ToolEnvironment):
         """Tap a point."""
         width, height = self.options.width, self.options.height
         await self._page.tap(min(x * width / THOUSAND, width - 1), min(y * height / THOUSAND, height - 1))
-        return await self._show()
+        return await self._show_page()
 
     @tool(stateful=True)
     async def type_text(self, text: str) -> ToolResult:
         """Type text into the field that was tapped last."""
-        if not text or len(text) > MAX_TYPED:
-            return ToolResult(f"type_text takes 1 to {MAX_TYPED} characters.", ok=False, error="exception")
+        if not text or len(text) > MAX_CHARS:
+            return ToolResult(f"type_text takes 1 to {MAX_CHARS} characters.", ok=False, error="exception")
         await self._page.type_text(text)
-        return await self._show()
+        return await self._show_page()
 
     @tool(stateful=True)
     async def scroll(self, direction: Direction) -> ToolResult:
         """Scroll the page. down shows what is further down."""
         distance = SCROLL_SHARE * self.options.height * (1 if direction == "down" else -1)
         await self._page.evaluate(f"window.scrollBy({{top: {json.dumps(distance)}, behavior: 'instant'}})")
-        return await self._show()
+        return await self._show_page()
 
     @tool(stateful=True)
     async def done(self) -> str:
@@ -170,7 +170,7 @@ class WebPageEnvironment(ToolEnvironment):
             raise BrowserLost("the episode has no page: it was not reset, or it is closed")
         return self._open_page
 
-    async def _show(self) -> ToolResult:
+    async def _show_page(self) -> ToolResult:
         await asyncio.sleep(self.options.settle)
         return ToolResult("", images=[PlacedImage(0, await self._screenshot())])
 
@@ -180,10 +180,10 @@ class WebPageEnvironment(ToolEnvironment):
 
     def expert(self) -> Iterator[Message]:
         """Yield the turns of the reference solution of a built-in page."""
-        expected, scroll_top = self.task.metadata["expected"], 0.0
+        expected_state, scroll_top = self.task.metadata["expected"], 0.0
         widgets = {widget["name"]: widget for widget in self.task.metadata["widgets"]}
         max_scroll = max(widget["y"] for widget in widgets.values()) + CELL[1] - MARGIN - self.options.height
-        for name in [*expected["fields"], *expected["ticked"], *expected["pressed"]]:
+        for name in [*expected_state["fields"], *expected_state["ticked"], *expected_state["pressed"]]:
             y = widgets[name]["y"] + CELL[1] // 2 - MARGIN // 2
             while y - scroll_top >= self.options.height:
                 yield _call_tool("scroll", direction="down")
@@ -191,8 +191,8 @@ class WebPageEnvironment(ToolEnvironment):
             x = widgets[name]["x"] + CELL[0] // 2 - MARGIN // 2
             point = x * THOUSAND // self.options.width, int((y - scroll_top) * THOUSAND / self.options.height)
             yield _call_tool("tap", x=point[0], y=point[1])
-            if name in expected["fields"]:
-                yield _call_tool("type_text", text=expected["fields"][name])
+            if name in expected_state["fields"]:
+                yield _call_tool("type_text", text=expected_state["fields"][name])
         yield _call_tool("done")
 
 

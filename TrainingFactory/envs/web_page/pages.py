@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict
 from TrainingFactory.types import Task
 
 PageKind = Literal["button", "field", "boxes", "list"]
-NAMES = (
+WIDGET_NAMES = (
     "Add Buy Cut Edit Find Help Join Keep Load Move Next Open Pay Quit Run Save Tag Undo View Zoom".split()
 )
 WORDS = "apple bread candle dragon engine forest garden harbor island jungle kettle lemon".split()
@@ -27,38 +27,38 @@ class PageWidget(TypedDict):
     y: int
 
 
-def page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, height: int) -> Task:
+def make_page_task(task_id: str, kind: PageKind, rng: random.Random, width: int, height: int) -> Task:
     """Return a task with a page of its own. The prompt does not say where the widgets are."""
     columns, rows = width // CELL[0], height // CELL[1]
     cells = rng.sample(range(columns * rows), columns * rows)
-    names = rng.sample(NAMES, len(NAMES))
+    names = rng.sample(WIDGET_NAMES, len(WIDGET_NAMES))
     if kind == "list":  # one column, twice as high as the window
-        count = min(2 * rows, len(names))
-        widgets = [_place("button", name, columns * row, columns) for row, name in enumerate(names[:count])]
-        target = rng.randrange(count)
-        prompt, expected_state = f"Press {names[target]}.", {"pressed": [names[target]]}
+        length = min(2 * rows, len(names))
+        widgets = [_place("button", name, columns * row, columns) for row, name in enumerate(names[:length])]
+        target_index = rng.randrange(length)
+        prompt, expected_state = f"Press {names[target_index]}.", {"pressed": [names[target_index]]}
     elif kind == "boxes":
-        targets = sorted(rng.sample(names[:6], 2))
+        ticked = sorted(rng.sample(names[:6], 2))
         widgets = [_place("box", name, cell, columns) for name, cell in zip(names[:6], cells, strict=False)]
-        prompt, expected_state = f"Tick {' and '.join(targets)}, and nothing else.", {"ticked": targets}
+        prompt, expected_state = f"Tick {' and '.join(ticked)}, and nothing else.", {"ticked": ticked}
     elif kind == "field":
-        word, fields = rng.choice(WORDS), names[:3]
+        word, field_names = rng.choice(WORDS), names[:3]
         widgets = [
             _place("button" if name == names[3] else "field", name, cell, columns)
             for name, cell in zip(names[:4], cells, strict=False)
         ]
-        prompt = f"Write {word} into {fields[0]}, then press {names[3]}."
-        expected_state = {"pressed": [names[3]], "fields": {fields[0]: word}}
+        prompt = f"Write {word} into {field_names[0]}, then press {names[3]}."
+        expected_state = {"pressed": [names[3]], "fields": {field_names[0]: word}}
     else:
         widgets = [
             _place("button", name, cell, columns) for name, cell in zip(names[:8], cells, strict=False)
         ]
         prompt, expected_state = f"Press {names[0]}.", {"pressed": [names[0]]}
-    expected = {"pressed": [], "ticked": [], "fields": {}} | expected_state
+    page_state = {"pressed": [], "ticked": [], "fields": {}} | expected_state
     widgets.sort(key=lambda widget: (widget["y"], widget["x"]))  # an order that does not tell the target
-    check = f"pageState() === {json.dumps(json.dumps(expected, separators=(',', ':')))}"
+    check = f"pageState() === {json.dumps(json.dumps(page_state, separators=(',', ':')))}"
     return Task(
-        task_id, prompt, metadata={"kind": kind, "widgets": widgets, "expected": expected, "check": check}
+        task_id, prompt, metadata={"kind": kind, "widgets": widgets, "expected": page_state, "check": check}
     )
 
 
@@ -67,16 +67,16 @@ def _place(kind: Any, name: str, cell: int, columns: int) -> PageWidget:
     return PageWidget(kind=kind, name=name, x=column * CELL[0] + MARGIN // 2, y=row * CELL[1] + MARGIN // 2)
 
 
-def page_html(widgets: list[PageWidget]) -> str:
-    body = "".join(_widget_html(widget) for widget in widgets)
+def render_page(widgets: list[PageWidget]) -> str:
+    widgets_html = "".join(_render_widget(widget) for widget in widgets)
     return (
-        PAGE_TEMPLATE.replace("BODY", body)
+        PAGE_TEMPLATE.replace("BODY", widgets_html)
         .replace("WIDTH", str(CELL[0] - MARGIN))
         .replace("HEIGHT", str(CELL[1] - MARGIN))
     )
 
 
-def _widget_html(widget: PageWidget) -> str:
+def _render_widget(widget: PageWidget) -> str:
     name, style = html.escape(widget["name"]), f'style="left:{widget["x"]}px;top:{widget["y"]}px"'
     if widget["kind"] == "button":
         return f"<button {style}>{name}</button>"

@@ -21,7 +21,7 @@ from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.sampler import make_rollouts
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.data.convert import swift_messages
+from TrainingFactory.data.convert import to_swift_messages
 from TrainingFactory.data.trajectories import task_from_dict
 from TrainingFactory.envs.self_play import is_self_play
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, TASK_COLUMN
@@ -260,7 +260,7 @@ def as_swift_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages in ms-swift's roles. Raise ValueError for images."""
     if any(message.images for message in messages):
         raise ValueError("a message of the environment has an image. Only texts are passed to ms-swift.")
-    return swift_messages(map(message_to_dict, messages))
+    return to_swift_messages(map(message_to_dict, messages))
 
 
 def neutral_rewards(
