@@ -56,5 +56,5 @@ class RetrievalTool(PassageTool):
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, cosine similarity) of the best matches, best first."""
-        matches = self.vectors.find(self.encoder.encode([self.query_prefix + query])[0], top_k)
-        return [(*self.passages.passage_at(number), score) for number, score in matches]
+        matches = self.vectors.find_nearest(self.encoder.encode([self.query_prefix + query])[0], top_k)
+        return [(*self.passages.passage_at(index), score) for index, score in matches]

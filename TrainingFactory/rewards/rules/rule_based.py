@@ -40,10 +40,10 @@ RULES: dict[str, Any] = {kind.rule: kind for kind in (*_ANSWER_RULES, *_FORMAT_R
 
 def make_rule(rule: str = "auto", **options: Any) -> RewardFunction:
     """Return the rule with this name in RULES and these options."""
-    return rule_from_options({"rule": rule, **options})
+    return make_rule_from_options({"rule": rule, **options})
 
 
-def rule_from_options(options: Mapping[str, Any] | str) -> RewardFunction:
+def make_rule_from_options(options: Mapping[str, Any] | str) -> RewardFunction:
     """Return the rule of a config value: `{}`, `numeric`, or `{rule: numeric, tolerance: 0.1}`. Default: auto."""
     if isinstance(options, Mapping):
         options = {"rule": "auto", **options}

@@ -45,7 +45,7 @@ class ModelFailure(Exception):
 class EndpointClient:
     """Sends requests to `model` with retries, and caches the replies. `model` is any object with `close`."""
 
-    WHO: ClassVar[str] = "the model"  # in errors
+    MODEL_ROLE: ClassVar[str] = "the model"  # in errors
 
     model: Any
     concurrency: int | None = 8
@@ -130,7 +130,7 @@ class EndpointClient:
     async def _attempt(self, send: Send) -> ModelReply:
         async with self._limits.hold_slot():
             if self._closing:
-                raise ModelFailure(f"{self.WHO} is closed", "unavailable")
+                raise ModelFailure(f"{self.MODEL_ROLE} is closed", "unavailable")
             self._check_budget()
             self.usage.requests += 1
             reply = await send()
@@ -151,7 +151,7 @@ class EndpointClient:
             if limit is not None and total >= limit:
                 hint = ", or resume in a new process, which starts with a fresh budget"
                 raise ModelFailure(
-                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and {total:g} is used; raise it"
+                    f"{self.MODEL_ROLE}'s budget is spent: budget.{name} is {limit:g}, and {total:g} is used; raise it"
                     f"{hint if self.earlier is None else ''}",
                     "budget",
                 )
