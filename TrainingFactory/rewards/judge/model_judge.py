@@ -129,5 +129,5 @@ def make_judges(
         options["cache"] = judges[0].client.cache  # shared: opened once, closed with the first judge
     usages = [judge.client.usage for judge in judges]
     for judge in judges:
-        judge.client.counted_usage = usages
+        judge.client.counted_usages = usages
     return [judges[index % len(urls)] for index in range(count)]
