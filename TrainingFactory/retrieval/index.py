@@ -28,10 +28,10 @@ class VectorIndex:
     def __init__(self, passages: Passages, encoder: SentenceEncoder, prefix: str, tool_name: str) -> None:
         self._faiss = load_faiss(tool_name)
         self.version = digest(FORMAT_VERSION, passages.content, encoder.digest, prefix)
-        if not passages.count:
+        if not passages.num_passages:
             raise ValueError(f"tool {tool_name}: {passages.path} has no passages to search; add some")
         self.file = passages.index.with_name(f"{passages.index.stem}-{self.version[:20]}.npy")
-        vectors = _load_vectors(self.file, passages.count)
+        vectors = _load_vectors(self.file, passages.num_passages)
         if vectors is None:
             vectors = _encode_passages(passages, encoder, prefix, tool_name)
             _store_vectors(self.file, vectors, tool_name)
@@ -72,7 +72,7 @@ def _encode_passages(passages: Passages, encoder: SentenceEncoder, prefix: str, 
     batches: list[np.ndarray] = []
     texts = (f"{prefix}{title}\n{text}" if title else f"{prefix}{text}" for _, title, text in passages)
     with tqdm(
-        total=passages.count, desc=f"tool {tool_name}: encoding", unit=" passages", disable=None
+        total=passages.num_passages, desc=f"tool {tool_name}: encoding", unit=" passages", disable=None
     ) as progress:
         for chunk in _split_into_chunks(texts):
             batches.append(encoder.encode(chunk))
@@ -81,7 +81,7 @@ def _encode_passages(passages: Passages, encoder: SentenceEncoder, prefix: str, 
         log.warning(
             "tool %s: %d of %d passages are longer than %d tokens; only their beginning is searched. Split them, or "
             "raise max_tokens",
-            tool_name, num_truncated, passages.count, encoder.max_tokens,
+            tool_name, num_truncated, passages.num_passages, encoder.max_tokens,
         )  # fmt: skip
     return np.concatenate(batches)
 

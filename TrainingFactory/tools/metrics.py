@@ -38,14 +38,14 @@ class _Counts:
         if duration is not None:
             self.durations.append(duration)
 
-    def merge(self, other: _Counts) -> None:
-        self.num_calls += other.num_calls
-        self.num_succeeded += other.num_succeeded
-        self.errors.update(other.errors)
-        self.num_retries += other.num_retries
-        self.num_cache_hits += other.num_cache_hits
-        self.wait_seconds += other.wait_seconds
-        self.durations.extend(other.durations)
+    def merge(self, other_counts: _Counts) -> None:
+        self.num_calls += other_counts.num_calls
+        self.num_succeeded += other_counts.num_succeeded
+        self.errors.update(other_counts.errors)
+        self.num_retries += other_counts.num_retries
+        self.num_cache_hits += other_counts.num_cache_hits
+        self.wait_seconds += other_counts.wait_seconds
+        self.durations.extend(other_counts.durations)
 
     def to_metrics(self, tool: str) -> dict[str, float]:
         """Return the metrics by name; omit the percentiles if there are no durations."""
@@ -74,8 +74,8 @@ class _Timer:
         self.num_running += change
         self.updated_at = now
 
-    def take(self, now: float) -> float:
-        """Return the busy seconds since the previous `take`."""
+    def take_busy_seconds(self, now: float) -> float:
+        """Return the busy seconds since the previous call."""
         self.update(0, now)
         seconds, self.busy_seconds = self.busy_seconds, 0.0
         return seconds
@@ -129,7 +129,7 @@ class ToolMetrics:
                 totals[tool].merge(counts)
         now, previous_snapshot = time.perf_counter(), self._last_snapshot_time
         self._last_snapshot_time = now
-        busy_seconds = {tool: timer.take(now) for tool, timer in self._timers.items()}
+        busy_seconds = {tool: timer.take_busy_seconds(now) for tool, timer in self._timers.items()}
         return _make_metrics(totals) | {
             f"{_make_prefix(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
             for tool, seconds in busy_seconds.items()

@@ -128,8 +128,8 @@ class JudgePrompt:
         if "reference" in self.fields and task.answer is None:
             raise ValueError(f"task {task.id} has no answer, but the judge's template uses {{reference}}")
         answer = task.answer if isinstance(task.answer, str) else json.dumps(task.answer, default=str)
-        values: dict[str, FieldValue] = {"task": format_task(task), "reference": answer} | fields
-        return {name: value for name, value in values.items() if name in self.fields}
+        field_texts: dict[str, FieldValue] = {"task": format_task(task), "reference": answer} | fields
+        return {name: value for name, value in field_texts.items() if name in self.fields}
 
 
 def new_boundary() -> str:

@@ -35,7 +35,7 @@ _ANSWER_RULES = (
 )
 _FORMAT_RULES = (SchemaRule, PatternRule, FormatRule, LengthRule)
 _TOOL_RULES = (CodeTests, SqlResult)
-RULES: dict[str, Any] = {kind.rule: kind for kind in (*_ANSWER_RULES, *_FORMAT_RULES, *_TOOL_RULES)}
+RULES: dict[str, Any] = {cls.rule: cls for cls in (*_ANSWER_RULES, *_FORMAT_RULES, *_TOOL_RULES)}
 
 
 def make_rule(rule: str = "auto", **options: Any) -> RewardFunction:

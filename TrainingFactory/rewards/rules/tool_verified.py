@@ -142,7 +142,7 @@ def _uses_only(answer: str, allowed_numbers: Counter[Fraction]) -> bool:
 
 _DIGIT = re.compile(r"\d")
 
-VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCases, CodeTests, CalculatedRule)}
+VERIFIERS: dict[str, Any] = {cls.rule: cls for cls in (SqlExecution, CodeCases, CodeTests, CalculatedRule)}
 
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:

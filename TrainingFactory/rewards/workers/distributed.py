@@ -245,9 +245,9 @@ class RewardWorkerPool:
 
     async def _run(self, worker: PoolWorker, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         # A process enforces the timeout itself, from the time when it is ready.
-        limit = None if isinstance(worker.reward, RewardProcess) else self.timeout
+        timeout = None if isinstance(worker.reward, RewardProcess) else self.timeout
         try:
-            return await run_within(limit, score(worker))
+            return await run_within(timeout, score(worker))
         except OutOfTime:
             raise TimeoutError(f"{worker.name} did not answer within {self.timeout:g} s") from None
 

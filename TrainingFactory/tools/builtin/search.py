@@ -40,9 +40,9 @@ class PassageTool(ABC):
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         top_k = int(arguments.get("top_k", self.top_k))
-        return await in_thread(self._run, arguments["query"], top_k)
+        return await in_thread(self._search, arguments["query"], top_k)
 
-    def _run(self, query: str, top_k: int) -> ToolResult:
+    def _search(self, query: str, top_k: int) -> ToolResult:
         matches = self.find(query, top_k)
         if not matches:
             return ToolResult("Nothing found; try other words.")
@@ -73,7 +73,7 @@ class SearchTool(PassageTool):
     ) -> None:
         self.top_k, self.max_chars = top_k, max_chars
         passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
-        self.index, self.documents = passages.index, passages.count
+        self.index, self.documents = passages.index, passages.num_passages
         self.spec = ToolSpec(name, description or "Search documents by keywords.", make_search_schema(top_k))
         self.options = ToolOptions(pure=True, version=digest(passages.state, f"{max_chars} {top_k}"))
 
@@ -103,7 +103,7 @@ class Passages:
         self.path = path
         self.index = ensure_index(path, field_names, Path(index_dir) if index_dir else _cache_folder(), name)
         with contextlib.closing(_open_index(self.index)) as connection:
-            self.count: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
+            self.num_passages: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             self.state: str  # digest of the files' names, sizes and times
             self.content: str  # digest of the passages
             self.state, self.content = connection.execute("SELECT state, content FROM about").fetchone()

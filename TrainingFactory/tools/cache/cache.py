@@ -95,13 +95,13 @@ class ToolCache:
             if isinstance(shared_result, ToolResult):
                 return _decode_result(_encode_result(shared_result))  # a copy
             if shared_result == RUN_FAILED:
-                return await self._run(key, run)
+                return await self._run_and_store(key, run)
 
     async def _run_and_share(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         future = self._in_flight[key] = asyncio.get_running_loop().create_future()
         shared_result: ToolResult | str = RUN_FAILED
         try:
-            result = await self._run(key, run)
+            result = await self._run_and_store(key, run)
             if result.ok:
                 shared_result = result
             return result
@@ -112,7 +112,7 @@ class ToolCache:
             del self._in_flight[key]
             future.set_result(shared_result)
 
-    async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    async def _run_and_store(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         result = await run()
         if result.ok:
             self._store_result(key, result)

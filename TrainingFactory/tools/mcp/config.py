@@ -65,8 +65,8 @@ def parse_config(config: Any, origin: str, folder: Path) -> list[ServerConfig]:
 def _iterate_entries(loaded_config: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
     """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
     if isinstance(loaded_config, list):
-        for element in loaded_config:
-            yield from _iterate_entries(element, origin)
+        for nested_config in loaded_config:
+            yield from _iterate_entries(nested_config, origin)
         return
     config = loaded_config if isinstance(loaded_config, dict) else {}
     if "mcp_server" in config:

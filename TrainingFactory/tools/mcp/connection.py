@@ -68,14 +68,14 @@ class Connection:
     async def open(self) -> None:
         """Connect and list the tools. Raise ServerDown if that fails, with nothing left running."""
         ready_future = asyncio.get_running_loop().create_future()
-        self._run_task = asyncio.create_task(self._run(ready_future))
+        self._run_task = asyncio.create_task(self._run_connection(ready_future))
         try:
             await asyncio.shield(ready_future)
         except asyncio.CancelledError:
             await self.close()
             raise
 
-    async def _run(self, ready_future: asyncio.Future[None]) -> None:
+    async def _run_connection(self, ready_future: asyncio.Future[None]) -> None:
         connect_error: BaseException | None = None
         timeout = self.config.settings.connect_timeout
         try:

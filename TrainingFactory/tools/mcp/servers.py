@@ -61,12 +61,12 @@ class Server:
 
     def _on_tools(self, tools: list[OfferedTool]) -> None:
         self.offered_tools = self.offered_tools or tools
-        removed = {tool.name for tool in self.offered_tools} - {tool.name for tool in tools}
-        if removed != self._removed_names:
-            removed_list = escape_control(", ".join(sorted(removed))) or "none"
+        missing_names = {tool.name for tool in self.offered_tools} - {tool.name for tool in tools}
+        if missing_names != self._removed_names:
+            removed_list = escape_control(", ".join(sorted(missing_names))) or "none"
             text = "server %r changed its tools; this run keeps the tool list of its start (removed: %s)"
             log.warning(text, self.config.name, removed_list)
-        self._removed_names = removed
+        self._removed_names = missing_names
 
     def make_removed_result(self, tool: str) -> ToolResult | None:
         """Return an error result if the server has removed the tool; None otherwise."""

@@ -27,7 +27,7 @@ class CappedOutput:
     """Output of unlimited length of which only `limit` bytes are kept: the beginning and the end."""
 
     def __init__(self, max_bytes: int) -> None:
-        self.limit, self.head_bytes = max_bytes, max_bytes * 3 // 4
+        self.max_bytes, self.head_bytes = max_bytes, max_bytes * 3 // 4
         self.clear()
 
     def clear(self) -> None:
@@ -36,7 +36,7 @@ class CappedOutput:
     def write(self, data: Any) -> int:
         data = bytes(data)
         self.buffer += data
-        num_excess_bytes = max(len(self.buffer) - self.limit, 0)
+        num_excess_bytes = max(len(self.buffer) - self.max_bytes, 0)
         del self.buffer[self.head_bytes : self.head_bytes + num_excess_bytes]
         self.cut_bytes += num_excess_bytes
         return len(data)
@@ -65,7 +65,7 @@ class Interpreter:
 
     def __init__(self, max_output_bytes: int, stray_descriptor: int) -> None:
         self.output = CappedOutput(max_output_bytes)
-        self.limit = max_output_bytes
+        self.max_bytes = max_output_bytes
         self.stray_output = stray_descriptor  # descriptor to read what code writes to descriptors 1 and 2
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
@@ -102,7 +102,7 @@ class Interpreter:
         if last_expression is not None:
             value = eval(compile(last_expression, source_name, "eval"), namespace)
             if value is not None:
-                print(repr(value)[: self.limit + 1000])
+                print(repr(value)[: self.max_bytes + 1000])
 
     def _format_error(self, error: BaseException) -> str:
         try:
