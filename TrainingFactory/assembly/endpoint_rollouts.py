@@ -89,7 +89,8 @@ class EndpointSampler:
         self.endpoint = settings.endpoint()
         self.client = EndpointClient(
             model=self.endpoint, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
-            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay, earlier=earlier,
+            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,
+            earlier_usage=earlier,
         )  # fmt: skip
 
     async def ask(self, request: ModelRequest, seed: int) -> ModelReply:

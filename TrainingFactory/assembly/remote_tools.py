@@ -23,8 +23,8 @@ from TrainingFactory.types import ToolFailure, ToolResult
 
 HOST = "TrainingFactory.assembly.tools:make_hosted_tools"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
-STATE_LOST = "; this episode's state there is lost"
-NEW_PROCESS = f"[new process: the previous one died{STATE_LOST}]\n"
+STATE_LOST_TEXT = "; this episode's state there is lost"
+NEW_PROCESS = f"[new process: the previous one died{STATE_LOST_TEXT}]\n"
 
 
 class RemoteTools:
@@ -80,7 +80,7 @@ class RemoteSession:
         try:
             reply = await self._worker.ask([self._episode_id, tool, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
-            message = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST}"
+            message = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST_TEXT}"
             return ToolResult(message, ok=False, error="unavailable"), self._worker.starts
         if isinstance(reply, str):
             raise ToolFailure(reply)

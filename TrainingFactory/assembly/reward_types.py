@@ -32,17 +32,17 @@ from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, compares
-from TrainingFactory.rewards.judge.model_judge import judges_at, model_judge
+from TrainingFactory.rewards.judge.model_judge import make_judges, model_judge
 from TrainingFactory.rewards.loading import find_callable, load_reward, with_absolute_path
 from TrainingFactory.rewards.process_reward import PROCESS_RULES, ClawBack, ProcessReward
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.rules.rule_based import rule_from_options
-from TrainingFactory.rewards.rules.tool_verified import VERIFIERS, rule_or_verifier
+from TrainingFactory.rewards.rules.rule_based import make_rule_from_options
+from TrainingFactory.rewards.rules.tool_verified import VERIFIERS, make_rule_or_verifier
 from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import RewardProcess
 
-RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:rule_or_verifier"
-STEPS_MAKER = "TrainingFactory.rewards.process_reward:scorer_from_options"
+RULE_MAKER = "TrainingFactory.rewards.rules.tool_verified:make_rule_or_verifier"
+STEPS_MAKER = "TrainingFactory.rewards.process_reward:make_scorer"
 STEP_OPTIONS = ("outcome_weight", "step_rewards", "pay", "cap", "claw_back")
 MAX_DEFAULT_WORKERS = 4  # by default
 UNLIMITED = 1000  # concurrent requests of a judge without a limit
@@ -104,7 +104,7 @@ def environment_reward(context: RewardContext, options: Options) -> None:
 
 
 def rule_based(context: RewardContext, options: Options) -> RewardFunction:
-    return context.distribute(rule_from_options(options), options)
+    return context.distribute(make_rule_from_options(options), options)
 
 
 def tool_verified(context: RewardContext, options: Options) -> RewardFunction:
@@ -128,7 +128,7 @@ def function(context: RewardContext, options: Options) -> RewardFunction:
 
 
 def _make_outcome(options: Any) -> RewardFunction | None:
-    return None if options is None else rule_or_verifier(options)
+    return None if options is None else make_rule_or_verifier(options)
 
 
 @dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -184,7 +184,7 @@ def judge(context: RewardContext, options: Options) -> RewardFunction:
     if "judge" in options:
         options = with_local_judge(options, context.config)
     if isinstance(options.get("base_url"), list):
-        judges = judges_at(options.pop("base_url"), options)
+        judges = make_judges(options.pop("base_url"), options)
         limit = options.get("concurrency", 8) or UNLIMITED
         return RewardWorkerPool(judges, per_worker=limit, timeout=context.config.environment.episode_timeout)
     reward = make_from(model_judge, options, "a model judge")

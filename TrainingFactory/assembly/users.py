@@ -28,7 +28,7 @@ CLIENT_OPTIONS = ("concurrency", "rate", "retries", "pause", "cache", "replay") 
 
 
 class UserClient(EndpointClient):
-    WHO = "the user model"
+    MODEL_ROLE = "the user model"
 
 
 def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser | None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from TrainingFactory.protocols import Episode, Tool, ToolSource
 from TrainingFactory.tools import AsyncToolExecutor, FunctionTool
-from TrainingFactory.tools.replies import tool_messages
+from TrainingFactory.tools.replies import make_tool_messages
 from TrainingFactory.types import Message, Reward, Step, Task
 
 
@@ -72,7 +72,7 @@ class ToolEnvironment:
         if not calls:
             return Step(done=True)
         results = await self.executor.batch_execute(calls)
-        return Step(tool_messages(calls, results), tool_results=results)
+        return Step(make_tool_messages(calls, results), tool_results=results)
 
     def reward(self, episode: Episode) -> Reward | float | Awaitable[Reward | float]:
         """Return 1 if the last message equals the task's answer, or the part of it after `####`, else 0."""

@@ -10,7 +10,7 @@ from pydantic import Field, validate_call
 from TrainingFactory.common.options import STRICT, Count, Text
 from TrainingFactory.retrieval.encoder import DEFAULT_MAX_TOKENS, SentenceEncoder
 from TrainingFactory.retrieval.index import VectorIndex, load_faiss
-from TrainingFactory.tools.builtin.search import MAX_RESULTS, Passages, PassageTool, search_parameters
+from TrainingFactory.tools.builtin.search import MAX_RESULTS, Passages, PassageTool, make_search_schema
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import ToolSpec
@@ -50,11 +50,11 @@ class RetrievalTool(PassageTool):
             raise ValueError(f"tool {name}: encoder: {error}") from error
         self.passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
         self.vectors = VectorIndex(self.passages, self.encoder, passage_prefix, name)
-        self.spec = ToolSpec(name, description or "Search documents by meaning.", search_parameters(top_k))
+        self.spec = ToolSpec(name, description or "Search documents by meaning.", make_search_schema(top_k))
         version = digest(self.vectors.version, f"{max_chars} {top_k}", query_prefix)
         self.options = ToolOptions(pure=True, version=version)
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, cosine similarity) of the best matches, best first."""
-        matches = self.vectors.find(self.encoder.encode([self.query_prefix + query])[0], top_k)
-        return [(*self.passages.passage_at(number), score) for number, score in matches]
+        matches = self.vectors.find_nearest(self.encoder.encode([self.query_prefix + query])[0], top_k)
+        return [(*self.passages.read_passage(index), score) for index, score in matches]

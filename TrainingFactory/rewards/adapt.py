@@ -53,26 +53,26 @@ class AdaptedReward:
 
     function: Callable[..., Any]
     name: str
-    shape: RewardSignature
+    signature: RewardSignature
     timeout: float | None = None  # seconds for one call
 
     @property
     def grouped(self) -> bool:
-        return self.shape not in ("episode", "trajectory")
+        return self.signature not in ("episode", "trajectory")
 
     @property
     def compares(self) -> bool:
         """Return whether the reward may compare episodes. TRL's completions are scored independently."""
         if isinstance(self.function, GroupReward):
             return self.function.compares
-        return self.shape in ("episodes", "trajectories")
+        return self.signature in ("episodes", "trajectories")
 
     async def __call__(self, episode: Episode) -> Reward:
         if self.grouped:
             return await score_single(self, episode)
-        argument = episode.trajectory if self.shape == "trajectory" else episode
-        value = await self._run_limited(call_function(self.function, argument))
-        return validate_reward(value, episode.trajectory.turns, self.name)
+        argument = episode.trajectory if self.signature == "trajectory" else episode
+        result = await self._run_limited(call_function(self.function, argument))
+        return validate_reward(result, episode.trajectory.turns, self.name)
 
     async def group(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Score all episodes; return one reward per episode, or the exception where the reward failed."""
@@ -84,28 +84,28 @@ class AdaptedReward:
                 f"the group reward {self.name} returned {short_repr(results)}; it must return a list with one number "
                 f"for each of the {len(episodes)} episodes"
             )
-        return list(map(self._entry, results, episodes))
+        return list(map(self._validate_result, results, episodes))
 
-    def _entry(self, value: Any, episode: Episode) -> Reward | Exception:
-        if isinstance(value, Exception):
-            return value
+    def _validate_result(self, result: Any, episode: Episode) -> Reward | Exception:
+        if isinstance(result, Exception):
+            return result
         try:
-            return validate_reward(value, episode.trajectory.turns, self.name)
+            return validate_reward(result, episode.trajectory.turns, self.name)
         except Unscored as error:
             return error
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise ValueError if a parameter of the reward names a column that no task has."""
-        if self.shape == "completions" and tasks:
+        if self.signature == "completions" and tasks:
             self.columns([Trajectory(task, group="") for task in tasks])
 
     async def _score_together(self, episodes: Sequence[Episode]) -> Any:
         if isinstance(self.function, GroupReward):
             return await self.function.group(episodes)
-        if self.shape == "episodes":
+        if self.signature == "episodes":
             return await call_function(self.function, list(episodes))
         trajectories = [episode.trajectory for episode in episodes]
-        if self.shape == "trajectories":
+        if self.signature == "trajectories":
             return await call_function(self.function, trajectories)
         return await call_function(self.function, **self.columns(trajectories))
 
@@ -119,7 +119,7 @@ class AdaptedReward:
                 task.prompt if isinstance(task.prompt, str) else list(map(message_to_dict, task.prompt))
                 for task in tasks
             ],
-            "completions": [_completion_of(trajectory) for trajectory in trajectories],
+            "completions": [_build_completion(trajectory) for trajectory in trajectories],
             "completion_ids": [
                 [token for turn in trajectory.turns for token in turn.completion.token_ids]
                 for trajectory in trajectories
@@ -130,10 +130,10 @@ class AdaptedReward:
         parameters = inspect.signature(self.function).parameters.values()
         named_parameters = [parameter for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
         required = {parameter.name for parameter in named_parameters if parameter.default is parameter.empty}
-        if missing := sorted(required - columns.keys()):
+        if missing_columns := sorted(required - columns.keys()):
             raise Unscored(
-                f"the reward {self.name} requires the columns {', '.join(missing)}, which the tasks do not have; "
-                f"available columns: {', '.join(sorted(columns))}"
+                f"the reward {self.name} requires the columns {', '.join(missing_columns)}, which the tasks do not "
+                f"have; available columns: {', '.join(sorted(columns))}"
             )
         if len(named_parameters) < len(parameters):  # **columns takes all
             return columns
@@ -143,10 +143,10 @@ class AdaptedReward:
             if parameter.name in columns
         }
 
-    async def _run_limited(self, call: Coroutine[Any, Any, Any]) -> Any:
+    async def _run_limited(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         async def contain_exit() -> Any:  # SystemExit would stop the event loop
             try:
-                return await call
+                return await coroutine
             except SystemExit as error:
                 raise RewardAborted(
                     f"the reward {self.name}{location_of(error)} tried to end the program"
@@ -171,10 +171,10 @@ def as_reward(function: Any, name: str | None = None, timeout: Positive | None =
         raise ValueError(
             f"the reward {name} is {short_repr(function)}; it must be a function or callable object"
         )
-    return AdaptedReward(function, name, _infer_input(function, name), timeout)
+    return AdaptedReward(function, name, _infer_signature(function, name), timeout)
 
 
-def _infer_input(function: Callable[..., Any], name: str) -> RewardSignature:
+def _infer_signature(function: Callable[..., Any], name: str) -> RewardSignature:
     """Infer the reward's input from the name or type hint of the first parameter; default: the episode."""
     if isinstance(function, GroupReward):
         return "whole" if function.grouped else "episode"
@@ -196,13 +196,13 @@ def _infer_input(function: Callable[..., Any], name: str) -> RewardSignature:
     parameter = next(iter(parameters.values()))
     hint = parameter.annotation
     match = _HINT.search(hint.__qualname__ if isinstance(hint, type) and not get_args(hint) else str(hint))
-    kind = match["kind"].lower() if match else parameter.name
+    input_name = match["kind"].lower() if match else parameter.name
     if match and match["several"]:
-        return _GROUP_SIGNATURES[kind]
-    return kind if kind in get_args(RewardSignature) else "episode"  # type: ignore[return-value]
+        return _GROUP_SIGNATURES[input_name]
+    return input_name if input_name in get_args(RewardSignature) else "episode"  # type: ignore[return-value]
 
 
-def _completion_of(trajectory: Trajectory) -> str | list[dict[str, Any]]:
+def _build_completion(trajectory: Trajectory) -> str | list[dict[str, Any]]:
     """Return TRL's completion: the last text (truncated or not) for a string prompt, else the model's messages."""
     if isinstance(trajectory.task.prompt, str):
         answers = [turn.message.content for turn in trajectory.turns if not turn.summary]
@@ -218,16 +218,16 @@ def validate_reward(value: Any, turns: Sequence[Turn], name: str) -> Reward:
         raise NoReward(f"{subject} returned None, so the episode is unscored")
     if not isinstance(value, Reward):
         return Reward(finite_float(value, subject))
-    steps = list(value.steps)
-    if steps and len(steps) == sum(not turn.summary for turn in turns):
-        remaining_steps = iter(steps)
-        steps = [0.0 if turn.summary else next(remaining_steps) for turn in turns]
-    if steps and len(steps) != len(turns):
+    step_rewards = list(value.steps)
+    if step_rewards and len(step_rewards) == sum(not turn.summary for turn in turns):
+        remaining_rewards = iter(step_rewards)
+        step_rewards = [0.0 if turn.summary else next(remaining_rewards) for turn in turns]
+    if step_rewards and len(step_rewards) != len(turns):
         raise Unscored(f"{subject} returned {len(value.steps)} step rewards for {len(turns)} turns")
     return Reward(
         finite_float(value.outcome, subject, "as outcome"),
-        [finite_float(step, subject, f"for turn {turn}") for turn, step in enumerate(steps)],
-        {part: finite_float(number, subject, f"as part {part}") for part, number in value.parts.items()},
+        [finite_float(step, subject, f"for turn {turn}") for turn, step in enumerate(step_rewards)],
+        {key: finite_float(number, subject, f"as part {key}") for key, number in value.parts.items()},
     )
 
 
@@ -257,8 +257,8 @@ async def call_function(function: Callable[..., Any], *args: Any, **keywords: An
     routine = function if inspect.isroutine(function) else type(function).__call__
     if inspect.iscoroutinefunction(routine):
         return await function(*args, **keywords)
-    value = await in_thread(function, *args, **keywords)
-    return await value if inspect.isawaitable(value) else value
+    result = await in_thread(function, *args, **keywords)
+    return await result if inspect.isawaitable(result) else result
 
 
 async def score_single(reward: GroupReward, episode: Episode) -> Reward:
@@ -289,8 +289,8 @@ def as_group_reward(reward: Any) -> GroupReward | None:
     """Return the reward as a GroupReward; None if it does not score whole groups."""
     if reward is None:
         return None
-    adapted = reward if isinstance(reward, GroupReward) else as_reward(reward)
-    return adapted if adapted.grouped else None
+    adapted_reward = reward if isinstance(reward, GroupReward) else as_reward(reward)
+    return adapted_reward if adapted_reward.grouped else None
 
 
 def compares(reward: Any) -> bool:
@@ -301,7 +301,7 @@ def compares(reward: Any) -> bool:
 
 async def environment_reward(episode: Episode) -> Reward:
     """Return the reward of the environment's own `reward` method, for use as a part of other rewards."""
-    method = getattr(episode.environment, "reward", None)
-    if method is None:
+    reward_method = getattr(episode.environment, "reward", None)
+    if reward_method is None:
         raise Unscored(f"{type(episode.environment).__name__} has no reward method; set reward.type")
-    return await AdaptedReward(method, "environment", "episode")(episode)
+    return await AdaptedReward(reward_method, "environment", "episode")(episode)

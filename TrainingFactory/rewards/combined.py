@@ -38,11 +38,11 @@ class Combined:
 
     @property
     def grouped(self) -> bool:
-        return any(part.grouped for part in self.rewards.values())
+        return any(reward.grouped for reward in self.rewards.values())
 
     @property
     def compares(self) -> bool:
-        return any(part.compares for part in self.rewards.values())
+        return any(reward.compares for reward in self.rewards.values())
 
     def without_comparisons(self) -> Combined | None:
         """Return the weighted sum without the parts that compare episodes; None if no part remains."""
@@ -60,16 +60,16 @@ class Combined:
                 return [error] * len(episodes)
 
         results = await asyncio.gather(*map(score_part, self.rewards.values()))
-        return [self._sum(dict(zip(self.rewards, row, strict=True))) for row in zip(*results, strict=True)]
+        return [self._merge(dict(zip(self.rewards, row, strict=True))) for row in zip(*results, strict=True)]
 
-    def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
+    def _merge(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
         failures = {name: error for name, error in results.items() if isinstance(error, Exception)}
         if failures:
-            unscored = Unscored(
+            unscored_error = Unscored(
                 "; ".join(f"part {name}: {describe_failure(error)}" for name, error in failures.items())
             )
-            unscored.__cause__ = next(iter(failures.values()))
-            return unscored
+            unscored_error.__cause__ = next(iter(failures.values()))
+            return unscored_error
         rewards = {name: result for name, result in results.items() if isinstance(result, Reward)}
         return weighted_sum(rewards, self.weights)
 

@@ -30,10 +30,10 @@ def load_reward(target: str, options: Mapping[str, Any] | None = None) -> Adapte
 
 def find_callable(target: str) -> Callable[..., Any]:
     """Return the callable at `target`; raise ValueError if it does not exist or is not callable."""
-    value = _resolve(target)
-    if not callable(value):
-        raise ValueError(f"{target} is {value!r:.60} ({type(value).__name__}); it must be a function")
-    return value
+    function = _resolve_target(target)
+    if not callable(function):
+        raise ValueError(f"{target} is {function!r:.60} ({type(function).__name__}); it must be a function")
+    return function
 
 
 def with_absolute_path(target: str) -> str:
@@ -44,7 +44,7 @@ def with_absolute_path(target: str) -> str:
     return f"{Path(file).expanduser().resolve()}:{name}".removesuffix(":")
 
 
-def _resolve(target: str) -> Any:
+def _resolve_target(target: str) -> Any:
     if is_file_name(target):
         module, path, name = import_named(KIND, target)
         return _find_function(module, str(path), name)
@@ -67,6 +67,6 @@ def _find_function(module: ModuleType, location: str, name: str) -> Any:
     members = vars(module)
     if name in members:
         return members[name]
-    functions = [value.__name__ for value in own_definitions(module) if inspect.isroutine(value)]
+    functions = [member.__name__ for member in own_definitions(module) if inspect.isroutine(member)]
     hint = did_you_mean(nearest(name, functions)) or f"; it has {', '.join(functions) or 'none'}"
     raise ValueError(f"{location} has no function {name!r}{hint}")

@@ -1,12 +1,12 @@
 """Rewards by a judge model: `reward.type: model_judge`."""
 
 from TrainingFactory.rewards.judge.model_judge import (
-    FORMS,
+    VERDICT_TYPES,
     ModelJudge,
     PairJudge,
     RankingJudge,
-    judges_at,
+    make_judges,
     model_judge,
 )
 
-__all__ = ["FORMS", "ModelJudge", "PairJudge", "RankingJudge", "judges_at", "model_judge"]
+__all__ = ["VERDICT_TYPES", "ModelJudge", "PairJudge", "RankingJudge", "make_judges", "model_judge"]

@@ -44,10 +44,10 @@ MIN_WORDS = 5  # distinct words, without numbers, that a reasoning needs
 MAX_VALUE_WORDS = 5  # a text of at most that many words is itself a value
 MAX_SEARCHED_CHARS = 10_000  # characters of a tool result that are searched for values
 # A word; in scripts without spaces (kana, Chinese) a character.
-WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
+WORD_PATTERN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 # A number, a quoted text that is not a JSON key, or a name: a capitalised word that does not start a sentence, or a
 # word with a digit or an underscore.
-VALUE = re.compile(
+VALUE_PATTERN = re.compile(
     r"\d+(?:[.,]\d+)*"
     r"|(?<!\w)[\"'`“「《](\w[^\"'`”」》\n]{0,79})[\"'`”」》](?!\s*:)"
     r"|(?<![.!?:] )(?<!^)\b[A-ZÀ-ÞΑ-ΩА-Я]\w+|\b[a-z]\w*[\d_]\w*",
@@ -67,20 +67,20 @@ ClawBack = Annotated[Any, AfterValidator(_check_claw_back)]
 def correct_tool(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and all are expected by the task and succeeded. The task's metadata
     `correct_tool` is a tool, a call ({"name": ..., "arguments": {...}}), or a list of these. Default: all tools."""
-    calls = _calls_with_results(trajectory.turns[turn])
-    expected = trajectory.task.metadata.get("correct_tool")
-    if expected is None:
-        expected = [spec.name for spec in trajectory.tools]
-    expected = [expected] if isinstance(expected, str | Mapping) else list(expected)
+    calls = _pair_results(trajectory.turns[turn])
+    options = trajectory.task.metadata.get("correct_tool")
+    if options is None:
+        options = [spec.name for spec in trajectory.tools]
+    options = [options] if isinstance(options, str | Mapping) else list(options)
     return bool(calls) and all(
-        _succeeded(result) and any(_matches(call, option) for option in expected) for call, result in calls
+        _succeeded(result) and any(_matches(call, option) for option in options) for call, result in calls
     )
 
 
 def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and all of them are well-formed, name an offered tool and fit its schema."""
     specs = {spec.name: spec for spec in trajectory.tools}
-    calls = _calls_with_results(trajectory.turns[turn])
+    calls = _pair_results(trajectory.turns[turn])
     for call, result in calls:
         spec = specs.get(call.name)
         if spec is None or call.error or (result and result.error in ("schema", "malformed", "unknown")):
@@ -93,9 +93,9 @@ def valid_arguments(trajectory: Trajectory, turn: int) -> bool:
 def no_repeated_call(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn has calls, and none repeats an earlier call with the same arguments."""
     earlier_calls = {
-        _key(call) for earlier_turn in trajectory.turns[:turn] for call in earlier_turn.message.tool_calls
+        _encode(call) for earlier_turn in trajectory.turns[:turn] for call in earlier_turn.message.tool_calls
     }
-    keys = [_key(call) for call in trajectory.turns[turn].message.tool_calls]
+    keys = [_encode(call) for call in trajectory.turns[turn].message.tool_calls]
     return bool(keys) and len(set(keys)) == len(keys) and earlier_calls.isdisjoint(keys)
 
 
@@ -103,15 +103,15 @@ def error_recovered(trajectory: Trajectory, turn: int) -> bool:
     """Return whether a call of the turn succeeds with a tool whose last call had failed."""
     last_success: dict[str, bool] = {}
     for earlier_turn in trajectory.turns[:turn]:
-        last_success |= {call.name: _succeeded(result) for call, result in _calls_with_results(earlier_turn)}
-    current = _calls_with_results(trajectory.turns[turn])
-    return any(_succeeded(result) and last_success.get(call.name) is False for call, result in current)
+        last_success |= {call.name: _succeeded(result) for call, result in _pair_results(earlier_turn)}
+    current_calls = _pair_results(trajectory.turns[turn])
+    return any(_succeeded(result) and last_success.get(call.name) is False for call, result in current_calls)
 
 
 def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     """Return whether the turn gives a reason, as reasoning or as text next to its calls: at least MIN_WORDS distinct
     words that do not repeat an earlier text and that cite a value from the task or from an earlier tool result."""
-    words = _words(_reasoning_of(trajectory.turns[turn]))
+    words = _to_words(_get_reasoning(trajectory.turns[turn]))
     if len({word for word in words if not word.isdigit()}) < MIN_WORDS:
         return False
     earlier_turns = trajectory.turns[:turn]
@@ -121,12 +121,12 @@ def clear_reasoning(trajectory: Trajectory, turn: int) -> bool:
     results = [
         result.content for earlier_turn in earlier_turns for result in earlier_turn.tool_results if result.ok
     ]
-    sources = [message.content for message in messages if message.role == "user"]
-    sources += [result[:MAX_SEARCHED_CHARS] for result in reversed(results)]
-    if any(words == _words(text) for text in (*sources, *map(_reasoning_of, earlier_turns))):
+    texts = [message.content for message in messages if message.role == "user"]
+    texts += [result[:MAX_SEARCHED_CHARS] for result in reversed(results)]
+    if any(words == _to_words(text) for text in (*texts, *map(_get_reasoning, earlier_turns))):
         return False
     reason = f" {' '.join(words)} "
-    return any(f" {' '.join(_words(value))} " in reason for text in sources for value in _values(text))
+    return any(f" {' '.join(_to_words(value))} " in reason for text in texts for value in _find_values(text))
 
 
 def efficient_path(trajectory: Trajectory, turn: int) -> float:
@@ -135,27 +135,27 @@ def efficient_path(trajectory: Trajectory, turn: int) -> float:
     outcome = min(1.0, trajectory.reward.outcome) if trajectory.reward else 0.0
     if trajectory.status != "done" or turn != len(trajectory.turns) - 1 or outcome <= 0:
         return 0.0
-    shortest = trajectory.task.metadata.get("shortest")
+    min_turns = trajectory.task.metadata.get("shortest")
     num_turns = sum(not earlier_turn.summary for earlier_turn in trajectory.turns)
-    if shortest is None:
-        num_wasted = sum(
-            not all(_succeeded(result) for _, result in _calls_with_results(earlier_turn))
+    if min_turns is None:
+        num_wasted_turns = sum(
+            not all(_succeeded(result) for _, result in _pair_results(earlier_turn))
             or not no_repeated_call(trajectory, index)
             for index, earlier_turn in enumerate(trajectory.turns)
             if earlier_turn.message.tool_calls
         )
-        return outcome * (1.0 - num_wasted / num_turns)
-    if not shortest > 0:
-        raise ValueError(f"the task's metadata shortest is {shortest!r}; it must be a number above 0")
-    return outcome * min(1.0, shortest / num_turns)
+        return outcome * (1.0 - num_wasted_turns / num_turns)
+    if not min_turns > 0:
+        raise ValueError(f"the task's metadata shortest is {min_turns!r}; it must be a number above 0")
+    return outcome * min(1.0, min_turns / num_turns)
 
 
 _CALL_RULES = (correct_tool, valid_arguments, no_repeated_call, error_recovered)
-_BUILT_IN = (*_CALL_RULES, clear_reasoning, efficient_path)
-PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN}
+_BUILT_IN_RULES = (*_CALL_RULES, clear_reasoning, efficient_path)
+PROCESS_RULES: dict[str, StepRule] = {rule.__name__: rule for rule in _BUILT_IN_RULES}
 
 
-def _calls_with_results(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
+def _pair_results(turn: Turn) -> list[tuple[ToolCall, ToolResult | None]]:
     """Return the calls with their results; None if the environment reported no result."""
     calls = turn.message.tool_calls
     return list(zip_longest(calls, turn.tool_results[: len(calls)]))
@@ -165,29 +165,29 @@ def _succeeded(result: ToolResult | None) -> bool:
     return result is not None and result.ok
 
 
-def _matches(call: ToolCall, expected: str | Mapping[str, Any]) -> bool:
+def _matches(call: ToolCall, expected_call: str | Mapping[str, Any]) -> bool:
     """Return whether the call is to the expected tool and has at least the expected arguments."""
-    if isinstance(expected, str):
-        return call.name == expected
-    arguments = expected.get("arguments") or {}
-    return call.name == expected.get("name") and arguments.items() <= call.arguments.items()
+    if isinstance(expected_call, str):
+        return call.name == expected_call
+    arguments = expected_call.get("arguments") or {}
+    return call.name == expected_call.get("name") and arguments.items() <= call.arguments.items()
 
 
-def _words(text: str) -> list[str]:
-    return WORD.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text.lower()))
+def _to_words(text: str) -> list[str]:
+    return WORD_PATTERN.findall(re.sub(r"(?<=\d),(?=\d{3})", "", text.lower()))
 
 
-def _values(text: str) -> list[str]:
+def _find_values(text: str) -> list[str]:
     """Return the numbers, names and quoted texts in a text, and the text itself if it is short."""
-    candidates = [text] if len(_words(text)) <= MAX_VALUE_WORDS else []
-    return candidates + [match[1] or match[0] for match in VALUE.finditer(text)]
+    candidates = [text] if len(_to_words(text)) <= MAX_VALUE_WORDS else []
+    return candidates + [match[1] or match[0] for match in VALUE_PATTERN.finditer(text)]
 
 
-def _key(call: ToolCall) -> str:
+def _encode(call: ToolCall) -> str:
     return f"{call.name} {json.dumps(call.arguments, sort_keys=True, default=str)}"
 
 
-def _reasoning_of(turn: Turn) -> str:
+def _get_reasoning(turn: Turn) -> str:
     message = turn.message
     return message.reasoning or (message.content if message.tool_calls else "")
 
@@ -238,48 +238,48 @@ class ProcessReward:
             return dataclasses.replace(episode.trajectory, reward=None)
         outcome = await self.outcome(episode)
         task = episode.task
-        if uses_path and (shortest := _count_expert_turns(episode.environment)):
-            task = dataclasses.replace(task, metadata={"shortest": shortest} | task.metadata)
+        if uses_path and (num_expert_turns := _count_expert_turns(episode.environment)):
+            task = dataclasses.replace(task, metadata={"shortest": num_expert_turns} | task.metadata)
         return dataclasses.replace(episode.trajectory, reward=outcome, task=task)
 
     def score(self, trajectory: Trajectory) -> Reward:
         """Add the step rewards to the trajectory's outcome; without an outcome, return the step rewards alone."""
-        process = self.reward_turns(trajectory, trajectory.reward)
-        return process if trajectory.reward is None else self.add_outcome(trajectory.reward, process)
+        step_reward = self.reward_turns(trajectory, trajectory.reward)
+        return step_reward if trajectory.reward is None else self.add_outcome(trajectory.reward, step_reward)
 
     def reward_turns(self, trajectory: Trajectory, outcome: Reward | None = None) -> Reward:
         """Return the step rewards; `parts` has the sum of each rule, and the capped and clawed back amounts."""
         check_scorable(trajectory)
-        ranges = dict.fromkeys(self._rules, (0.0, 0.0))  # smallest and largest value of each rule so far
+        value_ranges = dict.fromkeys(self._rules, (0.0, 0.0))  # smallest and largest value of each rule
         parts = dict.fromkeys(self._rules, 0.0)
-        steps: list[float] = []
-        total = capped = clawed_back = 0.0
+        step_rewards: list[float] = []
+        reward_sum = capped_sum = clawed_back_sum = 0.0
         for turn in range(len(trajectory.turns)):
             step_reward = 0.0
-            visible_part = _trajectory_until(trajectory, turn, outcome)
+            visible_trajectory = _truncate_trajectory(trajectory, turn, outcome)
             if trajectory.turns[turn].summary:  # no rule is about summaries
-                steps.append(0.0)
+                step_rewards.append(0.0)
                 continue
             for name, rule in self._rules.items():
-                value = _evaluate_rule(name, rule, visible_part, turn)
-                low, high = ranges[name]
-                ranges[name] = (min(low, value), max(high, value))
+                rule_value = _evaluate_rule(name, rule, visible_trajectory, turn)
+                low, high = value_ranges[name]
+                value_ranges[name] = (min(low, rule_value), max(high, rule_value))
                 if self.pay == "once":  # only the amount outside the range so far
-                    value = max(value - high, 0.0) + min(value - low, 0.0)
-                parts[name] += self._weights[name] * value
-                step_reward += self._weights[name] * value
-            excess = total + step_reward - self._cap
+                    rule_value = max(rule_value - high, 0.0) + min(rule_value - low, 0.0)
+                parts[name] += self._weights[name] * rule_value
+                step_reward += self._weights[name] * rule_value
+            excess = reward_sum + step_reward - self._cap
             excess = excess if excess > CAP_TOLERANCE else 0.0
-            capped += excess
-            steps.append(step_reward - excess)
-            total += step_reward - excess
-        is_wrong = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
-        if steps and self.claw_back and (trajectory.status != "done" or is_wrong) and total > 0:
-            clawed_back = total
-            steps[-1] -= total
+            capped_sum += excess
+            step_rewards.append(step_reward - excess)
+            reward_sum += step_reward - excess
+        has_failed = self.claw_back == "wrong" and outcome is not None and outcome.outcome <= 0
+        if step_rewards and self.claw_back and (trajectory.status != "done" or has_failed) and reward_sum > 0:
+            clawed_back_sum = reward_sum
+            step_rewards[-1] -= reward_sum
         # Included even if zero, because the logged means are over all episodes.
-        parts |= {CAPPED: 0.0 - capped, CLAWED_BACK: 0.0 - clawed_back}
-        return Reward(0.0, steps, parts)
+        parts |= {CAPPED: 0.0 - capped_sum, CLAWED_BACK: 0.0 - clawed_back_sum}
+        return Reward(0.0, step_rewards, parts)
 
     def add_outcome(self, outcome: Reward, process: Reward) -> Reward:
         """Return the sum of the weighted outcome and the step rewards, with the parts of both."""
@@ -306,9 +306,9 @@ def calculate_process_reward(
         raise ValueError(f"trajectory is a {kind}; pass a Trajectory from a rollout, or a sequence of steps")
     if outcome is None:
         outcome = 0.0 if trajectory.reward is None else trajectory.reward.outcome
-    reward = ProcessReward(outcome_weight, step_rewards, **options)
+    process_reward = ProcessReward(outcome_weight, step_rewards, **options)
     outcome_reward = validate_reward(outcome, trajectory.turns, OUTCOME)
-    return reward.score(dataclasses.replace(trajectory, reward=outcome_reward))
+    return process_reward.score(dataclasses.replace(trajectory, reward=outcome_reward))
 
 
 def _reward_marked_steps(
@@ -326,39 +326,39 @@ def _reward_marked_steps(
     return Reward(total, [sum(step.values()) for step in rewards_by_step], {"outcome": total, **parts})
 
 
-def _read_mark(step: Any, name: str, index: int) -> bool:
-    value = step.get(name) if isinstance(step, Mapping) else getattr(step, name, None)
-    if value is None:
-        raise ValueError(f"step {index} has no {name}; a step needs tool_call_correct and reasoning_clear")
-    return bool(value)
+def _read_mark(step: Any, field: str, index: int) -> bool:
+    mark = step.get(field) if isinstance(step, Mapping) else getattr(step, field, None)
+    if mark is None:
+        raise ValueError(f"step {index} has no {field}; a step needs tool_call_correct and reasoning_clear")
+    return bool(mark)
 
 
-def scorer_from_options(options: Mapping[str, Any]) -> Callable[[Trajectory], Reward]:
+def make_scorer(options: Mapping[str, Any]) -> Callable[[Trajectory], Reward]:
     """Return `ProcessReward(**options).score`, for a worker process; `rules` are import paths of functions."""
     rules = {name: find_callable(target) for name, target in options["rules"].items()}
     return ProcessReward(**{**options, "rules": rules}).score
 
 
-def _trajectory_until(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
+def _truncate_trajectory(trajectory: Trajectory, turn: int, outcome: Reward | None) -> Trajectory:
     """Return the trajectory as it was when this turn ended. Before the last turn, its status is not `done`."""
-    is_last = turn == len(trajectory.turns) - 1
-    status = trajectory.status if is_last else "max_turns"
+    is_last_turn = turn == len(trajectory.turns) - 1
+    status = trajectory.status if is_last_turn else "max_turns"
     return dataclasses.replace(
         trajectory,
         turns=trajectory.turns[: turn + 1],
         status=status,
-        reward=outcome if is_last else None,
+        reward=outcome if is_last_turn else None,
         error=None,
         seconds=0.0,
     )
 
 
-def _evaluate_rule(name: str, rule: StepRule, trajectory: Trajectory, turn: int) -> float:
+def _evaluate_rule(rule_name: str, rule: StepRule, trajectory: Trajectory, turn: int) -> float:
     try:
         value = rule(trajectory, turn)
     except (Exception, SystemExit) as error:  # rules may be user code
-        raise Unscored(describe_failure(error, f"the rule {name} at turn {turn}")) from error
-    return finite_float(value, f"the rule {name}", f"at turn {turn}")
+        raise Unscored(describe_failure(error, f"the rule {rule_name} at turn {turn}")) from error
+    return finite_float(value, f"the rule {rule_name}", f"at turn {turn}")
 
 
 def _count_expert_turns(environment: Environment) -> int | None:

@@ -1,5 +1,5 @@
 """Rewards by executing the model's answer: `reward.type: tool_verified`."""
 
-from TrainingFactory.rewards.rules.tool_verified import VERIFIERS, make_verifier, rule_or_verifier
+from TrainingFactory.rewards.rules.tool_verified import VERIFIERS, make_rule_or_verifier, make_verifier
 
-__all__ = ["VERIFIERS", "make_verifier", "rule_or_verifier"]
+__all__ = ["VERIFIERS", "make_rule_or_verifier", "make_verifier"]

@@ -306,7 +306,7 @@ class EpisodeForest:
         # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
         member = parent.member + self._roots[group_index] * digit * self.branching.continuations**depth
         key = run.key._replace(member=member)
-        reason = None if self.recorder is None else self.recorder.dropped_fork(key)
+        reason = None if self.recorder is None else self.recorder.find_dropped_fork(key)
         try:
             if reason is not None:
                 raise ForkFailed(reason)

@@ -8,7 +8,7 @@ from typing import Any
 
 from TrainingFactory.protocols import Tool, ToolSource
 from TrainingFactory.tools.decorator import FunctionTool, as_result, tool
-from TrainingFactory.tools.fingerprint import digest, object_fingerprint
+from TrainingFactory.tools.fingerprint import digest, fingerprint_object
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.tools.threads import in_thread
@@ -45,7 +45,7 @@ class BaseToolAdapter:
         self.spec = ToolSpec(base_tool.name, base_tool.description or "", schema)
         check_schema(self.spec, type(base_tool).__name__)
         # The version keeps cached results apart from those of another class or other settings with the same name.
-        self.options = ToolOptions(version=digest(object_fingerprint(base_tool)))
+        self.options = ToolOptions(version=digest(fingerprint_object(base_tool)))
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         arguments_json = json.dumps(arguments, ensure_ascii=False)
@@ -58,17 +58,17 @@ def _is_base_tool(obj: Any) -> bool:
     return callable(getattr(obj, "call", None)) and hasattr(obj, "name") and hasattr(obj, "description")
 
 
-def _as_schema(declared: Any) -> dict[str, Any]:
+def _as_schema(parameters: Any) -> dict[str, Any]:
     """Return a JSON schema; convert qwen_agent's older list of {"name", "type", "description", "required"}."""
-    if declared is None:
+    if parameters is None:
         return {"type": "object", "properties": {}}
-    if not isinstance(declared, list):
-        return declared
+    if not isinstance(parameters, list):
+        return parameters
     properties = {
-        entry["name"]: {key: value for key, value in entry.items() if key not in ("name", "required")}
-        for entry in declared
+        parameter["name"]: {key: value for key, value in parameter.items() if key not in ("name", "required")}
+        for parameter in parameters
     }
-    required = [entry["name"] for entry in declared if entry.get("required")]
+    required = [parameter["name"] for parameter in parameters if parameter.get("required")]
     return {"type": "object", "properties": properties} | ({"required": required} if required else {})
 
 
@@ -76,10 +76,10 @@ def _join_text(value: Any) -> Any:
     """Join a list of content items (objects or dicts with `text`) into one text; return other values unchanged."""
     if not isinstance(value, list) or not value:
         return value
-    item_texts = [
-        item.get("text") if isinstance(item, dict) else getattr(item, "text", None) for item in value
+    part_texts = [
+        part.get("text") if isinstance(part, dict) else getattr(part, "text", None) for part in value
     ]
-    texts = [text for text in item_texts if isinstance(text, str)]
+    texts = [text for text in part_texts if isinstance(text, str)]
     return "\n".join(texts) if len(texts) == len(value) else value
 
 

@@ -37,7 +37,7 @@ class PendingCall:
     arguments: dict[str, Any]
     state: ToolState | None  # None: the call waits for no other calls
     timeout: float  # seconds for one attempt
-    seconds: float  # for all attempts and the pauses between them
+    max_seconds: float  # for all attempts and the pauses between them
     max_output_chars: int
     # Executes the call before a `time.monotonic` deadline.
     execute: Callable[[PendingCall, float], Awaitable[CallOutcome]]
@@ -54,50 +54,50 @@ class ToolState:
 
     def __init__(self, server: str) -> None:
         self.server = server
-        self.stateful = False  # whether any of the tools is marked stateful
+        self.is_stateful = False  # whether any of the tools is marked stateful
         self._lock = asyncio.Lock()
-        self._skipped: list[tuple[PendingCall, str]] = []
+        self._skipped_calls: list[tuple[PendingCall, str]] = []
 
     @asynccontextmanager
     async def hold_lock(self) -> AsyncIterator[None]:
         """Lock the state for one call. The lock is reentrant, so a tool that calls other tools of its own state does
         not deadlock."""
-        locked = _locked_states.get()
-        if self in locked:
+        locked_states = _locked_states.get()
+        if self in locked_states:
             yield
             return
         async with self._lock:
-            token = _locked_states.set((*locked, self))
+            token = _locked_states.set((*locked_states, self))
             try:
                 yield
             finally:
                 _locked_states.reset(token)
 
-    def skip(self, call: PendingCall, content: str) -> None:
+    def skip_call(self, call: PendingCall, content: str) -> None:
         """Record a call that the cache answered with `content`. The state does not reflect the call until
         `catch_up`."""
-        self._skipped.append((call, content))
+        self._skipped_calls.append((call, content))
 
     async def catch_up(self) -> None:
         """Execute the skipped calls in order, so that the state matches the conversation."""
-        while self._skipped:
-            call, content = self._skipped[0]
-            result, is_lost, _ = await call.execute(call, time.monotonic() + call.seconds)
+        while self._skipped_calls:
+            call, content = self._skipped_calls[0]
+            result, is_lost, _ = await call.execute(call, time.monotonic() + call.max_seconds)
             if is_lost or result.error == "unavailable":
                 raise ToolFailure(
                     f"{call.name} was answered from the cache, but executing it on {self.server or 'the tool'} "
                     f"afterwards failed: {result.content}"
                 )
-            del self._skipped[0]
+            del self._skipped_calls[0]
             if result.content != content:
-                text = "%s is marked stateful, but equal calls gave different results; unmark it, or do not cache it"
-                log.warning(text, call.name)
+                message = "%s is marked stateful, but equal calls gave different results; unmark it, or do not cache it"
+                log.warning(message, call.name)
 
 
 class EpisodeCache(Protocol):
     """Interface of the result cache for one episode."""
 
-    async def obtain(self, call: PendingCall) -> ToolResult:
+    async def obtain_result(self, call: PendingCall) -> ToolResult:
         """Return the cached result, or execute the call if it must not be cached or the cache has no result."""
         ...
 

@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from TrainingFactory.common.images import as_image, is_image, join_pieces, rejection_text
 from TrainingFactory.common.options import make_from
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.schema import arguments_model, describe_errors, description_of, parameters_schema
+from TrainingFactory.tools.schema import describe_errors, get_description, make_arguments_model, make_schema
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Image, ToolResult, ToolSpec
 
@@ -49,13 +49,13 @@ class FunctionTool:
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         """Call the function: on the event loop if it is async, otherwise on a thread."""
         try:
-            converted = self._convert_arguments(arguments)
+            converted_arguments = self._convert_arguments(arguments)
         except ValidationError as error:
             return ToolResult(describe_errors(self.spec, error), ok=False, error="schema")
         if self._is_async:
-            return as_result(await self.function(**converted))
+            return as_result(await self.function(**converted_arguments))
         # The conversion runs on the thread too, because a large value takes long to serialize.
-        return await in_thread(lambda: as_result(self.function(**converted)))
+        return await in_thread(lambda: as_result(self.function(**converted_arguments)))
 
     def _convert_arguments(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """Convert the arguments to the function's types; omitted arguments keep their Python defaults."""
@@ -78,11 +78,11 @@ def as_result(value: Any) -> ToolResult:
     contents = value if isinstance(value, list | tuple) else [value]
     if not any(map(is_image, contents)):
         return ToolResult(_as_text(value))
-    content, images = join_pieces(map(_text_or_image, contents), "\n")
+    content, images = join_pieces(map(_to_text_or_image, contents), "\n")
     return ToolResult(content, images=images)
 
 
-def _text_or_image(value: Any) -> str | Image:
+def _to_text_or_image(value: Any) -> str | Image:
     """Convert one returned value to a text or an image; an invalid image becomes an error text for the model."""
     if not is_image(value):
         return _as_text(value)
@@ -139,10 +139,10 @@ def tool(
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", tool_name):
             raise ValueError(f"invalid tool name {tool_name!r}: set name= to 1 to 64 letters, digits, _ or -")
         is_method = _takes_self(function)
-        model = arguments_model(function, tool_name, skip_first=is_method)
-        tool_description = description_of(function) if description is None else description
+        model = make_arguments_model(function, tool_name, skip_first=is_method)
+        tool_description = get_description(function) if description is None else description
         tool_options = dataclasses.replace(base_options, ordered=is_method if ordered is None else ordered)
-        spec = ToolSpec(tool_name, tool_description, parameters_schema(model))
+        spec = ToolSpec(tool_name, tool_description, make_schema(model))
         return FunctionTool(function, spec, tool_options, model)
 
     return wrap if function is None else wrap(function)

@@ -29,10 +29,10 @@ from TrainingFactory.tools.schema import check_arguments, make_validator
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult, ToolSpec
 
 log = logging.getLogger(__name__)
-MAX_NAMES = 10  # tools listed in the answer to a call of an unknown tool
+MAX_SHOWN_TOOLS = 10  # tools listed in the answer to a call of an unknown tool
 DEFAULT_OPTIONS = ToolOptions()
 NO_LOCK = contextlib.nullcontext()
-_validator = IdentityCache(make_validator)
+_get_validator = IdentityCache(make_validator)
 _callers: ContextVar[tuple[tuple[AsyncToolExecutor, str], ...]] = ContextVar("non-model callers", default=())
 
 
@@ -62,7 +62,7 @@ class AsyncToolExecutor:
         self._owner: object = None
         self.batches = 0  # executed for the model so far
         self._is_recording = True
-        self._repeats: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._ordinals: defaultdict[tuple[str, str], int] = defaultdict(int)
         for tool_or_source in map(as_tool, tools):
             if not isinstance(tool_or_source, FunctionTool) and isinstance(tool_or_source, ToolSource):
                 self._sessions.append(tool_or_source.session())  # allocates nothing before its first call
@@ -155,10 +155,10 @@ class AsyncToolExecutor:
     async def batch_execute(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
         positions = self._assign_positions(calls)
         if len(calls) == 1:  # without the cost of a task
-            return [await self._execute(calls[0], positions[0])]
+            return [await self._execute_call(calls[0], positions[0])]
         # Exceptions are collected, so that a ToolFailure of one call leaves no other call running unobserved. Tasks
         # start in call order and queue for their shared state before their first await, so that order is kept.
-        executions = map(self._execute, calls, positions)
+        executions = map(self._execute_call, calls, positions)
         results = await asyncio.gather(*executions, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -177,11 +177,11 @@ class AsyncToolExecutor:
             except (TypeError, ValueError, RecursionError):  # only Python code can pass such arguments
                 arguments = ""
             call_id = digest(call.name, arguments)[:16]
-            positions.append(CallPosition(self._key, caller, f"{call_id}#{self._repeats[caller, call_id]}"))
-            self._repeats[caller, call_id] += 1
+            positions.append(CallPosition(self._key, caller, f"{call_id}#{self._ordinals[caller, call_id]}"))
+            self._ordinals[caller, call_id] += 1
         return positions
 
-    async def _execute(self, call: ToolCall, position: CallPosition) -> ToolResult:
+    async def _execute_call(self, call: ToolCall, position: CallPosition) -> ToolResult:
         recorder = self._runtime.recorder
         if recorder is None:
             return await self._run_call(call)
@@ -197,25 +197,25 @@ class AsyncToolExecutor:
             if result is None:
                 result = await self._run_call(call)
             else:
-                await self._apply_replayed(recorder, position, call, result)
+                await self._apply_replayed_result(recorder, position, call, result)
         except ToolFailure as failure:
-            self._record(position, call, failure)
+            self._record_result(position, call, failure)
             raise
         except asyncio.CancelledError:
-            self._record(position, call, RecordedCancellation())
+            self._record_result(position, call, RecordedCancellation())
             raise
         finally:
             _callers.reset(token)
-        self._record(position, call, result)
+        self._record_result(position, call, result)
         return result
 
-    def _record(
+    def _record_result(
         self, position: CallPosition, call: ToolCall, result: ToolResult | ToolFailure | RecordedCancellation
     ) -> None:
         if self._is_recording and self._runtime.recorder is not None:
             self._runtime.recorder.record(position, call, result)
 
-    async def _apply_replayed(
+    async def _apply_replayed_result(
         self, recorder: Recorder, position: CallPosition, call: ToolCall, result: ToolResult
     ) -> None:
         """Count a replayed call. Rerun a method of the environment, because a reward may read its side effects."""
@@ -226,15 +226,15 @@ class AsyncToolExecutor:
         state = entry.state or ToolState("")
         if result.cached:  # the recorded run skipped it too; a later call may need its side effects
             self._runtime.metrics.count_answer(call.name, result, self._key)
-            state.skip(self._make_pending_call(entry, call.arguments), result.content)
+            state.skip_call(self._make_pending_call(entry, call.arguments), result.content)
             return
         async with state.hold_lock():
             try:
                 await state.catch_up()
-                rerun = await self._run_call(call)
+                rerun_result = await self._run_call(call)
             except ToolFailure as failure:
-                rerun = failure
-        recorder.compare(position, call, result, rerun)
+                rerun_result = failure
+        recorder.compare_rerun(position, call, result, rerun_result)
 
     def _reruns_in_replay(self, entry: _ToolEntry) -> bool:
         method_owner = getattr(getattr(entry.tool, "function", None), "__self__", None)
@@ -243,7 +243,7 @@ class AsyncToolExecutor:
     async def _run_call(self, call: ToolCall) -> ToolResult:
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
-            result = self._rejection_of(call)
+            result = self._make_rejection(call)
             self._runtime.metrics.count_answer(None, result, self._key)
             return result
         async with NO_LOCK if entry.state is None else entry.state.hold_lock():
@@ -256,9 +256,9 @@ class AsyncToolExecutor:
                 if rejection is not None:
                     result = rejection
                 elif self._cache is not None:
-                    result = await self._cache.obtain(pending)
+                    result = await self._cache.obtain_result(pending)
                 else:
-                    result = (await pending.execute(pending, time.monotonic() + pending.seconds)).result
+                    result = (await pending.execute(pending, time.monotonic() + pending.max_seconds)).result
             finally:
                 metrics.finish_call(call.name, start_time, result, self._key)
         assert result is not None
@@ -270,22 +270,22 @@ class AsyncToolExecutor:
         """Return the error result of a malformed call, unknown tool or invalid arguments; None for a valid call."""
         entry = self._entries.get(call.name)
         if call.error is not None or entry is None:
-            return self._rejection_of(call)
+            return self._make_rejection(call)
         return self._check_arguments(entry.tool.spec, call.arguments)
 
-    def _rejection_of(self, call: ToolCall) -> ToolResult:
+    def _make_rejection(self, call: ToolCall) -> ToolResult:
         if call.error is not None:
             return ToolResult(call.error, ok=False, error="malformed", id=call.id)
         if not self._entries:
             text = "There are no tools here; answer in plain text."
         else:
-            closest = difflib.get_close_matches(call.name[:100], self._entries, n=MAX_NAMES, cutoff=0.0)
-            text = f"There is no tool named {call.name[:60]!r}. The tools are: {', '.join(closest)}."
+            matches = difflib.get_close_matches(call.name[:100], self._entries, n=MAX_SHOWN_TOOLS, cutoff=0.0)
+            text = f"There is no tool named {call.name[:60]!r}. The tools are: {', '.join(matches)}."
         return ToolResult(text, ok=False, error="unknown", id=call.id)
 
     def _check_arguments(self, spec: ToolSpec, arguments: dict[str, Any]) -> ToolResult | None:
         try:
-            problems = check_arguments(spec, _validator(spec.parameters), arguments)
+            problems = check_arguments(spec, _get_validator(spec.parameters), arguments)
         except Exception as error:  # an invalid schema, or arguments nested too deeply
             log.info("cannot validate the arguments of tool %s", spec.name, exc_info=True)
             return ToolResult(f"{spec.name} failed: {describe(error)}", ok=False, error="exception")
@@ -312,6 +312,6 @@ def _make_entries(tools: Sequence[Tool]) -> dict[str, _ToolEntry]:
         state = None
         if options.ordered or options.stateful or may_change_state:
             state = states.setdefault(options.server, ToolState(options.server))
-            state.stateful |= options.stateful
+            state.is_stateful |= options.stateful
         entries[tool.spec.name] = _ToolEntry(tool, options, state)
     return entries

@@ -17,7 +17,7 @@ class CallLimits:
 
     def __init__(self, concurrency: int | None, rate: float | None) -> None:
         self._concurrency = concurrency or sys.maxsize
-        self._interval = None if rate is None else 1 / rate
+        self._interval_seconds = None if rate is None else 1 / rate
         self._loop: asyncio.AbstractEventLoop | None = None
         self._next_start = 0.0
 
@@ -28,10 +28,10 @@ class CallLimits:
         if self._loop is not loop:  # tools that outlive a run are used on several event loops
             self._loop, self._slots, self._pacing = loop, asyncio.Semaphore(self._concurrency), asyncio.Lock()
         async with self._slots:
-            if self._interval is not None:  # wait while holding the slot, so that no burst builds up
+            if self._interval_seconds is not None:  # wait while holding the slot, so that no burst builds up
                 async with self._pacing:
                     await asyncio.sleep(max(0.0, self._next_start - time.monotonic()))
-                    self._next_start = max(time.monotonic(), self._next_start) + self._interval
+                    self._next_start = max(time.monotonic(), self._next_start) + self._interval_seconds
             yield
 
 
@@ -53,7 +53,7 @@ class CircuitBreaker:
             clock,
         )
         self._failures = 0
-        self._incidents = 0  # failures counted so far
+        self._num_incidents = 0  # failures counted so far
         self._pause = pause
         self._open_until: float | None = None  # None: closed
         self._probing = False
@@ -68,17 +68,17 @@ class CircuitBreaker:
         if self.is_open:
             return None
         self._probing = self._open_until is not None
-        return self._incidents
+        return self._num_incidents
 
-    def release(self, token: int, answered: bool | None) -> None:
+    def release(self, token: int, has_answered: bool | None) -> None:
         """Count a call. `answered`: whether the server responded, even with an error; None: the call was cancelled."""
-        if answered:
+        if has_answered:
             self._failures, self._pause, self._open_until, self._probing = 0, self._first_pause, None, False
-        elif token == self._incidents:  # otherwise a concurrent call has counted this failure already
+        elif token == self._num_incidents:  # otherwise a concurrent call has counted this failure already
             was_probe, self._probing = self._probing, False
-            if answered is None:
+            if has_answered is None:
                 return
-            self._incidents += 1
+            self._num_incidents += 1
             self._failures += 1
             if was_probe:
                 self._pause = min(self._pause * 2, self._max_pause)

@@ -23,12 +23,12 @@ def make_tool(entry: str | Mapping[str, Any]) -> Tool | ToolSource:
     options = entry_fields.pop("options", None) or {}
     if not isinstance(name, str) or not isinstance(options, Mapping) or entry_fields:
         raise ValueError(f'invalid tool {str(entry)[:100]}; expected {{"name": ..., "options": {{...}}}}')
-    target = catalog.find("tool", name)
-    if _is_factory(target):
-        return as_tool(make_from(target, options, f"tool {name}"))
+    definition = catalog.find("tool", name)
+    if _is_factory(definition):
+        return as_tool(make_from(definition, options, f"tool {name}"))
     if options:
         raise ValueError(f"tool {name} takes no options; remove {', '.join(options)}")
-    return as_tool(target)
+    return as_tool(definition)
 
 
 def tools_without_options() -> list[Tool | ToolSource]:
@@ -41,11 +41,11 @@ def tools_without_options() -> list[Tool | ToolSource]:
     return list(tools.values())
 
 
-def _is_factory(target: Any) -> bool:
+def _is_factory(factory: Any) -> bool:
     """Return whether `target` creates tools: it is a class of tools, or a function whose return type is a tool. False
     for objects that are tools themselves: a plain typed function, or a class with qwen_agent's interface."""
-    if inspect.isclass(target):
-        return not hasattr(target, "call")
-    hint = getattr(target, "__annotations__", {}).get("return", "") if inspect.isfunction(target) else ""
+    if inspect.isclass(factory):
+        return not hasattr(factory, "call")
+    hint = getattr(factory, "__annotations__", {}).get("return", "") if inspect.isfunction(factory) else ""
     type_name = hint if isinstance(hint, str) else getattr(hint, "__name__", str(hint))
     return "Tool" in type_name and "ToolResult" not in type_name

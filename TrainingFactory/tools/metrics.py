@@ -22,42 +22,42 @@ TOTAL = ""  # key of the counts over all tools
 class _Counts:
     """Counts of one tool, or of all tools."""
 
-    calls: int = 0
-    succeeded: int = 0
+    num_calls: int = 0
+    num_succeeded: int = 0
     errors: Counter[str | None] = field(default_factory=Counter)
-    retries: int = 0
-    cache_hits: int = 0
+    num_retries: int = 0
+    num_cache_hits: int = 0
     wait_seconds: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DURATIONS))
 
-    def add(self, result: ToolResult, seconds: float | None) -> None:
-        self.calls += 1
-        self.succeeded += result.ok
+    def add(self, result: ToolResult, duration: float | None) -> None:
+        self.num_calls += 1
+        self.num_succeeded += result.ok
         self.errors[result.error] += 1
-        self.cache_hits += result.cached
-        if seconds is not None:
-            self.durations.append(seconds)
+        self.num_cache_hits += result.cached
+        if duration is not None:
+            self.durations.append(duration)
 
-    def merge(self, other: _Counts) -> None:
-        self.calls += other.calls
-        self.succeeded += other.succeeded
-        self.errors.update(other.errors)
-        self.retries += other.retries
-        self.cache_hits += other.cache_hits
-        self.wait_seconds += other.wait_seconds
-        self.durations.extend(other.durations)
+    def merge(self, other_counts: _Counts) -> None:
+        self.num_calls += other_counts.num_calls
+        self.num_succeeded += other_counts.num_succeeded
+        self.errors.update(other_counts.errors)
+        self.num_retries += other_counts.num_retries
+        self.num_cache_hits += other_counts.num_cache_hits
+        self.wait_seconds += other_counts.wait_seconds
+        self.durations.extend(other_counts.durations)
 
     def to_metrics(self, tool: str) -> dict[str, float]:
         """Return the metrics by name; omit the percentiles if there are no durations."""
         error_metrics = METRIC_BY_ERROR if tool else METRIC_BY_ERROR | NO_TOOL_METRICS
         metrics: dict[str, float] = {name: self.errors[error] for error, name in error_metrics.items()}
-        metrics |= {"calls": self.calls, "retries": self.retries, "cache_hits": self.cache_hits}
-        metrics |= {"waited": self.wait_seconds, "success": self.succeeded / self.calls}
+        metrics |= {"calls": self.num_calls, "retries": self.num_retries, "cache_hits": self.num_cache_hits}
+        metrics |= {"waited": self.wait_seconds, "success": self.num_succeeded / self.num_calls}
         if self.durations:
             sorted_durations = sorted(self.durations)
             metrics["p50"] = sorted_durations[int(len(sorted_durations) * 0.5)]
             metrics["p95"] = sorted_durations[int(len(sorted_durations) * 0.95)]
-        return {_prefix_of(tool) + name: value for name, value in metrics.items()}
+        return {_make_prefix(tool) + name: value for name, value in metrics.items()}
 
 
 @dataclass(slots=True)
@@ -74,8 +74,8 @@ class _Timer:
         self.num_running += change
         self.updated_at = now
 
-    def take(self, now: float) -> float:
-        """Return the busy seconds since the previous `take`."""
+    def take_busy_seconds(self, now: float) -> float:
+        """Return the busy seconds since the previous call."""
         self.update(0, now)
         seconds, self.busy_seconds = self.busy_seconds, 0.0
         return seconds
@@ -85,10 +85,10 @@ class ToolMetrics:
     """Holds the counts of every episode until `snapshot` or `drop` removes them, and the totals of the run."""
 
     def __init__(self) -> None:
-        self._last_snapshot = time.perf_counter()
+        self._last_snapshot_time = time.perf_counter()
         self._timers: defaultdict[str, _Timer] = defaultdict(_Timer)
         self._episodes: dict[Hashable, defaultdict[str, _Counts]] = {}
-        self._total: defaultdict[str, _Counts] = defaultdict(_Counts)
+        self._total_counts: defaultdict[str, _Counts] = defaultdict(_Counts)
 
     def start_call(self, tool: str) -> float:
         """Record that a call of the tool started; `finish_call` must follow. Return the start time."""
@@ -103,9 +103,9 @@ class ToolMetrics:
         now = time.perf_counter()
         self._update_timers(tool, -1, now)
         if result is not None:
-            executed = not result.cached and result.error != "schema"
+            was_executed = not result.cached and result.error != "schema"
             for counts in self._counts(episode, TOTAL, tool):
-                counts.add(result, now - start_time if executed else None)
+                counts.add(result, now - start_time if was_executed else None)
 
     def count_answer(self, tool: str | None, result: ToolResult, episode: Hashable = None) -> None:
         """Count a call that no tool executed: an unknown tool, a malformed call, or a replayed one."""
@@ -114,7 +114,7 @@ class ToolMetrics:
 
     def count_retry(self, tool: str, episode: Hashable = None) -> None:
         for counts in self._counts(episode, TOTAL, tool):
-            counts.retries += 1
+            counts.num_retries += 1
 
     def count_wait(self, tool: str, seconds: float, episode: Hashable = None) -> None:
         for counts in self._counts(episode, TOTAL, tool):
@@ -127,13 +127,13 @@ class ToolMetrics:
         for episode in [key for key in list(self._episodes) if selects(key)]:
             for tool, counts in self._episodes.pop(episode).items():
                 totals[tool].merge(counts)
-        now, previous_snapshot = time.perf_counter(), self._last_snapshot
-        self._last_snapshot = now
-        busy = {tool: timer.take(now) for tool, timer in self._timers.items()}
-        return _to_metrics(totals) | {
-            f"{_prefix_of(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
-            for tool, seconds in busy.items()
-            if totals[tool].calls and now > previous_snapshot
+        now, previous_snapshot = time.perf_counter(), self._last_snapshot_time
+        self._last_snapshot_time = now
+        busy_seconds = {tool: timer.take_busy_seconds(now) for tool, timer in self._timers.items()}
+        return _make_metrics(totals) | {
+            f"{_make_prefix(tool)}wall_share": min(1.0, seconds / (now - previous_snapshot))
+            for tool, seconds in busy_seconds.items()
+            if totals[tool].num_calls and now > previous_snapshot
         }
 
     def drop(self, selects: Callable[[Any], bool]) -> None:
@@ -144,7 +144,7 @@ class ToolMetrics:
 
     def totals(self) -> dict[str, float]:
         """Return the metrics of the whole run."""
-        return _to_metrics(self._total)
+        return _make_metrics(self._total_counts)
 
     def _counts(self, episode: Hashable, *tools: str) -> list[_Counts]:
         episode_counts = self._episodes.get(episode)
@@ -152,21 +152,21 @@ class ToolMetrics:
             if len(self._episodes) >= MAX_EPISODES:
                 del self._episodes[next(iter(self._episodes))]
             episode_counts = self._episodes[episode] = defaultdict(_Counts)
-        return [counts[tool] for counts in (episode_counts, self._total) for tool in tools]
+        return [counts[tool] for counts in (episode_counts, self._total_counts) for tool in tools]
 
     def _update_timers(self, tool: str, change: int, now: float) -> None:
-        for name in (TOTAL, tool):
-            self._timers[name].update(change, now)
+        for key in (TOTAL, tool):
+            self._timers[key].update(change, now)
 
 
-def _prefix_of(tool: str) -> str:
+def _make_prefix(tool: str) -> str:
     return f"tools/{tool}/" if tool else "tools/"
 
 
-def _to_metrics(counts: defaultdict[str, _Counts]) -> dict[str, float]:
+def _make_metrics(counts: defaultdict[str, _Counts]) -> dict[str, float]:
     """Return the metrics by name, without tools that were not called."""
     metrics: dict[str, float] = {}
     for tool in (TOTAL, *filter(None, list(counts))):
-        if counts[tool].calls:
+        if counts[tool].num_calls:
             metrics |= counts[tool].to_metrics(tool)
     return metrics

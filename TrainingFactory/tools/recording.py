@@ -18,8 +18,8 @@ CALLS_FILE, SPECS_FILE = "tool_calls.jsonl", "tools.json"
 _CALL_FIELDS = ("step", "task", "member", "batch", "call", "tool", "arguments")
 _DEFAULTS = {name: value for name, value in dataclasses.asdict(ToolResult("")).items() if name != "images"}
 _to_json = json.JSONEncoder(default=str).encode  # a reward may call a tool with any Python value
-FORK = "fork"  # batch of the row of a dropped fork
-MAX_SHOWN = 300  # characters of a call in an error text
+FORK_BATCH = "fork"  # batch of the row of a dropped fork
+MAX_SHOWN_CHARS = 300  # characters of a call in an error text
 REMEDY = (
     "Use the config, model, seed and code of the recorded run, with sampling.deterministic=true in both runs"
 )
@@ -57,17 +57,17 @@ class Recorder:
     def __init__(self, replay: Path | None = None) -> None:
         self._output_file: Path | None = None
         self._images: ImageStore | None = None  # of the recorded calls
-        self._uncommitted: dict[CallPosition, str] = {}
-        self._replay_folder, self._file = replay, None
+        self._uncommitted_lines: dict[CallPosition, str] = {}
+        self._replay_folder, self._replay_file = replay, None
         self._offsets: dict[CallPosition, int] = {}  # in the file: results are read on demand, to save memory
         self._mismatch: ReplayMismatch | None = None  # the first one
         if replay is not None:
-            self._file = _open_calls(replay)
+            self._replay_file = _open_calls(replay)
             offset = 0
-            for line_number, line in enumerate(self._file, 1):
+            for line_number, line in enumerate(self._replay_file, 1):
                 if line.endswith(b"\n"):  # skip a partial last line, left by a killed process
                     # A step that was interrupted and repeated appears twice; the last one counts.
-                    self._offsets[_position_of(line, f"{replay / CALLS_FILE}:{line_number}")] = offset
+                    self._offsets[_decode_position(line, f"{replay / CALLS_FILE}:{line_number}")] = offset
                 offset += len(line)
 
     def record_to(self, folder: Path) -> None:
@@ -80,37 +80,37 @@ class Recorder:
     ) -> None:
         """Buffer a call until `commit`, so that an interrupted batch of episodes leaves nothing in the file."""
         if self._output_file is not None:
-            self._uncommitted[position] = _encode_call(position, call, result, self._images)
+            self._uncommitted_lines[position] = _encode_call(position, call, result, self._images)
 
     def replay(self, position: CallPosition, call: ToolCall) -> ToolResult | None:
         """Return the recorded result, or raise the recorded ToolFailure; None if this run is not a replay."""
-        if self._file is None:
+        if self._replay_file is None:
             return None
         offset = self._offsets.get(position)
         if offset is None:
             raise self._new_mismatch(position, call, "but no such call was recorded")
-        self._file.seek(offset)
-        row = json.loads(self._file.readline())
+        self._replay_file.seek(offset)
+        row = json.loads(self._replay_file.readline())
         if row["tool"] != call.name or _canonical_json(row["arguments"]) != _canonical_json(call.arguments):
-            recorded_call = _call_text(ToolCall(row["tool"], row["arguments"]))
+            recorded_call = _format_call(ToolCall(row["tool"], row["arguments"]))
             raise self._new_mismatch(position, call, f"but the recorded call is {recorded_call}")
         if "result" not in row:
             raise ToolFailure(row["failure"]) if "failure" in row else RecordedCancellation
-        return _result_of(row["result"], self._replay_folder)
+        return _decode_result(row["result"], self._replay_folder)
 
     def record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
         """Record that this episode was not played because its environment could not be forked."""
-        self.record(CallPosition(key, FORK, ""), ToolCall(FORK), ToolFailure(reason))
+        self.record(CallPosition(key, FORK_BATCH, ""), ToolCall(FORK_BATCH), ToolFailure(reason))
 
-    def dropped_fork(self, key: EpisodeKey) -> str | None:
+    def find_dropped_fork(self, key: EpisodeKey) -> str | None:
         """Return the reason if the recorded run dropped the fork with this key; None otherwise and outside replays."""
-        offset = self._offsets.get(CallPosition(key, FORK, ""))
-        if self._file is None or offset is None:
+        offset = self._offsets.get(CallPosition(key, FORK_BATCH, ""))
+        if self._replay_file is None or offset is None:
             return None
-        self._file.seek(offset)
-        return json.loads(self._file.readline())["failure"]
+        self._replay_file.seek(offset)
+        return json.loads(self._replay_file.readline())["failure"]
 
-    def compare(
+    def compare_rerun(
         self, position: CallPosition, call: ToolCall, recorded: ToolResult, rerun: ToolResult | ToolFailure
     ) -> None:
         """Raise ReplayMismatch if a method of the environment, which a replay runs again, returned another result."""
@@ -138,27 +138,27 @@ class Recorder:
         """Append the uncommitted calls of the episodes whose key `selects` accepts, sorted by position so that equal
         runs have equal files. The calls of other episodes stay uncommitted."""
         # Copied first, because other episodes may record meanwhile.
-        positions = [position for position in list(self._uncommitted) if selects(_key_of(position))]
-        lines = [self._uncommitted.pop(position) for position in sorted(positions, key=_sort_key)]
+        positions = [position for position in list(self._uncommitted_lines) if selects(_get_key(position))]
+        lines = [self._uncommitted_lines.pop(position) for position in sorted(positions, key=_make_sort_key)]
         if self._output_file is not None and lines:
             with self._output_file.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(lines)
 
     def drop(self, selects: Callable[[EpisodeKey], bool]) -> None:
         """Discard the uncommitted calls of the episodes whose key `selects` accepts, which are not trained on."""
-        for position in list(self._uncommitted):
-            if selects(_key_of(position)):
-                del self._uncommitted[position]
+        for position in list(self._uncommitted_lines):
+            if selects(_get_key(position)):
+                del self._uncommitted_lines[position]
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self._replay_file is not None:
+            self._replay_file.close()
 
     def _new_mismatch(self, position: CallPosition, call: ToolCall, difference: str) -> ReplayMismatch:
-        step, task, member = _key_of(position)
+        step, task, member = _get_key(position)
         caller = f"turn {position.batch}" if isinstance(position.batch, int) else position.batch
         location = f"step {step}, task {task}, member {member}, {caller}, call {position.index}"
-        problem = f"{location}: the run calls {_call_text(call)}"
+        problem = f"{location}: the run calls {_format_call(call)}"
         message = f"replay of {self._replay_folder}: {problem}, {difference}. {REMEDY}"
         self._mismatch = self._mismatch or ReplayMismatch(message)
         return ReplayMismatch(message)
@@ -197,7 +197,7 @@ def _open_calls(folder: Path) -> BinaryIO:
     return (folder / CALLS_FILE).open("rb")
 
 
-def _key_of(position: CallPosition) -> EpisodeKey:
+def _get_key(position: CallPosition) -> EpisodeKey:
     assert isinstance(position.key, EpisodeKey), "rollouts attach their executors with an EpisodeKey"
     return position.key
 
@@ -208,7 +208,7 @@ def _encode_call(
     result: ToolResult | ToolFailure | RecordedCancellation,
     store: ImageStore | None,
 ) -> str:
-    field_values = (*_key_of(position), position.batch, position.index, call.name, call.arguments)
+    field_values = (*_get_key(position), position.batch, position.index, call.name, call.arguments)
     row: dict[str, Any] = dict(zip(_CALL_FIELDS, field_values, strict=True))
     if isinstance(result, ToolFailure):
         row["failure"] = str(result)
@@ -223,14 +223,14 @@ def _encode_call(
     return _to_json(row) + "\n"
 
 
-def _result_of(row: dict[str, Any], folder: Path | None) -> ToolResult:
+def _decode_result(row: dict[str, Any], folder: Path | None) -> ToolResult:
     result = ToolResult(**{name: value for name, value in row.items() if name != "images"})
     store = None if folder is None else ImageStore(folder / IMAGES_FOLDER)
     result.images = images_from_rows(row.get("images", ()), store)
     return result
 
 
-def _position_of(line: bytes, location: str) -> CallPosition:
+def _decode_position(line: bytes, location: str) -> CallPosition:
     """Return the position of the call in one line of a recording; raise ValueError if the line is invalid."""
     try:
         row = json.loads(line)
@@ -239,8 +239,8 @@ def _position_of(line: bytes, location: str) -> CallPosition:
         raise ValueError(f"{location}: invalid recorded call: {describe(error)}") from error
 
 
-def _sort_key(position: CallPosition) -> tuple[Any, ...]:
-    step, task, member = _key_of(position)
+def _make_sort_key(position: CallPosition) -> tuple[Any, ...]:
+    step, task, member = _get_key(position)
     return (str(step), task, member, isinstance(position.batch, str), position.batch, position.index)
 
 
@@ -248,9 +248,9 @@ def _canonical_json(arguments: Any) -> str:
     return json.dumps(arguments, sort_keys=True, default=str)
 
 
-def _call_text(call: ToolCall) -> str:
+def _format_call(call: ToolCall) -> str:
     return _shorten(f"{call.name} {json.dumps(call.arguments, ensure_ascii=False, default=str)}")
 
 
 def _shorten(text: str) -> str:
-    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."

@@ -8,7 +8,7 @@ from TrainingFactory.common.images import LIMITS, limit_images
 from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
-def tool_messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
+def make_tool_messages(calls: Sequence[ToolCall], results: Sequence[ToolResult]) -> list[Message]:
     """Return one message per call; a text with the reason replaces each image beyond a turn's limit."""
     messages: list[Message] = []
     max_images = LIMITS.max_per_turn

@@ -25,7 +25,7 @@ from TrainingFactory.types import ToolFailure, ToolResult
 log = logging.getLogger(__name__)
 _jitter = random.Random()  # separate from the global generator, which training seeds
 # Seconds between attempts: exponential back-off with jitter.
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 8.0
 # Exceptions that mean that no answer arrived: a retry may help, and the server may be down. Any other exception of a
 # tool is its answer. The names belong to packages that need not be installed (httpx, aiohttp, anyio, redis, urllib3).
 LOST_ERRORS = (OSError, EOFError, SelfCancelled, asyncio.CancelledError)
@@ -76,18 +76,18 @@ class ToolRuntime:
         """Execute the call, with retries. `deadline` is a time of `time.monotonic`."""
         options = call.options
         breaker = self.breaker(options.server)
-        outcome = await self._attempt(call, deadline)
+        outcome = await self._attempt_call(call, deadline)
         for attempt in range(options.retries if options.repeatable else 0):
-            pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE) * _jitter.uniform(0.5, 1)
-            too_late = time.monotonic() + pause >= deadline
-            if not outcome.is_lost or too_late or (breaker is not None and breaker.is_open):
+            pause = min(FIRST_PAUSE_SECONDS * 2**attempt, MAX_PAUSE_SECONDS) * _jitter.uniform(0.5, 1)
+            is_too_late = time.monotonic() + pause >= deadline
+            if not outcome.is_lost or is_too_late or (breaker is not None and breaker.is_open):
                 break
             await asyncio.sleep(pause)
             self.metrics.count_retry(call.name, call.episode)
-            latest = await self._attempt(call, deadline)
-            if not latest.was_called:  # the outcome of the previous attempt says more
+            latest_outcome = await self._attempt_call(call, deadline)
+            if not latest_outcome.was_called:  # the outcome of the previous attempt says more
                 break
-            outcome = latest
+            outcome = latest_outcome
         result = outcome.result
         self._sanitize(result, call.max_output_chars)
         return outcome
@@ -102,11 +102,11 @@ class ToolRuntime:
             result.content = truncate_middle(redact(result.content, self._secrets), max_chars)
         result.attachments = redact(result.attachments, self._secrets)
 
-    async def _attempt(self, call: PendingCall, deadline: float) -> CallOutcome:
+    async def _attempt_call(self, call: PendingCall, deadline: float) -> CallOutcome:
         breaker = self.breaker(call.options.server)
-        limits = self._limits_of(call)
+        limits = self._get_limits(call)
         if breaker is not None and breaker.is_open:
-            return _unavailable_outcome(call, DOWN_REASON)
+            return _make_unavailable_outcome(call, DOWN_REASON)
         # A tool may have `async def until_ready()`, which waits until a call can start, for example for a session. It
         # precedes the limits: otherwise calls that have a session would wait for slots held by calls that have none.
         until_ready: Callable[[], Awaitable[None]] | None = getattr(call.tool, "until_ready", None)
@@ -121,7 +121,7 @@ class ToolRuntime:
                     if limits is not None:
                         await stack.enter_async_context(limits.hold_slot())
             except TimeoutError:
-                return _unavailable_outcome(call, BUSY_REASON)
+                return _make_unavailable_outcome(call, BUSY_REASON)
             finally:
                 self.metrics.count_wait(call.name, time.monotonic() - start_time, call.episode)
             return await self._run_guarded(call, deadline, breaker)
@@ -129,17 +129,17 @@ class ToolRuntime:
     async def _run_guarded(
         self, call: PendingCall, deadline: float, breaker: CircuitBreaker | None
     ) -> CallOutcome:
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            return _unavailable_outcome(call, BUSY_REASON)
+        remaining_seconds = deadline - time.monotonic()
+        if remaining_seconds <= 0:
+            return _make_unavailable_outcome(call, BUSY_REASON)
         if breaker is None:
-            return await _run_with_timeout(call, min(call.timeout, remaining))
+            return await _run_with_timeout(call, min(call.timeout, remaining_seconds))
         token = breaker.allow()
         if token is None:
-            return _unavailable_outcome(call, DOWN_REASON)
+            return _make_unavailable_outcome(call, DOWN_REASON)
         has_answered: bool | None = None
         try:
-            outcome = await _run_with_timeout(call, min(call.timeout, remaining))
+            outcome = await _run_with_timeout(call, min(call.timeout, remaining_seconds))
             has_answered = not outcome.is_lost
         except ToolFailure:
             has_answered = False
@@ -148,12 +148,12 @@ class ToolRuntime:
             breaker.release(token, has_answered)
         return outcome
 
-    def _limits_of(self, call: PendingCall) -> CallLimits | None:
+    def _get_limits(self, call: PendingCall) -> CallLimits | None:
         options = call.options
         if options.concurrency is None and options.rate is None:
             return None
-        key = (options.server, call.name, options.concurrency, options.rate)
-        return self._limits.setdefault(key, CallLimits(options.concurrency, options.rate))
+        limits_key = (options.server, call.name, options.concurrency, options.rate)
+        return self._limits.setdefault(limits_key, CallLimits(options.concurrency, options.rate))
 
 
 async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
@@ -165,12 +165,12 @@ async def _run_with_timeout(call: PendingCall, timeout: float) -> CallOutcome:
         raise
     except OutOfTime:
         log.info("tool %s was cancelled after %g s", call.name, timeout)
-        text = f"{call.name} took longer than {timeout:.3g} s and was stopped"
-        return CallOutcome(ToolResult(text, ok=False, error="timeout"), is_lost=True)
+        message = f"{call.name} took longer than {timeout:.3g} s and was stopped"
+        return CallOutcome(ToolResult(message, ok=False, error="timeout"), is_lost=True)
     except Exception as error:
         log.info("tool %s failed", call.name, exc_info=True)
-        text = f"{call.name} failed: {describe(error)}"
-        return CallOutcome(ToolResult(text, ok=False, error="exception"), is_lost=is_lost(error))
+        message = f"{call.name} failed: {describe(error)}"
+        return CallOutcome(ToolResult(message, ok=False, error="exception"), is_lost=is_lost(error))
     return CallOutcome(result, is_lost=not result.ok and result.error in ("timeout", "unavailable"))
 
 
@@ -192,5 +192,5 @@ def is_lost(error: BaseException) -> bool:
     return any(cls.__name__ in LOST_ERROR_NAMES for cls in type(error).__mro__)
 
 
-def _unavailable_outcome(call: PendingCall, reason: str) -> CallOutcome:
+def _make_unavailable_outcome(call: PendingCall, reason: str) -> CallOutcome:
     return CallOutcome(ToolResult(f"{call.name} {reason}", ok=False, error="unavailable"), was_called=False)

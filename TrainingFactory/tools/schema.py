@@ -24,7 +24,7 @@ MAX_VALUE_CHARS = 60
 _DATA_KEYS = ("default", "enum", "const", "examples")  # whose values are data, not schemas
 
 
-def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -> type[BaseModel]:
+def make_arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -> type[BaseModel]:
     """Create a pydantic model with one field per parameter. The fields are called a0, a1, ... with the parameter names
     as aliases, because a parameter may have a name that BaseModel itself uses."""
     hints = get_type_hints(function, include_extras=True)
@@ -43,7 +43,7 @@ def arguments_model(function: Callable[..., Any], name: str, skip_first: bool) -
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
 
 
-def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
+def make_schema(model: type[BaseModel]) -> dict[str, Any]:
     """Return the model's JSON schema without titles and `additionalProperties`, which only cost tokens."""
     schema = without_titles(model.model_json_schema(by_alias=True))
     schema.pop("additionalProperties", None)
@@ -51,7 +51,7 @@ def parameters_schema(model: type[BaseModel]) -> dict[str, Any]:
     return {"type": "object", "properties": {}} | schema
 
 
-def description_of(function: Callable[..., Any]) -> str:
+def get_description(function: Callable[..., Any]) -> str:
     """Return the docstring up to its first section (Args, Returns, ...)."""
     doc = inspect.getdoc(function) or ""
     return re.split(r"\n\s*(?:\w+:[ \t]*\n|:param |\w+\n-{3,})", "\n" + doc, maxsplit=1)[0].strip()
@@ -73,7 +73,7 @@ def _parse_parameter_docs(doc: str) -> dict[str, str]:
 def _find_description(hint: Any) -> str | None:
     """Return the first plain string in Annotated[type, "text"], or the description of a Field there."""
     metadata = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    texts = [entry.description if isinstance(entry, FieldInfo) else entry for entry in metadata]
+    texts = [item.description if isinstance(item, FieldInfo) else item for item in metadata]
     return next((text for text in texts if isinstance(text, str)), None)
 
 
@@ -96,10 +96,10 @@ def without_titles(schema: Any, is_schema: bool = True) -> Any:
     return cleaned_schema
 
 
-def _rank_key(entry: tuple[str, Any]) -> int:
+def _rank_key(item: tuple[str, Any]) -> int:
     """Return a key's position in the customary order of schemas, because pydantic sorts keys alphabetically."""
     key_order = ("type", "description", "properties", "items", "enum", "default")
-    return key_order.index(entry[0]) if entry[0] in key_order else len(key_order)
+    return key_order.index(item[0]) if item[0] in key_order else len(key_order)
 
 
 def check_schema(spec: ToolSpec, location: str = "") -> None:
@@ -135,12 +135,12 @@ def _find_schema_problem(schema: Any) -> str | None:
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
     except InvalidSchema as error:
-        path = ".".join(str(part) for part in error.absolute_path) or "its parameters"
+        path = ".".join(str(key) for key in error.absolute_path) or "its parameters"
         return f"{_shorten(path)} is not a valid JSON schema ({_shorten(error.message, 120)})"
     except RecursionError:
         return "its parameters are nested too deeply"
-    unknown = find_unknown_reference(schema)
-    return f"its parameters refer to {_shorten(unknown)}, which they do not define" if unknown else None
+    reference = find_unknown_reference(schema)
+    return f"its parameters refer to {_shorten(reference)}, which they do not define" if reference else None
 
 
 def find_unknown_reference(schema: dict[str, Any]) -> str | None:
@@ -170,7 +170,7 @@ def _find_references(schema: Any) -> Iterator[str]:
             yield from _find_references(item)
 
 
-_TYPE_ONLY = {"type", "description", "title", "default"}  # any other keyword is a further constraint
+_TYPE_KEYWORDS = {"type", "description", "title", "default"}  # any other keyword is a further constraint
 _PYTHON_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool, "array": list}
 
 
@@ -178,10 +178,10 @@ def _has_exact_types(schema: dict[str, Any], arguments: dict[str, Any]) -> bool:
     """Return whether the schema constrains only types and all arguments match (a fast path without jsonschema)."""
     for name, value in arguments.items():
         field = schema.get("properties", {}).get(name)
-        has_only_type = isinstance(field, dict) and field.keys() <= _TYPE_ONLY
+        has_only_type = isinstance(field, dict) and field.keys() <= _TYPE_KEYWORDS
         if not has_only_type or _PYTHON_TYPES.get(str(field.get("type"))) is not type(value):
             return False
-    is_plain = schema.get("type") == "object" and schema.keys() <= _TYPE_ONLY | {"properties", "required"}
+    is_plain = schema.get("type") == "object" and schema.keys() <= _TYPE_KEYWORDS | {"properties", "required"}
     return is_plain and all(name in arguments for name in schema.get("required", ()))
 
 
@@ -197,27 +197,27 @@ def describe_errors(spec: ToolSpec, error: ValidationError) -> str:
     """Return the message of `check_arguments` for pydantic's ValidationError."""
     problems = []
     for detail in error.errors(include_url=False, include_context=False):
-        location = _shorten(".".join(str(part) for part in detail["loc"]) or "the arguments")
-        is_extra = detail["type"] == "extra_forbidden"
+        location = _shorten(".".join(str(key) for key in detail["loc"]) or "the arguments")
+        is_unexpected = detail["type"] == "extra_forbidden"
         problems.append(
-            f"there is no argument `{location}`" if is_extra else f"`{location}`: {detail['msg']}"
+            f"there is no argument `{location}`" if is_unexpected else f"`{location}`: {detail['msg']}"
         )
     return _format_problems(spec, problems)
 
 
 def _format_problems(spec: ToolSpec, problems: list[str]) -> str:
-    omitted = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
-    required = spec.parameters.get("required", [])
+    omitted_text = f"; and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
+    required_names = spec.parameters.get("required", [])
     arguments = [
-        f"{name} ({_describe_schema(schema)}{'' if name in required else ', optional'})"
+        f"{name} ({_describe_schema(schema)}{'' if name in required_names else ', optional'})"
         for name, schema in spec.parameters.get("properties", {}).items()
     ]
     argument_list = ", ".join(arguments) or "none"
-    return f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{omitted}. Arguments: {argument_list}."
+    return f"{spec.name}: {'; '.join(problems[:MAX_PROBLEMS])}{omitted_text}. Arguments: {argument_list}."
 
 
 def _describe_problem(error: SchemaError) -> str:
-    location = ".".join(str(part) for part in error.absolute_path) or "the arguments"
+    location = ".".join(str(key) for key in error.absolute_path) or "the arguments"
     if error.validator == "required":
         return f"{_shorten(location)}: {error.message}" if error.absolute_path else error.message
     if error.validator in ("type", "enum", "const", "anyOf", "oneOf"):
@@ -245,5 +245,5 @@ def _describe_schema(schema: Any) -> str:
     return type_name
 
 
-def _shorten(text: str, limit: int = MAX_VALUE_CHARS) -> str:
-    return text if len(text) <= limit else text[:limit] + "..."
+def _shorten(text: str, max_chars: int = MAX_VALUE_CHARS) -> str:
+    return text if len(text) <= max_chars else text[:max_chars] + "..."

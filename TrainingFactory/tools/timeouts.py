@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 GRACE_SECONDS = 1.0  # for a cancelled coroutine to clean up
 
-_abandoned: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
+_abandoned_tasks: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
 
 
 class OutOfTime(Exception):
@@ -32,34 +32,34 @@ class PausableClock:
     def __init__(self) -> None:
         self._paused_seconds = 0.0  # total of all finished pauses
         self._paused_at = 0.0
-        self._resumed: asyncio.Future[None] | None = None  # None while the clock runs
+        self._resumed_future: asyncio.Future[None] | None = None  # None while the clock runs
 
     def pause(self) -> None:
-        if self._resumed is None:
+        if self._resumed_future is None:
             self._paused_at = time.monotonic()
-            self._resumed = asyncio.get_running_loop().create_future()
+            self._resumed_future = asyncio.get_running_loop().create_future()
 
     def resume(self) -> None:
-        if self._resumed is not None:
+        if self._resumed_future is not None:
             self._paused_seconds += time.monotonic() - self._paused_at
-            self._resumed.set_result(None)
-            self._resumed = None
+            self._resumed_future.set_result(None)
+            self._resumed_future = None
 
     def now(self) -> float:
-        return (time.monotonic() if self._resumed is None else self._paused_at) - self._paused_seconds
+        return (time.monotonic() if self._resumed_future is None else self._paused_at) - self._paused_seconds
 
     def paused_for(self) -> float:
         """Return the seconds since the current pause began; 0 while the clock runs."""
-        return 0.0 if self._resumed is None else time.monotonic() - self._paused_at
+        return 0.0 if self._resumed_future is None else time.monotonic() - self._paused_at
 
     async def wait(self, task: asyncio.Task[Any], seconds: float) -> None:
         """Wait until the task is done, for at most `seconds` on this clock."""
         deadline = self.now() + seconds
         while not task.done() and (remaining := deadline - self.now()) > 0:
-            if self._resumed is None:
+            if self._resumed_future is None:
                 await asyncio.wait({task}, timeout=remaining)
             else:
-                await asyncio.wait({task, self._resumed}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, self._resumed_future}, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def run_within(
@@ -76,7 +76,7 @@ async def run_within(
         is_done = task.done()
     finally:
         if not task.done():
-            await _stop(task)
+            await _stop_task(task)
     if not is_done:
         raise OutOfTime
     if task.cancelled():
@@ -93,8 +93,8 @@ def run_inline(coroutine: Coroutine[Any, Any, T]) -> T:
     it raises CancelledError, raise SelfCancelled, as `run_within` does."""
     try:
         contextvars.copy_context().run(coroutine.send, None)
-    except StopIteration as stop:
-        return stop.value
+    except StopIteration as stop_iteration:
+        return stop_iteration.value
     except asyncio.CancelledError:
         raise SelfCancelled("it cancelled itself") from None
     raise AssertionError("the coroutine waited although its code has no await")
@@ -107,14 +107,14 @@ def never_waits(code: CodeType) -> bool:
     return bool(code.co_flags & inspect.CO_COROUTINE) and not has_yield
 
 
-async def _stop(task: asyncio.Task[Any]) -> None:
+async def _stop_task(task: asyncio.Task[Any]) -> None:
     task.cancel()
-    _abandoned.add(task)
-    task.add_done_callback(_forget)
+    _abandoned_tasks.add(task)
+    task.add_done_callback(_forget_task)
     await asyncio.wait({task}, timeout=GRACE_SECONDS)
 
 
-def _forget(task: asyncio.Task[Any]) -> None:
-    _abandoned.discard(task)
+def _forget_task(task: asyncio.Task[Any]) -> None:
+    _abandoned_tasks.discard(task)
     if not task.cancelled():
         task.exception()  # mark it as retrieved, otherwise asyncio logs a warning

@@ -10,7 +10,7 @@ from TrainingFactory.cluster.launcher import launched_process
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed_keys, unimplemented_notices
 from TrainingFactory.rewards.rules.code import ToolRule
-from TrainingFactory.rewards.rules.tool_verified import rule_or_verifier
+from TrainingFactory.rewards.rules.tool_verified import make_rule_or_verifier
 
 ASYNC_KEYS = ("async_rollout", "max_staleness", "async_order")
 
@@ -118,6 +118,6 @@ def _can_run_in_worker(kind: str, options: Any) -> bool:
     if kind not in ("rule_based", "tool_verified"):
         return kind in ("function", "process_reward")
     try:
-        return not isinstance(rule_or_verifier(options), ToolRule)
+        return not isinstance(make_rule_or_verifier(options), ToolRule)
     except ValueError:
         return True  # reported when the reward is made

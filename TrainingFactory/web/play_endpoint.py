@@ -131,7 +131,7 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
 
 def _spending(sampler: EndpointSampler) -> JobArguments:
     """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
-    usages, budget = sampler.client.counted_usage, sampler.settings.budget
+    usages, budget = sampler.client.counted_usages, sampler.settings.budget
     total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
     total["cost"] = total["cost"] if budget.priced else None
     limits = {name: value for name, value in asdict(budget).items() if name in LIMITS and value is not None}

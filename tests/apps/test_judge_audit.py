@@ -160,8 +160,8 @@ def test_pairs_are_judged_by_the_same_prompt(tmp_path: Path):
         for prompt in seen:
             assert "known to be right" in prompt
             assert ("My {own} words." in prompt and "That was it." in prompt) == ("template" in options)
-    assert JudgePrompt("{answer}").for_pairs().template == PAIR_TEMPLATE.split("{task}\n\n")[1]
-    assert JudgePrompt().for_pairs().template == PAIR_TEMPLATE
+    assert JudgePrompt("{answer}").make_pair_prompt().template == PAIR_TEMPLATE.split("{task}\n\n")[1]
+    assert JudgePrompt().make_pair_prompt().template == PAIR_TEMPLATE
 
 
 def test_what_gave_no_verdict_costs_too(tmp_path: Path):

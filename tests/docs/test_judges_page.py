@@ -15,7 +15,7 @@ from tests.kits.cli import Run
 from tests.kits.docs import Page
 from tests.kits.judge import judging
 from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
-from TrainingFactory.rewards.judge.model_judge import FORMS, model_judge
+from TrainingFactory.rewards.judge.model_judge import VERDICT_TYPES, model_judge
 from TrainingFactory.rewards.judge.prompts import GROUP, PAIR, RUBRIC, SINGLE
 
 PAGE = Page("docs/JUDGES.md")
@@ -41,7 +41,7 @@ def test_the_options_are_all_there_with_their_defaults():
     listed = {row[0].strip("`"): row[1] for row in table("Options")}
     wanted = {name: shown(parameter.default) for name, parameter in parameters.items()}
     assert listed == wanted | {"template": "built in"}
-    assert [row[0].strip("`") for row in table("Verdicts")] == list(FORMS)
+    assert [row[0].strip("`") for row in table("Verdicts")] == list(VERDICT_TYPES)
     fields = re.findall(r"\{(\w+)\}", " ".join(row[0] for row in table("Template")))
     assert set(fields) == {"rubric", *SINGLE, *PAIR, *GROUP}
 

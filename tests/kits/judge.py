@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from TrainingFactory.rewards.judge.model_judge import model_judge
-from TrainingFactory.rewards.judge.prompts import CLOSE, OPEN
+from TrainingFactory.rewards.judge.prompts import FENCE_END, FENCE_START
 from TrainingFactory.rewards.workers.process import FinishedEpisode
 from TrainingFactory.types import Completion, Message, Status, Task, ToolCall, Trajectory, Turn
 
@@ -125,14 +125,14 @@ def judging(say: Callable[[str, int], Said] | str = "Score: 7", **settings: Any)
 def outside(prompt: str) -> str:
     """What an obedient judge reads as its instructions: everything that is not fenced. It takes the first boundary
     that its rules name for the true one, and a fence ends at the first line that closes it."""
-    found = re.search(rf"{OPEN} ([0-9a-f]+) ", prompt)
+    found = re.search(rf"{FENCE_START} ([0-9a-f]+) ", prompt)
     assert found, prompt
     boundary = found.group(1)
     kept, inside = [], False
     for line in prompt.split("\n"):
-        if line.startswith(f"{OPEN} {boundary} "):
+        if line.startswith(f"{FENCE_START} {boundary} "):
             inside = True
-        elif line == f"{CLOSE} {boundary}>>>":
+        elif line == f"{FENCE_END} {boundary}>>>":
             inside = False
         elif not inside:
             kept.append(line)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kits.rollout import Echo
-from TrainingFactory.rewards.rules.rule_based import rule_from_options
+from TrainingFactory.rewards.rules.rule_based import make_rule_from_options
 from TrainingFactory.rollout.scoring import OpenEpisode
 from TrainingFactory.types import Completion, Message, Reward, Status, Task, ToolCall, Trajectory, Turn
 
@@ -49,7 +49,7 @@ def episode(
 
 def reward(rule: Any, *args: Any, calls: Sequence[ToolCall] = (), **keywords: Any) -> Reward:
     """What a rule gives for an episode, whose environment has answered `calls` before."""
-    made: Any = rule if callable(rule) else rule_from_options(rule)
+    made: Any = rule if callable(rule) else make_rule_from_options(rule)
 
     async def run() -> Any:
         played = episode(*args, **keywords)

@@ -57,14 +57,14 @@ FULL, HALF, NONE = (f'```json\n{{"score": {value}}}\n```' for value in (1, 0.5, 
 )
 def test_what_is_quoted_or_unclear_is_no_verdict(verdict: Verdict, text: str):
     with pytest.raises(JudgeFailure) as raised:
-        verdict.read(text)
+        verdict.parse(text)
     assert raised.value.kind == "unreadable"
 
 
 @pytest.mark.parametrize("said", ["nan", "inf", "11", "-1", "7/100", "-0.001", "1e999999", "9" * 5000])
 def test_scores_out_of_range(said: str):
     with pytest.raises(JudgeFailure) as raised:
-        ScoreVerdict().read(f"Score: {said}")
+        ScoreVerdict().parse(f"Score: {said}")
     assert raised.value.kind == "out_of_range"
 
 
@@ -94,7 +94,7 @@ def test_scores_out_of_range(said: str):
     ],
 )
 def test_what_stands_at_the_end_is_one(verdict: Verdict, text: str, value: float):
-    assert verdict.read(text) == pytest.approx(value)
+    assert verdict.parse(text) == pytest.approx(value)
 
 
 def test_json_verdicts():
@@ -108,12 +108,12 @@ def test_json_verdicts():
         "additionalProperties": False,
     }
     by_score = JsonVerdict(schema, low=0, high=4)
-    assert by_score.read('{"score": 3}') == 0.75
-    assert by_score.read('Well.\n```json\n{"score": 1}\n```') == 0.25
+    assert by_score.parse('{"score": 3}') == 0.75
+    assert by_score.parse('Well.\n```json\n{"score": 1}\n```') == 0.25
     assert (
-        JsonVerdict(schema, key="grade", values={"good": 1.0, "bad": 0.25}).read('{"grade": "bad"}') == 0.25
+        JsonVerdict(schema, key="grade", values={"good": 1.0, "bad": 0.25}).parse('{"grade": "bad"}') == 0.25
     )
-    assert JsonVerdict(schema, key="ok").read('{"ok": true}') == 1.0
+    assert JsonVerdict(schema, key="ok").parse('{"ok": true}') == 1.0
     for text, kind in [
         ('{"score": 5}', "out_of_range"),
         ('{"score": NaN}', "unreadable"),
@@ -124,12 +124,12 @@ def test_json_verdicts():
         ("[3]", "unreadable"),
     ]:
         with pytest.raises(JudgeFailure) as raised:
-            by_score.read(text)
+            by_score.parse(text)
         assert raised.value.kind == kind, text
 
 
 def test_rankings():
-    read = RankingVerdict().read_all
+    read = RankingVerdict().parse_all
     assert read("Ranking: B > C > A", 3) == [0.0, 1.0, 0.5]
     assert read("Ranking: B = C > A", 3) == [0.0, 0.75, 0.75]
     assert read("Ranking: A = B", 2) == [0.5, 0.5]
@@ -162,16 +162,16 @@ def test_votes():
 )
 def test_the_range_is_that_of_the_schema(about: Any, options: dict[str, Any], text: str, value: float):
     verdict = JsonVerdict({"type": "object", "properties": {"score": about}}, **options)
-    assert verdict.read(text) == pytest.approx(value)
+    assert verdict.parse(text) == pytest.approx(value)
 
 
 def test_numbers_that_no_float_can_hold():
     for about in ({"type": "integer"}, {"type": "integer", "multipleOf": 0.5}):
         verdict = JsonVerdict({"type": "object", "properties": {"score": about}})
         with pytest.raises(JudgeFailure):
-            verdict.read(f'{{"score": 1{"0" * 400}}}')
+            verdict.parse(f'{{"score": 1{"0" * 400}}}')
     with pytest.raises(JudgeFailure):
-        ScoreVerdict().read(f"Score: 1{'0' * 400}")
+        ScoreVerdict().parse(f"Score: 1{'0' * 400}")
 
 
 def test_the_judge_is_told_the_range():
@@ -183,12 +183,12 @@ def test_the_judge_is_told_the_range():
 def test_long_answers_are_read_in_linear_time():
     """What is quadratic would take an hour here."""
     readers: list[Any] = [
-        ScoreVerdict().read,
-        YesNoVerdict().read,
-        PairwiseVerdict().read,
-        JsonVerdict(NUMBER).read,
+        ScoreVerdict().parse,
+        YesNoVerdict().parse,
+        PairwiseVerdict().parse,
+        JsonVerdict(NUMBER).parse,
     ]
-    readers.append(lambda text: RankingVerdict().read_all(text, 2)[0])
+    readers.append(lambda text: RankingVerdict().parse_all(text, 2)[0])
     shapes = ["Score: a{}b", "Verdict: yes{}b", "{}Score: 1", "Ranking: A{}> B", "```{}{{", "1{}x"]
     for fill in (" ", "\t", "*", "1", "\n", "Score: ", "`", "```json\n", "<think>", "=", "{", "."):
         for shape in shapes:

@@ -209,7 +209,7 @@ def test_hints_say_what_a_reward_takes(hint: str, shape: str):
         return 1.0
 
     reward.__annotations__["it"] = hint
-    assert as_reward(reward).shape == shape
+    assert as_reward(reward).signature == shape
 
 
 def test_a_part_that_cannot_score_leaves_the_whole_unscored():

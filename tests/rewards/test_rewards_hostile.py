@@ -8,7 +8,7 @@ import pytest
 
 from tests.kits.rules import episode, scored
 from TrainingFactory.rewards.rules.rule_based import make_rule
-from TrainingFactory.rewards.rules.text import squad_words
+from TrainingFactory.rewards.rules.text import split_squad_words
 from TrainingFactory.rewards.rules.tool_verified import make_verifier
 
 MANY = 1_000
@@ -106,7 +106,7 @@ def test_signs_and_points_count(said: str, right: float):
 
 
 def test_plain_words_and_numbers_are_compared_as_before():
-    assert squad_words("The U.S., in 1,000 words - e.g. well-known (7).") == squad_words(
+    assert split_squad_words("The U.S., in 1,000 words - e.g. well-known (7).") == split_squad_words(
         "us in 1000 words eg wellknown 7"
     )
     for name in ("em", "contains", "auto"):

@@ -10,7 +10,7 @@ import pytest
 from tests.kits.rollout import rollout
 from tests.kits.rules import episode, scored
 from TrainingFactory.common.workers import Worker
-from TrainingFactory.rewards.rules.rule_based import make_rule, rule_from_options
+from TrainingFactory.rewards.rules.rule_based import make_rule, make_rule_from_options
 from TrainingFactory.types import Reward
 
 PLAIN = ["8", "8.0", "-8", "1,234", "1/2", "0.5", "50%", "1e3", "1000", "$5", "5 km", "3.14159", "0"]
@@ -46,7 +46,7 @@ FINITE = [
 def test_math_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "math_verify", None)
     with pytest.raises(ValueError, match="pip install math-verify"):
-        rule_from_options("math")
+        make_rule_from_options("math")
 
 
 @pytest.mark.parametrize("endless", [False, True])

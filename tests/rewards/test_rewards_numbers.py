@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from TrainingFactory.rewards.rules.numbers import (
     Number,
+    find_last_number,
     is_number,
-    last_number_text,
-    only_number,
+    parse_only_number,
     same_number,
 )
 from TrainingFactory.rewards.rules.units import UNITS
 
 
 def value(text: str) -> Fraction | None:
-    number = only_number(text)
+    number = parse_only_number(text)
     return number.value if number else None
 
 
@@ -94,7 +94,7 @@ def test_what_states_no_number(text: str):
 
 
 def test_the_last_number_of_a_text():
-    read = last_number_text
+    read = find_last_number
     assert read("48/2 = 24, then 48+24 = 72 clips. Done!") == "72"
     assert read("she has 3 apples and 4 pears, total 7.") == "7"
     assert read("It isn't 5, it's -$7.50") == "-$7.50"
@@ -113,7 +113,7 @@ def test_which_references_are_numbers():
 
 
 def same(answer: str, reference: str, **options: float) -> bool:
-    left, right = only_number(answer), only_number(reference)
+    left, right = parse_only_number(answer), parse_only_number(reference)
     assert left and right
     return same_number(left, right, **options)
 
@@ -174,7 +174,7 @@ def test_floats_read_back_from_any_notation(x: float):
     mantissa, exponent = f"{x:.17e}".split("e")
     powers = f"{mantissa}×10^{int(exponent)}", f"{mantissa} \\times 10^{{{int(exponent)}}}"
     for text in (repr(x), f"{x:.17e}", f"{x:.17E}", *powers, f"The answer is {x!r}.", f"**{x!r}**"):
-        found = only_number(text)
+        found = parse_only_number(text)
         assert found is not None and float(found.value) == x, text
 
 
@@ -198,10 +198,10 @@ def test_exact_values_read_back(n: int, d: int, cents: int):
     st.text(max_size=80) | st.text(alphabet="0123456789.,'/^*x+-eE%$€ \n{}\\fracπ=≈½²onk_", max_size=60),
 )
 def test_junk_never_raises(text: str):
-    for read in (only_number(text), only_number(text, decimal_comma=True)):
+    for read in (parse_only_number(text), parse_only_number(text, decimal_comma=True)):
         assert read is None or isinstance(read, Number)
     is_number(text)
-    last = last_number_text(text)
+    last = find_last_number(text)
     assert last is None or isinstance(last, str)
 
 
@@ -213,6 +213,6 @@ PIECES = [
 @pytest.mark.parametrize("piece", [*PIECES, "<", "5 or "])
 def test_long_hostile_texts_are_read_at_once(piece: str):
     text = piece * (200_000 // len(piece))
-    assert only_number(text) is None
-    last = last_number_text(text + " 7")
+    assert parse_only_number(text) is None
+    last = find_last_number(text + " 7")
     assert last is None or last.endswith("7")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.kits.rules import GSM8K, NEEDED, scored, turn
-from TrainingFactory.rewards.rules.rule_based import RULES, make_rule, rule_from_options
+from TrainingFactory.rewards.rules.rule_based import RULES, make_rule, make_rule_from_options
 from TrainingFactory.types import Message, ToolCall
 
 
@@ -50,7 +50,7 @@ def test_schema():
         (3, "JSON schema"),
     ]:
         with pytest.raises(ValueError, match=says):
-            rule_from_options({"rule": "schema", "schema": bad})
+            make_rule_from_options({"rule": "schema", "schema": bad})
 
 
 def test_regex():
@@ -60,7 +60,7 @@ def test_regex():
         scored("regex", "It is Paris", "(?i)paris") == 1.0 and scored("regex", "It is Rome", "Paris") == 0.0
     )
     with pytest.raises(ValueError, match=r"'\(' is not a valid regular expression"):
-        rule_from_options({"rule": "regex", "pattern": "("})
+        make_rule_from_options({"rule": "regex", "pattern": "("})
     with pytest.raises(ValueError, match="task t1"):
         scored("regex", "x", "(")
 
@@ -101,7 +101,7 @@ def test_length():
 def test_every_rule_is_made_by_name():
     for name in RULES.keys() - {"math"}:
         assert callable(make_rule(name, **NEEDED.get(name, {})))
-    assert make_rule() == rule_from_options({}) == rule_from_options("auto")
+    assert make_rule() == make_rule_from_options({}) == make_rule_from_options("auto")
 
 
 @pytest.mark.skipif(GSM8K is None, reason="shared/data/gsm8k is not beside this checkout")

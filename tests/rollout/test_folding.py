@@ -16,7 +16,7 @@ from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format
 from TrainingFactory.rewards import ProcessReward
-from TrainingFactory.rewards.judge.prompts import SUMMARY_NAME, trajectory_text
+from TrainingFactory.rewards.judge.prompts import SUMMARY_NAME, show_trajectory
 from TrainingFactory.rollout import play
 from TrainingFactory.rollout.folding import PLACEHOLDER, Context, Folding, context_ids, fold, with_summary
 from TrainingFactory.rollout.metrics import rollout_metrics
@@ -240,7 +240,7 @@ def test_process_rewards_pay_rules_across_folds_and_nothing_for_summaries() -> N
 
 def test_a_judge_reads_all_rows_in_order_with_marked_summaries() -> None:
     episode = folded("summary")
-    text = trajectory_text(episode)
+    text = show_trajectory(episode)
     assert text.count(SUMMARY_NAME) == sum(turn.summary for turn in episode.turns) > 0
     places = [text.index(f"{LONG}{number}") for number, turn in enumerate(episode.turns) if turn.tool_results]
     assert places == sorted(places) and len(places) > 3

@@ -238,7 +238,7 @@ def test_secrets_are_in_no_repr_and_no_error(monkeypatch: pytest.MonkeyPatch) ->
     found = servers({"mcpServers": {"one": remote, "two": ECHO | {"env": {"API_KEY": "qwertyuiop"}}}})
     shown = repr(found) + found["one"].target + found["two"].target
     assert not [secret for secret in ("sesame", "hunter22", "abcdefgh", "qwertyuiop") if secret in shown]
-    assert found["one"].hide("x sesame-1234 y") == "x *** y"
+    assert found["one"].hide_secrets("x sesame-1234 y") == "x *** y"
     assert set(found["one"].secrets) == {"Bearer abcdefgh", "sesame-1234", "abcdefgh", "hunter22"}
     assert found["two"].secrets == ["qwertyuiop"]
     hidden = {

@@ -61,7 +61,7 @@ async def test_a_server_that_stays_away_answers_unavailable_until_it_is_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mcp_servers, "RECONNECT_SECONDS", 0.1)
-    monkeypatch.setattr(mcp_servers, "LONGEST_PAUSE", 0.2)
+    monkeypatch.setattr(mcp_servers, "MAX_PAUSE_SECONDS", 0.2)
     port = kit.free_port()
     process = kit.start_plain("streamable-http", port)
 

@@ -284,8 +284,8 @@ def test_the_filter_of_each_architecture(
     calls = dict(zip(("read", "socket", "execve", "clone", "kill", "openat"), numbers, strict=True))
     monkeypatch.syspath_prepend(str(Path(python_tool.__file__).parent))
     confine = importlib.import_module("confine")
-    program = confine.filter_program(machine, 77, False)
-    threads = confine.filter_program(machine, 77, True)
+    program = confine.make_filter_program(machine, 77, False)
+    threads = confine.make_filter_program(machine, 77, True)
     allowed, refused = 0x7FFF0000, 0x00050000 | errno.EPERM
     assert verdict(program, arch, calls["read"]) == allowed
     for name in ("socket", "execve", "clone"):

@@ -20,7 +20,7 @@ from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.cache import cache as cache_module
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.custom_tools import AgentTool, ModelTool, calculator
-from TrainingFactory.tools.fingerprint import call_fingerprint
+from TrainingFactory.tools.fingerprint import fingerprint_call
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import ToolCall, ToolFailure, ToolResult
 
@@ -50,7 +50,7 @@ def test_what_makes_two_calls_the_same():
     lookup = Lookup()
 
     def name(arguments: dict[str, Any], tool: Any = lookup) -> str | None:
-        return call_fingerprint(tool, tool.options, arguments)
+        return fingerprint_call(tool, tool.options, arguments)
 
     same = name({"a": 1, "b": {"c": [1, 2], "d": "é"}})
     assert same is not None and same == name({"b": {"d": "é", "c": [1, 2]}, "a": 1})
@@ -106,7 +106,7 @@ def test_a_tool_that_is_no_function_is_known_by_its_definition():
     ]  # fmt: skip
 
     def name(made: Any) -> str | None:
-        return call_fingerprint(made, made.options, {"prompt": "x"})
+        return fingerprint_call(made, made.options, {"prompt": "x"})
 
     names = [name(mark_cacheable(make())) for make in makers]
     assert None not in names and len(set(names)) == len(names)

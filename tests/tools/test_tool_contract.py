@@ -50,7 +50,7 @@ class ReadError(TransportError): ...
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime_module, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(runtime_module, "FIRST_PAUSE_SECONDS", 0.001)
 
 
 def attached(tools: list[Any], runtime: ToolRuntime, key: str = "0/a/0", **options: Any) -> AsyncToolExecutor:

@@ -26,7 +26,7 @@ from TrainingFactory.rollout.metrics import rollout_metrics
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.cache.cache import ToolCache
 from TrainingFactory.tools.decorator import as_result
-from TrainingFactory.tools.mcp.content import has_images, tool_result
+from TrainingFactory.tools.mcp.content import has_images, make_tool_result
 from TrainingFactory.tools.recording import (
     CALLS_FILE,
     CallPosition,
@@ -35,7 +35,7 @@ from TrainingFactory.tools.recording import (
     ReplayMismatch,
     save_specs,
 )
-from TrainingFactory.tools.replies import tool_messages
+from TrainingFactory.tools.replies import make_tool_messages
 from TrainingFactory.types import Image, Message, PlacedImage, Step, ToolCall, ToolResult, ToolSpec
 
 A, B, C = (picture(color) for color in (RED, GREEN, BLUE))
@@ -72,7 +72,7 @@ def test_what_functions_return(name: str) -> None:
 
 
 def mcp(*content: dict[str, Any]) -> ToolResult:
-    return tool_result({"content": list(content)}, None, ["sesame-1234"])
+    return make_tool_result({"content": list(content)}, None, ["sesame-1234"])
 
 
 def mcp_image(data: bytes) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def test_results_are_redacted_and_cut_around_images(monkeypatch: pytest.MonkeyPa
 def test_at_most_eight_images_a_turn() -> None:
     calls = [ToolCall("look", id="a"), ToolCall("look", id="b")]
     six = [PlacedImage(0, A)] * 6
-    first, second = tool_messages(calls, [ToolResult("", images=six), ToolResult("", images=six)])
+    first, second = make_tool_messages(calls, [ToolResult("", images=six), ToolResult("", images=six)])
     assert len(first.images) == 6 and len(second.images) == 2
     assert second.content.count("[image not shown: at most 8 images a turn]") == 4
 
@@ -238,7 +238,9 @@ def test_recordings_hold_digests(tmp_path: Path) -> None:
     replayed = Recorder(tmp_path)
     answer = replayed.replay(position, ToolCall("look"))
     assert answer is not None and answer == result and answer.images[0].image.data == A.data
-    replayed.compare(position, ToolCall("look"), result, ToolResult("see", images=[PlacedImage(3, A)]))
+    replayed.compare_rerun(position, ToolCall("look"), result, ToolResult("see", images=[PlacedImage(3, A)]))
     with pytest.raises(ReplayMismatch, match=re.escape(B.digest)):
-        replayed.compare(position, ToolCall("look"), result, ToolResult("see", images=[PlacedImage(3, B)]))
+        replayed.compare_rerun(
+            position, ToolCall("look"), result, ToolResult("see", images=[PlacedImage(3, B)])
+        )
     replayed.close()

@@ -61,9 +61,9 @@ async def audit(
     scored = [item for item in gold if item.value is not None]
     gold_pairs = [(item.trajectory, item.rejected) for item in gold if item.rejected is not None]
     options = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
-    pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **options)
+    pair_judge = PairJudge(prompt=judge.prompt.make_pair_prompt(), **options)
     tokens_before, cost_before = _usage_so_far(judge)
-    judge_ordered = pair_judge.ordered
+    judge_ordered = pair_judge.rate_pair
     pair_judgements = [(record(judge_ordered(a, b)), record(judge_ordered(b, a))) for a, b in gold_pairs]
     clean_scores, attacked_scores, pair_scores = await asyncio.gather(
         _gather([[record(judge.judge(item.trajectory, n)) for n in range(repeats)] for item in scored]),

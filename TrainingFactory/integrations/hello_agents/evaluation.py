@@ -14,7 +14,7 @@ from TrainingFactory.evaluation.records import EvaluationRecord
 from TrainingFactory.evaluation.requests import RecordedEvaluation, ask
 from TrainingFactory.integrations.hello_agents.rewards import accuracy_of, count_lines
 from TrainingFactory.rewards.adapt import as_reward
-from TrainingFactory.rewards.rules.answers import marked_answer
+from TrainingFactory.rewards.rules.answers import find_marked_answer
 from TrainingFactory.types import Trajectory
 
 REWARD = f"{accuracy_of.__module__}:{accuracy_of.__name__}"
@@ -42,7 +42,7 @@ def evaluate(
         "average_reward": fmean(rewards),
         "average_length": fmean(map(len, texts)),
         "average_steps": fmean(map(count_lines, texts)),
-        "format_correctness": fmean(marked_answer(text) is not None for text in texts),
+        "format_correctness": fmean(find_marked_answer(text) is not None for text in texts),
     }
     result: dict[str, Any] = {"num_samples": len(tasks), "truncated": int(measured["episodes/truncated"])}
     result |= {name: metric_values[name] for name in metrics}

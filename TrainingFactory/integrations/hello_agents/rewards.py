@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from TrainingFactory.rewards.rules.answers import marked_answer
-from TrainingFactory.rewards.rules.numbers import last_number_text
+from TrainingFactory.rewards.rules.answers import find_marked_answer
+from TrainingFactory.rewards.rules.numbers import find_last_number
 from TrainingFactory.rewards.rules.numeric import as_number
 from TrainingFactory.types import Trajectory
 
@@ -26,7 +26,7 @@ class MathRewardFunction:
     def extract_answer(self, text: Any) -> str | None:
         """Return the last marked answer (Final Answer:, ####, 答案, \\boxed), else the last number; None: neither."""
         text = _as_text(text)
-        return marked_answer(text) or last_number_text(text)
+        return find_marked_answer(text) or find_last_number(text)
 
     def normalize_answer(self, answer: Any) -> float | None:
         """Return an answer as number: 1/2, 1e3 and 1,234 are numbers, 50% is 0.5. None: not a number."""

@@ -21,10 +21,10 @@ FAULT_TEXTS = {
 
 @dataclass(kw_only=True, eq=False)
 class JudgeClient(EndpointClient):
-    WHO = "the judge"
+    MODEL_ROLE = "the judge"
 
     async def ask(
-        self, cache_key: Sequence[str], messages: MessageFactory, sample_index: int, parse: Callable[[str], T]
+        self, cache_key: Sequence[str], render: MessageFactory, sample_index: int, parse: Callable[[str], T]
     ) -> T:
         """Send a prompt and return its parsed reply; raise JudgeFailure without a valid one. `cache_key` excludes the
         messages, because their fences differ between requests."""
@@ -35,11 +35,11 @@ class JudgeClient(EndpointClient):
             return parse(reply.text)
 
         async def send() -> ModelReply:
-            return await self.model.ask(ModelRequest(messages(), number=sample_index))
+            return await self.model.ask(ModelRequest(render(), number=sample_index))
 
         try:
-            key = ("judge", self.model.identity, f"{sample_index}", *cache_key)
-            return parse_verdict(await self.request(key, send, parse_verdict))
+            request_key = ("judge", self.model.identity, f"{sample_index}", *cache_key)
+            return parse_verdict(await self.request(request_key, send, parse_verdict))
         except ModelFailure as failure:
             self.usage.failures[failure.kind] += 1
             raise JudgeFailure(str(failure), failure.kind) from failure

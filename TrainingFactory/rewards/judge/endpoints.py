@@ -29,9 +29,9 @@ class JudgeModel(Protocol):
 class SampledJudge:
     """Judge model sampled in this process. `name` identifies its weights in the cache: use one name per model."""
 
-    def __init__(self, sampler: Sampler, chat: ChatFormat, params: SamplingParams, name: str) -> None:
-        self.sampler, self.chat, self.name = sampler, chat, name
-        self.params = dataclasses.replace(params, stop_ids=params.stop_ids or chat.stop_ids)
+    def __init__(self, sampler: Sampler, chat_format: ChatFormat, params: SamplingParams, name: str) -> None:
+        self.sampler, self.chat, self.name = sampler, chat_format, name
+        self.params = dataclasses.replace(params, stop_ids=params.stop_ids or chat_format.stop_ids)
 
     @property
     def identity(self) -> str:

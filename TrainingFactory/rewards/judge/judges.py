@@ -19,9 +19,9 @@ from TrainingFactory.rewards.judge.prompts import (
     FieldValue,
     ImageLabels,
     JudgePrompt,
-    answer_text,
+    get_answer_text,
     new_boundary,
-    trajectory_text,
+    show_trajectory,
 )
 from TrainingFactory.rewards.judge.verdicts import (
     MAX_CANDIDATES,
@@ -49,42 +49,42 @@ class Judge:
     name: str = "judge"
     judge_unfinished: bool = False
     fence_seed: int | None = None  # makes fences reproducible; None: random for every request
-    unfinished: int = field(default=0, init=False)  # episodes that got the lowest score without a request
+    num_unfinished: int = field(default=0, init=False)  # episodes that got the lowest score without a request
 
     @property
     def metrics(self) -> dict[str, float]:
-        return self.client.usage.metrics("judge") | {"judge/unfinished": float(self.unfinished)}
+        return self.client.usage.metrics("judge") | {"judge/unfinished": float(self.num_unfinished)}
 
     async def close(self) -> None:
         await self.client.close()
 
     def is_failed(self, trajectory: Trajectory) -> bool:
         """Return whether the episode fails without a request to the judge model: it did not finish, or it has neither
-        an answer nor calls that the prompt shows. Count a failed episode in `unfinished`."""
+        an answer nor calls that the prompt shows. Count a failed episode in `num_unfinished`."""
         check_scorable(trajectory)
-        shows_calls = self.prompt.kind != SINGLE or "conversation" in self.prompt.fields
+        shows_calls = self.prompt.slots != SINGLE or "conversation" in self.prompt.fields
         has_calls = shows_calls and any(turn.message.tool_calls for turn in trajectory.turns)
-        is_empty = trajectory.status != "done" or not (answer_text(trajectory) or has_calls)
+        is_empty = trajectory.status != "done" or not (get_answer_text(trajectory) or has_calls)
         is_failed = is_empty and not self.judge_unfinished
-        self.unfinished += is_failed
+        self.num_unfinished += is_failed
         return is_failed
 
     async def _ask(
         self,
-        values: Mapping[str, FieldValue],
+        field_texts: Mapping[str, FieldValue],
         instruction: str,
         sample_index: int,
         parse: Callable[[str], T],
         attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> T:
-        key = cache_key_of(attach(self.prompt.messages(values, instruction, CACHE_KEY_BOUNDARY)))
+        key = make_cache_key(attach(self.prompt.render(field_texts, instruction, CACHE_KEY_BOUNDARY)))
 
-        def messages() -> list[Message]:  # rendered only if the reply is not cached
-            return attach(self.prompt.messages(values, instruction, self._boundary(key, sample_index)))
+        def make_messages() -> list[Message]:  # rendered only if the reply is not cached
+            return attach(self.prompt.render(field_texts, instruction, self._new_boundary(key, sample_index)))
 
-        return await self.client.ask(key, messages, sample_index, parse)
+        return await self.client.ask(key, make_messages, sample_index, parse)
 
-    def _boundary(self, key: Sequence[str], sample_index: int) -> str:
+    def _new_boundary(self, key: Sequence[str], sample_index: int) -> str:
         """Return a random fence boundary, or with `fence_seed` a digest that the prompt cannot contain."""
         if self.fence_seed is None:
             return new_boundary()
@@ -92,22 +92,22 @@ class Judge:
 
     async def _sample(
         self,
-        values: Mapping[str, FieldValue],
+        field_texts: Mapping[str, FieldValue],
         instruction: str,
         parse: Callable[[str], float],
         repeat: int,
         attach: Callable[[list[Message]], list[Message]] = lambda messages: messages,
     ) -> float:
-        first_sample = repeat * self.samples
-        samples = range(first_sample, first_sample + self.samples)
-        requests = [self._ask(values, instruction, sample, parse, attach) for sample in samples]
+        first_index = repeat * self.samples
+        indices = range(first_index, first_index + self.samples)
+        requests = [self._ask(field_texts, instruction, index, parse, attach) for index in indices]
         return aggregate(self.vote, await gather_majority(requests))
 
-    def _make_reward(self, value: float) -> Reward:
-        return Reward(value, parts={self.name: value})
+    def _make_reward(self, score: float) -> Reward:
+        return Reward(score, parts={self.name: score})
 
 
-def cache_key_of(messages: Sequence[Message]) -> list[str]:
+def make_cache_key(messages: Sequence[Message]) -> list[str]:
     return [as_text(message.content, message.images, repr) for message in messages]
 
 
@@ -138,27 +138,27 @@ class ModelJudge(Judge):
         return self._make_reward(await self.judge(trajectory))
 
     async def ask_judge(
-        self, messages: Sequence[Message], read: Callable[[str], float] | None = None
+        self, messages: Sequence[Message], parse: Callable[[str], float] | None = None
     ) -> float:
-        """Send the messages to the judge model, and return the score that `read` parses from its replies. If `read` is
-        None, add this judge's own instruction and parse its verdict."""
-        if read is None:
+        """Send the messages to the judge model, and return the score that `parse` returns for its replies. If
+        `parse` is None, add this judge's own instruction and parse its verdict."""
+        if parse is None:
             prompt = replace(messages[-1], content=f"{messages[-1].content}\n\n{self.verdict.instruction}")
-            messages, read = [*messages[:-1], prompt], self.verdict.read
-        key = cache_key_of(messages)
-        requests = [self.client.ask(key, lambda: messages, sample, read) for sample in range(self.samples)]
+            messages, parse = [*messages[:-1], prompt], self.verdict.parse
+        key = make_cache_key(messages)
+        requests = [self.client.ask(key, lambda: messages, index, parse) for index in range(self.samples)]
         return aggregate(self.vote, await gather_majority(requests))
 
     async def judge(self, trajectory: Trajectory, repeat: int = 0) -> float:
         """Return the verdict, from 0 to 1. `repeat` distinguishes repeated judgements of a trajectory in the cache."""
         image_labels = ImageLabels()
-        values = self.prompt.values(
+        field_texts = self.prompt.make_values(
             trajectory.task,
-            conversation=trajectory_text(trajectory, self.prompt.reasoning, label=image_labels),
-            answer=answer_text(trajectory),
+            conversation=show_trajectory(trajectory, self.prompt.reasoning, label=image_labels),
+            answer=get_answer_text(trajectory),
         )
-        attach = partial(image_labels.attach_last, self.images)
-        return await self._sample(values, self.verdict.instruction, self.verdict.read, repeat, attach)
+        attach = partial(image_labels.attach_last_images, self.images)
+        return await self._sample(field_texts, self.verdict.instruction, self.verdict.parse, repeat, attach)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -169,52 +169,52 @@ class PairJudge(Judge):
 
     opponents: int | None = None  # compare with the next N episodes of the group; None: with all
 
-    async def ordered(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
+    async def rate_pair(self, first: Trajectory, second: Trajectory, repeat: int = 0) -> float:
         """Compare two episodes in this order only: return 1 if the first is better, 0 if the second is."""
         verdict = PairwiseVerdict()
-        values = self.prompt.values(
+        field_texts = self.prompt.make_values(
             first.task,
-            first=trajectory_text(first, self.prompt.reasoning, prompt=False),
-            second=trajectory_text(second, self.prompt.reasoning, prompt=False),
+            first=show_trajectory(first, self.prompt.reasoning, prompt=False),
+            second=show_trajectory(second, self.prompt.reasoning, prompt=False),
         )
-        return await self._sample(values, verdict.instruction, verdict.read, repeat)
+        return await self._sample(field_texts, verdict.instruction, verdict.parse, repeat)
 
     async def compare(self, first: Trajectory, second: Trajectory) -> float:
         """Compare two episodes in both orders: return 1 if the first is better, 0 if the second is."""
-        forward, backward = await asyncio.gather(self.ordered(first, second), self.ordered(second, first))
+        forward, backward = await asyncio.gather(self.rate_pair(first, second), self.rate_pair(second, first))
         return (forward + 1 - backward) / 2
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward | Exception]:
         """Return each episode's share of wins, or the failure if half or more of its comparisons failed. Raise if no
         episode has a share."""
         trajectories = _require_group(episodes)
-        has_failed = [self.is_failed(trajectory) for trajectory in trajectories]
+        failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
         count = len(trajectories)
         offsets = range(1, min(self.opponents or count, count - 1) + 1)
         matches = ((first, (first + offset) % count) for first in range(count) for offset in offsets)
         pairs = sorted({(min(pair), max(pair)) for pair in matches})
 
         async def compare(first: int, second: int) -> float:
-            if has_failed[first] or has_failed[second]:
-                return 0.5 * (1 + has_failed[second] - has_failed[first])
+            if failed_flags[first] or failed_flags[second]:
+                return 0.5 * (1 + failed_flags[second] - failed_flags[first])
             return await self.compare(trajectories[first], trajectories[second])
 
-        results = await asyncio.gather(*(compare(*pair) for pair in pairs), return_exceptions=True)
+        verdicts = await asyncio.gather(*(compare(*pair) for pair in pairs), return_exceptions=True)
         wins: list[list[float | BaseException]] = [[] for _ in trajectories]
-        for (first, second), verdict in zip(pairs, results, strict=True):
+        for (first, second), verdict in zip(pairs, verdicts, strict=True):
             wins[first].append(verdict)
             wins[second].append(verdict if isinstance(verdict, BaseException) else 1 - verdict)
-        rewards = [self._win_share(comparisons) for comparisons in wins]
+        rewards = [self._make_win_reward(comparisons) for comparisons in wins]
         if all(isinstance(reward, Exception) for reward in rewards):
             require_majority(wins[0])  # raises the first failure
         return rewards
 
-    def _win_share(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
+    def _make_win_reward(self, wins: Sequence[float | BaseException]) -> Reward | Exception:
         try:
-            values = require_majority(wins)
+            scores = require_majority(wins)
         except JudgeFailure as failure:
             return failure
-        return self._make_reward(sum(values) / len(values))
+        return self._make_reward(sum(scores) / len(scores))
 
 
 @dataclass(kw_only=True, eq=False)
@@ -224,38 +224,38 @@ class RankingJudge(Judge):
 
     async def __call__(self, episodes: Sequence[Episode]) -> list[Reward]:
         trajectories = _require_group(episodes)
-        has_failed = [self.is_failed(trajectory) for trajectory in trajectories]
+        failed_flags = [self.is_failed(trajectory) for trajectory in trajectories]
         candidates = [
             trajectory
-            for trajectory, is_failed in zip(trajectories, has_failed, strict=True)
+            for trajectory, is_failed in zip(trajectories, failed_flags, strict=True)
             if not is_failed
         ]
         scores = iter(await self.rank(candidates))
-        return [self._make_reward(0.0 if is_failed else next(scores)) for is_failed in has_failed]
+        return [self._make_reward(0.0 if is_failed else next(scores)) for is_failed in failed_flags]
 
     async def rank(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        count = len(trajectories)
-        if count > MAX_CANDIDATES:
-            raise ValueError(f"a judge ranks at most {MAX_CANDIDATES} episodes; the group has {count}")
-        if count < 2:
-            return [1.0] * count
+        num_episodes = len(trajectories)
+        if num_episodes > MAX_CANDIDATES:
+            raise ValueError(f"a judge ranks at most {MAX_CANDIDATES} episodes; the group has {num_episodes}")
+        if num_episodes < 2:
+            return [1.0] * num_episodes
         rankings = await gather_majority(
             [self._rank_once(trajectories, sample_index) for sample_index in range(self.samples)]
         )
         return [aggregate(self.vote, column) for column in zip(*rankings, strict=True)]
 
     async def _rank_once(self, trajectories: Sequence[Trajectory], sample_index: int) -> list[float]:
-        count = len(trajectories)
+        num_candidates = len(trajectories)
         verdict = RankingVerdict()
-        order = [(offset + sample_index) % count for offset in range(count)]
-        texts = [trajectory_text(trajectories[index], self.prompt.reasoning, prompt=False) for index in order]
-        values = self.prompt.values(trajectories[0].task, candidates=texts)
+        order = [(offset + sample_index) % num_candidates for offset in range(num_candidates)]
+        texts = [show_trajectory(trajectories[index], self.prompt.reasoning, prompt=False) for index in order]
+        field_texts = self.prompt.make_values(trajectories[0].task, candidates=texts)
 
         def parse(reply: str) -> list[float]:
-            return verdict.read_all(reply, count)
+            return verdict.parse_all(reply, num_candidates)
 
-        scores = await self._ask(values, verdict.instruction, sample_index, parse)
-        return [scores[order.index(index)] for index in range(count)]
+        scores = await self._ask(field_texts, verdict.instruction, sample_index, parse)
+        return [scores[order.index(index)] for index in range(num_candidates)]
 
 
 def _require_group(episodes: Sequence[Episode]) -> list[Trajectory]:
@@ -272,8 +272,8 @@ def require_majority(results: Sequence[T | BaseException]) -> list[T]:
     """Return the successes if they are more than half; else raise the first JudgeFailure. Always raise exceptions of
     other types."""
     successes = [result for result in results if not isinstance(result, BaseException)]
-    too_few = 2 * len(successes) <= len(results)
+    lacks_majority = 2 * len(successes) <= len(results)
     for error in results:
-        if isinstance(error, BaseException) and (too_few or not isinstance(error, JudgeFailure)):
+        if isinstance(error, BaseException) and (lacks_majority or not isinstance(error, JudgeFailure)):
             raise error
     return successes

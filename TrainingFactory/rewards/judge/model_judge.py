@@ -39,7 +39,7 @@ from TrainingFactory.rewards.judge.verdicts import (
 from TrainingFactory.tools.cache.cache import ToolCache
 
 VerdictName = Literal["score", "yes_no", "json", "pairwise", "ranking"]
-FORMS: dict[VerdictName, Callable[..., Any]] = {
+VERDICT_TYPES: dict[VerdictName, Callable[..., Any]] = {
     "score": ScoreVerdict,
     "yes_no": YesNoVerdict,
     "json": JsonVerdict,
@@ -84,7 +84,7 @@ def model_judge(
     if images and verdict in ("pairwise", "ranking"):
         raise OptionError(InvalidOption("images", f"a judge with the verdict {verdict} gets no images"))
     try:
-        verdict_reader = make_from(FORMS[verdict], verdict_options or {}, f"the verdict {verdict}")
+        verdict_reader = make_from(VERDICT_TYPES[verdict], verdict_options or {}, f"the verdict {verdict}")
     except OptionError as error:
         raise error.with_prefix("verdict_options") from None
     prompt = JudgePrompt(template, rubric, PROMPT_FIELDS.get(verdict, SINGLE), reference, reasoning)
@@ -111,7 +111,7 @@ def model_judge(
     return ModelJudge(verdict=verdict_reader, images=images, **judge_options)
 
 
-def judges_at(
+def make_judges(
     base_url: str | Sequence[str], options: Mapping[str, Any], workers: int | None = None
 ) -> list[Any]:
     """Return one judge per worker of a pool. Workers are assigned to the addresses in turn and share one budget."""
@@ -127,7 +127,7 @@ def judges_at(
     for url in urls:
         judges.append(make_from(model_judge, {"base_url": url, **options}, "a model judge"))
         options["cache"] = judges[0].client.cache  # shared: opened once, closed with the first judge
-    usage = [judge.client.usage for judge in judges]
+    usages = [judge.client.usage for judge in judges]
     for judge in judges:
-        judge.client.counted_usage = usage
-    return [judges[number % len(urls)] for number in range(count)]
+        judge.client.counted_usages = usages
+    return [judges[index % len(urls)] for index in range(count)]

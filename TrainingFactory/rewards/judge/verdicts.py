@@ -19,24 +19,24 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT, Text, make_from
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.rules.answers import without_reasoning
-from TrainingFactory.rewards.rules.json_answers import strict_json, validated_schema
+from TrainingFactory.rewards.rules.json_answers import parse_strict_json, validate_schema
 from TrainingFactory.tools.schema import make_validator
 
 Vote = Literal["mean", "majority", "median"]
 MAX_CANDIDATES = len(string.ascii_uppercase)
-NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
-SCORE = re.compile(rf"({NUMBER})(?: ?/ ?(\d+(?:\.\d+)?))?")
+NUMBER_PATTERN = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d+)?|[+-]?nan|[+-]?inf(?:inity)?"
+SCORE_PATTERN = re.compile(rf"({NUMBER_PATTERN})(?: ?/ ?(\d+(?:\.\d+)?))?")
 MARKUP = " \t*_`"  # emphasis and code marks around a verdict
 FENCE = "```"
 MAX_FINITE = 1e300  # a larger integer may overflow a float
 
 
 class Verdict(Protocol):
-    """Answer format for one text; `read` parses the verdict as a number from 0 (bad) to 1 (good)."""
+    """Answer format for one text; `parse` returns the verdict as a number from 0 (bad) to 1 (good)."""
 
     @property
     def instruction(self) -> str: ...
-    def read(self, reply: str) -> float: ...
+    def parse(self, reply: str) -> float: ...
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -57,27 +57,27 @@ class ScoreVerdict:
             "Score: NUMBER"
         )
 
-    def read(self, reply: str) -> float:
-        match = SCORE.fullmatch(final_line(reply, "score"))
+    def parse(self, reply: str) -> float:
+        match = SCORE_PATTERN.fullmatch(find_final_line(reply, "score"))
         if match is None:
             raise missing_line_error(reply, "score")
-        value, maximum = match.groups()
-        if maximum and float(maximum) != self.high:
-            raise JudgeFailure(f"the judge's score is out of {maximum}, not {self.high:g}", "out_of_range")
-        return self.rescale(float(value))
+        score, max_score = match.groups()
+        if max_score and float(max_score) != self.high:
+            raise JudgeFailure(f"the judge's score is out of {max_score}, not {self.high:g}", "out_of_range")
+        return self.rescale(float(score))
 
-    def rescale(self, value: float) -> float:
-        if not self.low <= value <= self.high:  # also rejects nan
-            message = f"the judge's score is {value:g}; it must be from {self.low:g} to {self.high:g}"
+    def rescale(self, score: float) -> float:
+        if not self.low <= score <= self.high:  # also rejects nan
+            message = f"the judge's score is {score:g}; it must be from {self.low:g} to {self.high:g}"
             raise JudgeFailure(message, "out_of_range")
-        return (value - self.low) / (self.high - self.low)
+        return (score - self.low) / (self.high - self.low)
 
 
 @dataclass(config=STRICT, frozen=True)
 class YesNoVerdict:
     instruction: ClassVar[str] = "End with one line that is either\nVerdict: yes\nor\nVerdict: no"
 
-    def read(self, reply: str) -> float:
+    def parse(self, reply: str) -> float:
         return read_choice(reply, "verdict", {"yes": 1.0, "no": 0.0})
 
 
@@ -86,7 +86,7 @@ class JsonVerdict:
     """JSON object of `schema`, whose `key` holds the verdict: a boolean, a number from `low` to `high` (or in the
     schema's own range), or a string that `values` maps to such a number."""
 
-    schema: Annotated[dict[str, Any], AfterValidator(validated_schema)]
+    schema: Annotated[dict[str, Any], AfterValidator(validate_schema)]
     key: Text = "score"
     low: float = 0.0
     high: float = 1.0
@@ -120,17 +120,17 @@ class JsonVerdict:
         schema = json.dumps(self.schema)
         return f"Answer with one JSON object of this schema and nothing else.{hint}\n{schema}"
 
-    def read(self, reply: str) -> float:
-        value = strict_json(self._find_verdict(without_reasoning(reply).strip()))
-        if not isinstance(value, dict):
+    def parse(self, reply: str) -> float:
+        answer = parse_strict_json(self._find_verdict(without_reasoning(reply).strip()))
+        if not isinstance(answer, dict):
             raise unreadable_error(reply, "one JSON object")
         try:
-            is_valid = make_validator(self.schema).is_valid(value)
+            is_valid = make_validator(self.schema).is_valid(answer)
         except (OverflowError, RecursionError):  # too large or too deep to validate
             is_valid = False
-        if not is_valid or self.key not in value:
+        if not is_valid or self.key not in answer:
             raise unreadable_error(reply, f"an object of the schema with the key {self.key}")
-        verdict = value[self.key]
+        verdict = answer[self.key]
         if isinstance(verdict, bool):
             return float(verdict)
         if isinstance(verdict, str) and verdict in self.values:
@@ -160,7 +160,7 @@ class PairwiseVerdict:
         "is one of\nWinner: A\nWinner: B\nWinner: tie"
     )
 
-    def read(self, reply: str) -> float:
+    def parse(self, reply: str) -> float:
         return read_choice(reply, "winner", {"a": 1.0, "b": 0.0, "tie": 0.5})
 
 
@@ -173,69 +173,69 @@ class RankingVerdict:
         "with one line of the form\nRanking: C > A = D > B\nwith = between candidates that are equally good."
     )
 
-    def read_all(self, reply: str, count: int) -> list[float]:
-        ranking = final_line(reply, "ranking").upper()
+    def parse_all(self, reply: str, num_candidates: int) -> list[float]:
+        ranking = find_final_line(reply, "ranking").upper()
         tied_groups = [[letter.strip(MARKUP) for letter in group.split("=")] for group in ranking.split(">")]
         letters = [letter for group in tied_groups for letter in group]
-        if sorted(letters) != list(string.ascii_uppercase[:count]):
-            raise unreadable_error(reply, f"each of the {count} candidates once")
+        if sorted(letters) != list(string.ascii_uppercase[:num_candidates]):
+            raise unreadable_error(reply, f"each of the {num_candidates} candidates once")
         scores: dict[str, float] = {}
         num_better = 0
         for group in tied_groups:
             rank = num_better + (len(group) - 1) / 2
-            scores |= dict.fromkeys(group, 1 - rank / (count - 1))
+            scores |= dict.fromkeys(group, 1 - rank / (num_candidates - 1))
             num_better += len(group)
-        return [scores[letter] for letter in string.ascii_uppercase[:count]]
+        return [scores[letter] for letter in string.ascii_uppercase[:num_candidates]]
 
 
-def final_line(reply: str, prefix: str) -> str:
+def find_final_line(reply: str, prefix: str) -> str:
     """Return the text after `prefix:` in the last line, in lower case. A text of one line needs no prefix."""
     # A marked line with text after it, or two that differ, may be quoted from the judged material: rejected.
     lines = [line.strip(MARKUP) for line in without_reasoning(reply).splitlines()]
     lines = [line for line in lines if any(map(str.isalnum, line))]  # drops closing fences
-    verdicts = [verdict for line in lines if (verdict := _text_after(prefix, line)) is not None]
-    if verdicts and _text_after(prefix, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
+    verdicts = [verdict for line in lines if (verdict := _strip_prefix(prefix, line)) is not None]
+    if verdicts and _strip_prefix(prefix, lines[-1]) == verdicts[0] and len(set(verdicts)) == 1:
         return verdicts[0]
     if len(lines) == 1 and not verdicts:
-        return _normalise(lines[0])
+        return _normalise_line(lines[0])
     raise missing_line_error(reply, prefix)
 
 
-def _text_after(prefix: str, line: str) -> str | None:
+def _strip_prefix(prefix: str, line: str) -> str | None:
     """Return the text after `prefix:` or `prefix=`; None if the line does not start with it."""
     if not line.lower().startswith(prefix):
         return None
     remainder = line[len(prefix) :].lstrip(MARKUP)
-    return _normalise(remainder[1:]) if remainder[:1] in (":", "=") else None
+    return _normalise_line(remainder[1:]) if remainder[:1] in (":", "=") else None
 
 
-def _normalise(text: str) -> str:
+def _normalise_line(text: str) -> str:
     return " ".join(text.strip(MARKUP).rstrip(f"{MARKUP}.").lower().split())
 
 
-def read_choice(reply: str, prefix: str, values: Mapping[str, float]) -> float:
-    value = values.get(final_line(reply, prefix))
-    if value is None:
+def read_choice(reply: str, prefix: str, scores: Mapping[str, float]) -> float:
+    score = scores.get(find_final_line(reply, prefix))
+    if score is None:
         raise missing_line_error(reply, prefix)
-    return value
+    return score
 
 
 def missing_line_error(reply: str, prefix: str) -> JudgeFailure:
     return unreadable_error(reply, f"one line `{prefix.capitalize()}: ...` at its end")
 
 
-def unreadable_error(reply: str, expected: str) -> JudgeFailure:
-    tail = " ".join(reply.split())[-80:]
-    return JudgeFailure(f"the judge's answer is not {expected}; it ends with {tail!r}", "unreadable")
+def unreadable_error(reply: str, expected_text: str) -> JudgeFailure:
+    ending = " ".join(reply.split())[-80:]
+    return JudgeFailure(f"the judge's answer is not {expected_text}; it ends with {ending!r}", "unreadable")
 
 
-def aggregate(vote: Vote, values: Sequence[float]) -> float:
+def aggregate(vote: Vote, scores: Sequence[float]) -> float:
     """Aggregate the values of several samples. With `majority`, return the most frequent value, or the mean if several
     values are equally frequent."""
     if vote == "mean":
-        return mean(values)
+        return mean(scores)
     if vote == "median":
-        return median(values)
-    counts = Counter(values)
+        return median(scores)
+    counts = Counter(scores)
     top_count = max(counts.values())
-    return mean(value for value, count in counts.items() if count == top_count)
+    return mean(score for score, count in counts.items() if count == top_count)

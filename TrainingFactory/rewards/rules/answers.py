@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import check_scorable
-from TrainingFactory.rewards.rules.numbers import last_number_text
+from TrainingFactory.rewards.rules.numbers import find_last_number
 from TrainingFactory.types import Reward, Task, Trajectory
 
 MAX_BOXES = 50  # boxes that are searched, from the end
@@ -30,7 +30,7 @@ class FinalTextRule:
 
     rule: ClassVar[str]
 
-    def text_of(self, trajectory: Trajectory) -> str | None:
+    def get_final_text(self, trajectory: Trajectory) -> str | None:
         """Return the final text; None for an episode that did not finish by itself, or without text."""
         check_scorable(trajectory)
         if trajectory.status != "done" or not trajectory.turns:
@@ -49,37 +49,37 @@ class ExtractionRule(FinalTextRule):
     # the last line.
     extract: ExtractMode = "auto"
 
-    def answer_of(self, trajectory: Trajectory) -> str | None:
+    def extract_final_answer(self, trajectory: Trajectory) -> str | None:
         """Extract the answer from the episode's final text; return None if there is none."""
-        text = self.text_of(trajectory)
-        return None if text is None else self.answer_in(text)
+        text = self.get_final_text(trajectory)
+        return None if text is None else self.extract_answer(text)
 
-    def answer_in(self, text: str) -> str | None:
+    def extract_answer(self, text: str) -> str | None:
         """Extract the answer from a text by the method `extract`; return None if there is none."""
         match self.extract:
             case "auto":
-                return marked_answer(text) or last_line(text)
+                return find_marked_answer(text) or find_last_line(text)
             case "marker":
-                return _unless_ambiguous(text, _text_after_phrase(text))
+                return _reject_ambiguous(text, _find_text_after_phrase(text))
             case "boxed":
-                return _unless_ambiguous(text, _boxed_text(text))
+                return _reject_ambiguous(text, _find_boxed_text(text))
             case "tag":
-                return _unless_ambiguous(text, _tagged_text(text))
+                return _reject_ambiguous(text, _find_tagged_text(text))
             case "last_line":
-                return last_line(text)
+                return find_last_line(text)
             case "last_number":
-                return last_number_text(text, getattr(self, "decimal_comma", False))
+                return find_last_number(text, getattr(self, "decimal_comma", False))
         return text
 
 
 @lru_cache(maxsize=1)  # called twice for each answer
-def marked_answer(text: str) -> str | None:
+def find_marked_answer(text: str) -> str | None:
     """Return the last answer that is boxed, tagged or marked by a phrase; None if there is none."""
-    candidates = [_boxed_text(text), _tagged_text(text), _text_after_phrase(text)]
-    return _unless_ambiguous(text, max((pair for pair in candidates if pair is not None), default=None))
+    candidates = [_find_boxed_text(text), _find_tagged_text(text), _find_text_after_phrase(text)]
+    return _reject_ambiguous(text, max((pair for pair in candidates if pair is not None), default=None))
 
 
-def reference_answers(task: Task, rule: str) -> list[Any]:
+def get_references(task: Task, rule: str) -> list[Any]:
     """Return the reference answers of a task, one or several; raise ValueError if it has none."""
     answers = list(task.answer) if isinstance(task.answer, list | tuple) else [task.answer]
     has_blank = any(answer is None or (isinstance(answer, str) and not answer.strip()) for answer in answers)
@@ -96,25 +96,25 @@ class ReferenceRule(ExtractionRule):
     # Without a marked answer, both the last line and the whole text are tried, and the better score counts.
     tries_whole_text: ClassVar[bool] = True
 
-    def parsed_references(self, episode: Episode) -> list[Any]:
+    def parse_references(self, episode: Episode) -> list[Any]:
         """Parse the task's reference answers; raise ValueError if there are none or one is invalid."""
-        answers = reference_answers(episode.task, self.rule)
+        answers = get_references(episode.task, self.rule)
         try:
-            return [self.read_reference(reference) for reference in answers]
+            return [self.parse_reference(reference) for reference in answers]
         except (ValueError, TypeError) as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
 
-    def read_reference(self, reference: Any) -> Any:
+    def parse_reference(self, reference: Any) -> Any:
         """Parse a reference answer; raise ValueError if the rule cannot compare with it."""
         return str(reference)
 
-    def candidate_answers(self, episode: Episode) -> Sequence[str]:
+    def extract_candidates(self, episode: Episode) -> Sequence[str]:
         """Return the candidate answers; none for an episode that did not finish by itself."""
-        text = self.text_of(episode.trajectory)
+        text = self.get_final_text(episode.trajectory)
         if text is None:
             return []
-        answers = [self.answer_in(text)]
-        if self.extract == "auto" and self.tries_whole_text and not marked_answer(text):
+        answers = [self.extract_answer(text)]
+        if self.extract == "auto" and self.tries_whole_text and not find_marked_answer(text):
             answers.append(text)
         return [answer for answer in answers if answer]
 
@@ -125,10 +125,10 @@ class AnswerRule(ReferenceRule):
     quick = True  # comparing two short texts is faster than starting a thread
 
     def __call__(self, episode: Episode) -> Reward:
-        references = self.parsed_references(episode)
+        references = self.parse_references(episode)
         scores = [
             self.score(answer, reference)
-            for answer in self.candidate_answers(episode)
+            for answer in self.extract_candidates(episode)
             for reference in references
         ]
         return self.make_reward(max(scores, default=0.0))
@@ -142,18 +142,18 @@ def without_reasoning(text: str) -> str:
     if THINK_START not in text and THINK_END not in text:
         return text
     segments: list[str] = []
-    is_inside = False
+    is_inside_block = False
     for segment in re.split(f"({THINK_START}|{THINK_END})", text):
-        if segment == THINK_END and not is_inside:
+        if segment == THINK_END and not is_inside_block:
             segments.clear()
         elif segment in (THINK_START, THINK_END):
-            is_inside = segment == THINK_START
-        elif not is_inside:
+            is_inside_block = segment == THINK_START
+        elif not is_inside_block:
             segments.append(segment)
     return "".join(segments)
 
 
-def last_line(text: str) -> str | None:
+def find_last_line(text: str) -> str | None:
     """Return the last line that contains a word, without a list or heading marker."""
     lines = [line.strip() for line in text.splitlines() if re.search(r"\w", line)]
     return _LIST_MARKER.sub("", lines[-1]) if lines else None
@@ -172,7 +172,7 @@ _HEADING = "####"
 _OR_CONTINUATION = re.compile(r"\W{0,5}or\b", re.I)
 
 
-def _text_after_phrase(text: str) -> tuple[int, str] | None:
+def _find_text_after_phrase(text: str) -> tuple[int, str] | None:
     """Return the position and the answer of the last phrase such as `Answer:`, or of `####` in the last line."""
     phrase_spans = [match.span() for match in _ANSWER_PHRASE.finditer(text)][-1:]
     stripped = text.rstrip()
@@ -181,12 +181,12 @@ def _text_after_phrase(text: str) -> tuple[int, str] | None:
         phrase_spans.append((heading_start, heading_start + len(_HEADING)))
     if phrase_spans:
         phrase_start, phrase_end = max(phrase_spans)
-        if answer := _line_after(text, phrase_end):
+        if answer := _find_line_after(text, phrase_end):
             return phrase_start, answer
     return None
 
 
-def _line_after(text: str, position: int) -> str | None:
+def _find_line_after(text: str, position: int) -> str | None:
     """Return the first non-empty line from the position on, and also the next line if that starts with `or`."""
     lines = [line.strip() for line in text[position:].splitlines() if re.search(r"\w", line)][:2]
     if not lines:
@@ -195,7 +195,7 @@ def _line_after(text: str, position: int) -> str | None:
     return line[:-MAX_TAGS] + _CLOSING_TAGS.sub("", line[-MAX_TAGS:])
 
 
-def _tagged_text(text: str) -> tuple[int, str] | None:
+def _find_tagged_text(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last <answer> tag."""
     *_, end_tag = [None, *re.finditer("</answer>", text, re.I)]
     *_, start_tag = [None, *re.finditer("<answer>", text[: end_tag.start()] if end_tag else "", re.I)]
@@ -205,7 +205,7 @@ def _tagged_text(text: str) -> tuple[int, str] | None:
     return (start_tag.start(), content) if content else None
 
 
-def _boxed_text(text: str) -> tuple[int, str] | None:
+def _find_boxed_text(text: str) -> tuple[int, str] | None:
     """Return the position and the content of the last balanced \\boxed{...}, with a minus sign before the box."""
     for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s?\{", text))[-MAX_BOXES:]):
         box_end = _find_closing_brace(text, match.end())
@@ -230,7 +230,7 @@ def _find_closing_brace(text: str, content_start: int) -> int | None:
     return None
 
 
-def _unless_ambiguous(text: str, candidate: tuple[int, str] | None) -> str | None:
+def _reject_ambiguous(text: str, candidate: tuple[int, str] | None) -> str | None:
     """Return the answer of a (position, answer) pair; None if it is one of several: Answer: 5 or Answer: 7."""
     if candidate is None:
         return None

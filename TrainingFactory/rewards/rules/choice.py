@@ -27,12 +27,12 @@ class ChoiceRule(ReferenceRule):
     letters: Annotated[str, Field(pattern=r"^[A-Z]{2,26}$")] = "ABCDEFGHIJ"
 
     def __call__(self, episode: Episode) -> Reward:
-        correct_letters = self.parsed_references(episode)
-        texts = episode.task.metadata.get("choices") or []
-        letters = (self._parse_choice(answer, texts) for answer in self.candidate_answers(episode))
-        return self.make_reward(any(choice in correct_letters for choice in letters))
+        correct_letters = self.parse_references(episode)
+        choice_texts = episode.task.metadata.get("choices") or []
+        letters = (self._parse_choice(answer, choice_texts) for answer in self.extract_candidates(episode))
+        return self.make_reward(any(letter in correct_letters for letter in letters))
 
-    def read_reference(self, reference: Any) -> str:
+    def parse_reference(self, reference: Any) -> str:
         letter = str(reference).strip(" ().").upper()
         if type(reference) is int and 0 <= reference < len(self.letters):
             letter = self.letters[reference]
@@ -56,8 +56,8 @@ class ChoiceRule(ReferenceRule):
         if text_after_letter in choices:  # the letter of one choice with the text of another is no answer
             return letter if text_after_letter in choices[self.letters.index(letter) :][:1] else None
         other_letters = self.letters.replace(letter, "")
-        details = re.sub(_REFUSED.format(other_letters), "", match["rest"])  # drops: (not B); B is wrong
-        if _DENIAL.match(details) or any(other in other_letters for other in _find_letters(details)):
+        details = re.sub(_REJECTION.format(other_letters), "", match["rest"])  # drops: (not B); B is wrong
+        if _DENIAL.match(details) or any(choice in other_letters for choice in _find_letters(details)):
             return None
         return letter
 
@@ -67,14 +67,14 @@ def _find_letters(text: str) -> Iterator[str]:
     for match in _LONE_LETTER.finditer(text):
         text_before = text[max(0, match.start() - 10) : match.start()]
         text_after = text[match.end() : match.end() + 10]
-        is_word = match.group() in "aAiI" and _WORD.match(text_after) and not _JOINED.match(text_after)
+        is_word = match.group() in "aAiI" and _WORD.match(text_after) and not _JOINER.match(text_after)
         if not is_word and (_MARK_BEFORE.search(text_before) or _MARK_AFTER.match(text_after)):
             yield match.group().upper()
 
 
 _LONE_LETTER = re.compile(r"(?<![\w'])[A-Za-z](?![\w'])(?! ?[=+*^<>]|\()")  # not the letters of formulas
 _WORD = re.compile(r" [a-z]{2}")
-_JOINED = re.compile(r" (?:or|and|nor|is)\b")
+_JOINER = re.compile(r" (?:or|and|nor|is)\b")
 _MARK_BEFORE = re.compile(
     r"(?:\A|[^\w\s'=+*^<>] ?|\b(?:or|and|nor|not|no|but|is|option|choice|answer|maybe|perhaps|than|either) )\Z",
     re.I,
@@ -85,7 +85,7 @@ _LETTER_ANSWER = re.compile(
     r"[(\[]?(?P<letter>[A-Z])(?:[)\].:,;]+ ?| - | ?\(| (?=(?:is|because|since|as)\b)|$)(?P<rest>.*)",
     re.I,
 )
-_REFUSED = (
+_REJECTION = (
     r"\b(?:not|rather than|instead of) [(\[]?[{0}]\b[)\]]?(?! ?[/,] ?[A-Z]\b)"
     r"|(?<![\w'])[(\[]?[{0}][)\]]? (?:is|was) (?:wrong|incorrect|false|not)\b"
 )

@@ -10,9 +10,9 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.options import STRICT, Text
 from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.rules.answers import ExtractionRule, ExtractMode, reference_answers
+from TrainingFactory.rewards.rules.answers import ExtractionRule, ExtractMode, get_references
 from TrainingFactory.rewards.rules.code_asserts import split_test
-from TrainingFactory.rewards.rules.json_answers import last_fenced_block
+from TrainingFactory.rewards.rules.json_answers import find_last_fenced_block
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.types import Reward, Task, ToolFailure, ToolResult
 
@@ -26,16 +26,16 @@ class ToolRule(ExtractionRule):
 
     def check_environment(self, environment: Environment, task: Task) -> None:
         """Raise ValueError if the environment lacks the tool."""
-        available = [tool.spec.name for tool in environment.tools]
-        if self.tool not in available:
+        tool_names = [tool.spec.name for tool in environment.tools]
+        if self.tool not in tool_names:
             raise ValueError(
                 f"the reward {self.rule} needs the tool {self.tool!r}, but {type(environment).__name__} has "
-                f"{', '.join(available) or 'none'}; add it under tools, or set the option tool to another one"
+                f"{', '.join(tool_names) or 'none'}; add it under tools, or set the option tool to another one"
             )
 
-    def code_of(self, episode: Episode) -> str | None:
-        text = self.text_of(episode.trajectory)
-        return (last_fenced_block(text) or self.answer_in(text)) if text is not None else None
+    def extract_code(self, episode: Episode) -> str | None:
+        text = self.get_final_text(episode.trajectory)
+        return (find_last_fenced_block(text) or self.extract_answer(text)) if text is not None else None
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -49,24 +49,24 @@ class CodeTests(ToolRule):
     trusting: bool = False
 
     async def __call__(self, episode: Episode) -> Reward:
-        tests = episode.task.metadata.get("tests") or reference_answers(episode.task, self.rule)
+        tests = episode.task.metadata.get("tests") or get_references(episode.task, self.rule)
         tests = [tests] if isinstance(tests, str) else list(tests)
-        code = self.code_of(episode)
+        code = self.extract_code(episode)
         if not code:
             return self.make_reward(0.0)
-        has_passed = [await self._passes(episode, code, str(test)) for test in tests]
-        return self.make_reward(sum(has_passed) / len(has_passed) if self.partial else all(has_passed))
+        pass_flags = [await self._passes(episode, code, str(test)) for test in tests]
+        return self.make_reward(sum(pass_flags) / len(pass_flags) if self.partial else all(pass_flags))
 
     async def _passes(self, episode: Episode, code: str, test: str) -> bool:
         try:
-            split = split_test(test)
+            checker = split_test(test)
         except ValueError as error:
             raise ValueError(f"task {episode.task.id}: {error}") from error
-        call = tool_caller(episode, self.tool, "code")
-        if split is not None:
-            displayed = "'[' + ', '.join(_found) + ']'"
-            output = await run_and_read(call, f"{code}\n\n{split.script}", displayed, split.size)
-            return output is not None and split.accepts(output)
+        call = make_tool_caller(episode, self.tool, "code")
+        if checker is not None:
+            expression = "'[' + ', '.join(_found) + ']'"
+            output = await run_and_read(call, f"{code}\n\n{checker.script}", expression, checker.num_chars)
+            return output is not None and checker.accepts(output)
         if not self.trusting:
             raise ValueError(
                 f"task {episode.task.id}: the code could fake the test {test.strip()[:60]!r}; rewrite the test in the "
@@ -75,26 +75,26 @@ class CodeTests(ToolRule):
         return await run_and_read(call, f"{code}\n\n{test}", "''") is not None
 
 
-def tool_caller(episode: Episode, tool: str, argument: str) -> RunQuery:
+def make_tool_caller(episode: Episode, tool: str, argument: str) -> RunQuery:
     """Return a function that calls the environment's tool; it raises ToolFailure if the environment lacks the tool."""
 
-    async def call(text: str) -> ToolResult:
+    async def call_tool(text: str) -> ToolResult:
         result = await episode.call(tool, **{argument: text})
         if result.error == "unknown":
             raise ToolFailure(f"the environment has no tool {tool!r}, which the reward needs")
         return result
 
-    return call
+    return call_tool
 
 
-async def run_and_read(call: RunQuery, code: str, expression: str, size: int = 0) -> str | None:
+async def run_and_read(run_code: RunQuery, code: str, expression: str, num_chars: int = 0) -> str | None:
     """Run the code and return the value of a string expression; None if the code failed. Raise ValueError if the tool
-    truncated output that may be correct; `size` is the length of the correct value."""
+    truncated output that may be correct; `num_chars` is the length of the correct value."""
     # The digest marks our line among the output of the code, so that exiting early does not pass. It depends only on
     # the code, so that recorded calls can be replayed; code that guesses it gains nothing.
     marker = digest(code)
-    result = await call(f"{code}\nprint('\\n' + {marker!r} + {expression})\n")
-    if _TRUNCATION_MARK.search(result.content) and size * 2 > len(result.content):
+    result = await run_code(f"{code}\nprint('\\n' + {marker!r} + {expression})\n")
+    if _TRUNCATION_MARK.search(result.content) and num_chars * 2 > len(result.content):
         raise ValueError(
             "cannot compare the output of the code, because the tool truncated it and the expected value is too long "
             "as well; raise the tool's max_output_chars, or use a test with a shorter value"

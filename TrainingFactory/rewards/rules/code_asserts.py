@@ -20,11 +20,11 @@ OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.GtE: operator.ge, ast.Is: operator.is_, ast.IsNot: operator.is_not,
     ast.In: lambda value, container: value in container, ast.NotIn: lambda value, container: value not in container,
 }  # fmt: skip
-MIRRORED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+MIRRORED_OPERATORS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.Eq, ast.NotEq: ast.NotEq, ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE,
 }  # fmt: skip
 _OVERRIDABLE = ast.Compare | ast.Sub | ast.Match  # an object of the code can override these
-_NOT_INLINABLE = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
+_NOT_INLINABLE_NODES = ast.Return | ast.Yield | ast.YieldFrom | ast.Global | ast.Nonlocal
 # Runs in the sandbox: formats a value as a Python literal. It raises for other objects, which fails the test.
 FORMAT_SCRIPT = """
 def _shown(value):
@@ -58,7 +58,7 @@ class SplitTest:
 
     script: str  # computes the values and appends their literals to `_found`
     conditions: Sequence[Condition]  # the condition on each value
-    size: int = 0  # upper bound of the expected values' length: characters of the test outside the script
+    num_chars: int = 0  # at most that many in the expected values: those of the test outside the script
 
     def accepts(self, output: str) -> bool:
         """Return whether the values, formatted as a list literal, meet the conditions."""
@@ -79,7 +79,7 @@ def split_test(test: str) -> SplitTest | None:
         raise ValueError(f"a test is not valid Python ({error})") from error
     try:
         splitter = _Splitter(list(_inline_checks(tree)))
-        statements = [ast.unparse(ast.fix_missing_locations(node)) for node in splitter.sandbox_statements()]
+        statements = [ast.unparse(ast.fix_missing_locations(node)) for node in splitter.split()]
     except _NotSplittable:
         return None
     if not splitter.conditions:
@@ -120,7 +120,7 @@ def _is_check(function: ast.FunctionDef) -> bool:
     """Return whether the function only tests its one argument, so that its body can be inlined."""
     return (
         any(isinstance(node, ast.Assert) for node in function.body)
-        and not any(isinstance(node, _NOT_INLINABLE) for node in ast.walk(function))
+        and not any(isinstance(node, _NOT_INLINABLE_NODES) for node in ast.walk(function))
         and not function.decorator_list
         and len(function.args.args) == 1
         and not function.args.defaults
@@ -133,10 +133,10 @@ class _Splitter:
     def __init__(self, statements: Sequence[ast.stmt]) -> None:
         self.statements = statements
         self.conditions: list[Condition] = []  # on the values, in order
-        counts = Counter(_bound_names(statements))
-        assignments = [pair for pair in map(_assignment, statements) if pair and counts[pair[0]] == 1]
+        num_bindings = Counter(_bound_names(statements))
+        assignments = [pair for pair in map(_assignment, statements) if pair and num_bindings[pair[0]] == 1]
         # Names that the test binds, except to objects of the code: results of their calls could be guessed.
-        self.local_names = set(counts)
+        self.local_names = set(num_bindings)
         self.local_names -= {name for name, value in assignments if self._is_tested_code(value)}
         # Names of literals of the test. One that is used outside comparisons may be changed there, so a mutable one
         # does not count.
@@ -144,12 +144,12 @@ class _Splitter:
         name_counts.subtract(_compared_names(statements))
         self.constants: dict[str, Any] = {}
         for name, value in assignments:
-            if (literal := self.literal_of(value)) and (_frozen(literal[0]) or not name_counts[name]):
+            if (literal := self.read_literal(value)) and (_frozen(literal[0]) or not name_counts[name]):
                 self.constants[name] = literal[0]
 
-    def sandbox_statements(self) -> list[ast.stmt]:
+    def split(self) -> list[ast.stmt]:
         """Return the statements that the sandbox runs, and fill `conditions`."""
-        nodes = [node for statement in self.statements for node in self._rewrite(statement)]
+        nodes = [node for statement in self.statements for node in self._rewrite_statement(statement)]
         used_names = {name.id for node in nodes if self._constant(node) is None for name in _names(node)}
         return [node for node in nodes if (name := self._constant(node)) is None or name in used_names]
 
@@ -158,7 +158,7 @@ class _Splitter:
         assignment = _assignment(statement)
         return assignment[0] if assignment is not None and assignment[0] in self.constants else None
 
-    def _rewrite(self, statement: ast.stmt) -> Iterator[ast.stmt]:
+    def _rewrite_statement(self, statement: ast.stmt) -> Iterator[ast.stmt]:
         if isinstance(statement, ast.Assert):
             for expression, condition in self._split_conditions(statement.test):
                 self.conditions.append(condition)
@@ -183,7 +183,7 @@ class _Splitter:
         elif not (isinstance(test, ast.Constant) and test.value):  # assert True tests nothing
             yield self._require_call(test), bool
 
-    def literal_of(self, node: ast.expr) -> tuple[Any] | None:
+    def read_literal(self, node: ast.expr) -> tuple[Any] | None:
         """Return the value of a literal or of a name for one, as a tuple; None for other expressions."""
         if isinstance(node, ast.Name) and node.id in self.constants:
             return (self.constants[node.id],)
@@ -194,37 +194,37 @@ class _Splitter:
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
 
-    def _split(self, left: ast.expr, right: ast.expr) -> tuple[ast.expr, Any]:
+    def _split_operands(self, left: ast.expr, right: ast.expr) -> tuple[ast.expr, Any]:
         """Return the side that the sandbox must compute, and the value of the other side, which is a literal."""
-        for computed, literal in ((left, right), (right, left)):
-            if expected := self.literal_of(literal):
-                return self._check_computable(computed), expected[0]
+        for computed_side, literal_side in ((left, right), (right, left)):
+            if literal_value := self.read_literal(literal_side):
+                return self._check_computable(computed_side), literal_value[0]
         raise _NotSplittable
 
     def _split_comparison(
-        self, left: ast.expr, kind: type[ast.cmpop], right: ast.expr
+        self, left: ast.expr, op_type: type[ast.cmpop], right: ast.expr
     ) -> tuple[ast.expr, Condition]:
-        expected = self.literal_of(right)
-        if expected is None and kind in MIRRORED and (expected := self.literal_of(left)):
-            left, kind = right, MIRRORED[kind]
+        expected = self.read_literal(right)
+        if expected is None and op_type in MIRRORED_OPERATORS and (expected := self.read_literal(left)):
+            left, op_type = right, MIRRORED_OPERATORS[op_type]
         if expected is None:
             raise _NotSplittable
-        compare, value = OPERATORS[kind], expected[0]
+        compare, value = OPERATORS[op_type], expected[0]
         match left:
             case ast.Call(ast.Name("abs"), [ast.BinOp(minuend, ast.Sub(), subtrahend)], []):
-                computed, reference = self._split(minuend, subtrahend)
-                return computed, lambda result: compare(abs(result - reference), value)
-        guessable = kind is not ast.Eq or (isinstance(value, bool) and self._calls_local_name(left))
-        computed = self._require_call(left) if guessable else self._check_computable(left)
-        return computed, lambda result: compare(result, value)
+                computed_side, reference = self._split_operands(minuend, subtrahend)
+                return computed_side, lambda result: compare(abs(result - reference), value)
+        is_guessable = op_type is not ast.Eq or (isinstance(value, bool) and self._calls_local_name(left))
+        computed_side = self._require_call(left) if is_guessable else self._check_computable(left)
+        return computed_side, lambda result: compare(result, value)
 
     def _split_isclose(self, node: ast.Call) -> tuple[ast.expr, Condition]:
-        options = {keyword.arg: self.literal_of(keyword.value) for keyword in node.keywords}
+        options = {keyword.arg: self.read_literal(keyword.value) for keyword in node.keywords}
         if len(node.args) != 2 or not options.keys() <= {"rel_tol", "abs_tol"} or None in options.values():
             raise _NotSplittable
         tolerances = {str(name): value[0] for name, value in options.items() if value}
-        computed, reference = self._split(*node.args)
-        return computed, lambda value: math.isclose(value, reference, **tolerances)
+        computed_side, reference = self._split_operands(*node.args)
+        return computed_side, lambda value: math.isclose(value, reference, **tolerances)
 
     def _check_computable(self, node: ast.expr) -> ast.expr:
         """Return the node; raise _NotSplittable if the code under test could override an operator in it."""

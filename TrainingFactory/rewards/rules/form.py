@@ -14,8 +14,8 @@ from TrainingFactory.rewards.rules.answers import (
     ExtractionRule,
     ExtractMode,
     FinalTextRule,
-    marked_answer,
-    reference_answers,
+    find_marked_answer,
+    get_references,
 )
 from TrainingFactory.rewards.rules.json_answers import NO_JSON, read_json
 from TrainingFactory.types import Reward, Trajectory
@@ -58,8 +58,8 @@ class PatternRule(ExtractionRule):
     timeout: Seconds = 1.0
 
     def __call__(self, episode: Episode) -> Reward:
-        patterns = [self.pattern] if self.pattern is not None else reference_answers(episode.task, self.rule)
-        answer = self.answer_of(episode.trajectory)
+        patterns = [self.pattern] if self.pattern is not None else get_references(episode.task, self.rule)
+        answer = self.extract_final_answer(episode.trajectory)
         try:
             regexes = [compile_pattern(str(pattern)) for pattern in patterns]
             is_match = answer is not None and any(
@@ -89,13 +89,13 @@ class FormatRule(FinalTextRule):
             raise ValueError("the rule format needs a pattern or required parts; set pattern or require")
 
     def __call__(self, episode: Episode) -> Reward:
-        final_text = self.text_of(episode.trajectory)
+        final_text = self.get_final_text(episode.trajectory)
         if final_text is None:
             return self.make_reward(0.0)
-        is_met = [self._has_part(part, episode.trajectory, final_text) for part in self.require]
+        met_flags = [self._has_part(part, episode.trajectory, final_text) for part in self.require]
         if self.pattern is not None:
-            is_met.append(matches(compile_pattern(self.pattern), final_text, True, self.timeout))
-        return self.make_reward(sum(is_met) / len(is_met) if self.partial else all(is_met))
+            met_flags.append(matches(compile_pattern(self.pattern), final_text, True, self.timeout))
+        return self.make_reward(sum(met_flags) / len(met_flags) if self.partial else all(met_flags))
 
     def _has_part(self, part: AnswerPart, trajectory: Trajectory, text: str) -> bool:
         *earlier_turns, last_turn = trajectory.turns
@@ -105,7 +105,7 @@ class FormatRule(FinalTextRule):
             case "readable_calls":
                 return not any(call.error for turn in trajectory.turns for call in turn.message.tool_calls)
             case "marked_answer":
-                return marked_answer(text) is not None
+                return find_marked_answer(text) is not None
             case "reasoning":
                 return bool((last_turn.message.reasoning or "").strip())
             case "json":
@@ -127,7 +127,7 @@ class LengthRule(FinalTextRule):
             raise ValueError(f"soft is {self.soft:g} and hard is {self.hard:g}; hard must be at least soft")
 
     def __call__(self, episode: Episode) -> Reward:
-        final_text = self.text_of(episode.trajectory)
+        final_text = self.get_final_text(episode.trajectory)
         if final_text is None:
             return self.make_reward(0.0)
         turns = episode.trajectory.turns

@@ -21,7 +21,7 @@ NO_JSON: Any = object()  # no JSON value; None is JSON's null
 _FENCED_BLOCK = re.compile(r"```[\w+-]*[ \t]*\n(.*?)```", re.S)
 
 
-def last_fenced_block(text: str) -> str | None:
+def find_last_fenced_block(text: str) -> str | None:
     """Return the content of the last block between ``` lines; None if there is none."""
     blocks = _FENCED_BLOCK.findall(text)
     return blocks[-1].strip() if blocks else None
@@ -29,11 +29,11 @@ def last_fenced_block(text: str) -> str | None:
 
 def read_json(text: str) -> Any:
     """Parse the text, or else its last fenced block, as JSON; return NO_JSON if neither is JSON."""
-    value = strict_json(text)
-    return strict_json(last_fenced_block(text) or "") if value is NO_JSON else value
+    value = parse_strict_json(text)
+    return parse_strict_json(find_last_fenced_block(text) or "") if value is NO_JSON else value
 
 
-def strict_json(text: str) -> Any:
+def parse_strict_json(text: str) -> Any:
     """Parse the whole text as JSON; return NO_JSON if it is not, or has duplicate keys or NaN."""
     try:
         if len(text) <= MAX_JSON_CHARS:
@@ -44,10 +44,10 @@ def strict_json(text: str) -> Any:
 
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
+    parsed_object = dict(pairs)
+    if len(parsed_object) != len(pairs):
         raise ValueError("duplicate key")
-    return result
+    return parsed_object
 
 
 def _reject_constant(name: str) -> None:
@@ -59,20 +59,20 @@ def same_json(value: Any, reference: Any) -> bool:
     if isinstance(value, bool) or isinstance(reference, bool):
         return value is reference
     if isinstance(value, int | float) and isinstance(reference, int | float):
-        both_integers = isinstance(value, int) and isinstance(reference, int)
+        are_integers = isinstance(value, int) and isinstance(reference, int)
         try:
-            return value == reference or (not both_integers and math.isclose(value, reference, abs_tol=1e-12))
+            return value == reference or (not are_integers and math.isclose(value, reference, abs_tol=1e-12))
         except OverflowError:  # an integer that does not fit into a float
             return False
     if isinstance(value, dict) and isinstance(reference, dict):
-        same_keys = value.keys() == reference.keys()
-        return same_keys and all(same_json(value[key], reference[key]) for key in reference)
+        has_same_keys = value.keys() == reference.keys()
+        return has_same_keys and all(same_json(value[key], reference[key]) for key in reference)
     if isinstance(value, list) and isinstance(reference, list):
         return len(value) == len(reference) and all(map(same_json, value, reference))
     return type(value) is type(reference) and value == reference
 
 
-def validated_schema(schema: Any) -> dict[str, Any]:
+def validate_schema(schema: Any) -> dict[str, Any]:
     """Return the schema; raise ValueError if it is invalid."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -82,8 +82,8 @@ def validated_schema(schema: Any) -> dict[str, Any]:
     except (SchemaError, TypeError, AttributeError) as error:
         message = getattr(error, "message", str(error))
         raise ValueError(f"is not a valid JSON schema ({str(message)[:120]})") from error
-    if unknown := find_unknown_reference(schema):
-        raise ValueError(f"has the reference {unknown}, which the schema does not define")
+    if unknown_reference := find_unknown_reference(schema):
+        raise ValueError(f"has the reference {unknown_reference}, which the schema does not define")
     return schema
 
 
@@ -102,10 +102,10 @@ class JsonRule(ExtractionRule):
             reference = read_json(reference)
         if reference is None or reference is NO_JSON:
             raise ValueError(f"task {episode.task.id}: its answer is not JSON, which the rule json needs")
-        answer = read_json(self.answer_of(episode.trajectory) or "")
-        return self.make_reward(0.0 if answer is NO_JSON else self._correct_share(answer, reference))
+        answer = read_json(self.extract_final_answer(episode.trajectory) or "")
+        return self.make_reward(0.0 if answer is NO_JSON else self._compute_correct_share(answer, reference))
 
-    def _correct_share(self, answer: Any, reference: Any) -> float:
+    def _compute_correct_share(self, answer: Any, reference: Any) -> float:
         if not (self.partial and reference and isinstance(reference, dict) and isinstance(answer, dict)):
             return float(same_json(answer, reference))
         num_correct = sum(key in answer and same_json(answer[key], value) for key, value in reference.items())
@@ -118,10 +118,10 @@ class SchemaRule(ExtractionRule):
 
     rule: ClassVar[str] = "schema"
     extract: ExtractMode = "whole"
-    schema: Annotated[dict[str, Any], BeforeValidator(validated_schema)]
+    schema: Annotated[dict[str, Any], BeforeValidator(validate_schema)]
 
     def __call__(self, episode: Episode) -> Reward:
-        answer = read_json(self.answer_of(episode.trajectory) or "")
+        answer = read_json(self.extract_final_answer(episode.trajectory) or "")
         try:
             return self.make_reward(answer is not NO_JSON and make_validator(self.schema).is_valid(answer))
         except (OverflowError, RecursionError):  # too large or too deep to validate

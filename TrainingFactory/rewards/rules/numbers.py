@@ -11,9 +11,9 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 
-from TrainingFactory.rewards.rules.units import UNITS, Unit, units_of
+from TrainingFactory.rewards.rules.units import UNITS, Unit, parse_units
 
-MAX_CHARS = 10_000  # of a text that is searched; of a longer one, the end
+MAX_TEXT_CHARS = 10_000  # of a text that is searched; of a longer one, the end
 MAX_DIGITS = 1000  # of one number; longer runs are not parsed
 MAX_EXPONENT = 400  # slightly above the range of a float
 
@@ -23,7 +23,7 @@ class Number:
     """A number parsed from a text, with its unit."""
 
     value: Fraction
-    percent: bool = False  # 50%, whose value is 1/2
+    is_percent: bool = False  # 50%, whose value is 1/2
     units: tuple[Unit, ...] = ()  # possible meanings of its unit (5 pounds: weight or money)
     unit_name: str = ""  # an unknown unit: 72 clips are not 72 miles
 
@@ -37,10 +37,10 @@ class NumberSpan:
     number: Number | None
 
 
-def number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan]:
+def find_number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan]:
     """Return the spans of all numbers in a text, in order. `normalise_symbols` must have normalised the text."""
     spans: list[NumberSpan] = []
-    for match in RUN.finditer(text):
+    for match in NUMBER_RUN.finditer(text):
         if _PART_OF_WORD.search(text[max(0, match.start() - 16) : match.start()]):
             continue
         run_spans = [match.span()]
@@ -54,7 +54,7 @@ def number_spans(text: str, decimal_comma: bool = False) -> list[NumberSpan]:
 def is_number(text: str, decimal_comma: bool = False) -> bool:
     """Return whether the text is one number, possibly with a sign or a known unit; not `12 Angry Men`."""
     clean = normalise_symbols(text).strip().removesuffix(".")
-    spans = number_spans(clean, decimal_comma)
+    spans = find_number_spans(clean, decimal_comma)
     return len(spans) == 1 and spans[0].number is not None and clean == clean[spans[0].start : spans[0].end]
 
 
@@ -85,11 +85,11 @@ def same_number(
         return False
     if is_close(left, right):
         return True
-    if answer.percent == reference.percent:
+    if answer.is_percent == reference.is_percent:
         return False
-    left, right = left * (100 if answer.percent else 1), right * (100 if reference.percent else 1)
-    without_percent = right if answer.percent else left
-    return abs(without_percent) >= 1 and is_close(left, right)
+    left, right = left * (100 if answer.is_percent else 1), right * (100 if reference.is_percent else 1)
+    plain_value = right if answer.is_percent else left
+    return abs(plain_value) >= 1 and is_close(left, right)
 
 
 def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> NumberSpan:
@@ -113,22 +113,22 @@ def _parse_figure(text: str, start: int, end: int, decimal_comma: bool) -> Numbe
     ):
         return NumberSpan(start, end, None)
     value = -value if "-" in signs else value
-    money = (sign_match["money"] or "").strip()
-    units, unit_name = UNITS.get(money, ()), None
-    for scale in (_MONEY_SCALE if money else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
+    currency = (sign_match["money"] or "").strip()
+    units, unit_name = UNITS.get(currency, ()), None
+    for scale in (_MONEY_SCALE if currency else _SCALE, _SCALE, _SCALE):  # 5 hundred thousand
         if match := scale.match(text_after):
             value *= _SCALES[match.group(1).lower().removesuffix("s")]
             end += match.end()
             text_after = text_after[match.end() :]
-    if percent := _PERCENT.match(text_after):
+    if percent_match := _PERCENT.match(text_after):
         value /= 100
-        end += percent.end()
-    elif not money:
-        units, length = units_of(text_after)
-        end += length
+        end += percent_match.end()
+    elif not currency:
+        units, unit_length = parse_units(text_after)
+        end += unit_length
         unit_name = None if units else _OTHER_UNIT.match(text_after)
     return NumberSpan(
-        start, end, Number(value, percent is not None, units, unit_name[1] if unit_name else "")
+        start, end, Number(value, percent_match is not None, units, unit_name[1] if unit_name else "")
     )
 
 
@@ -147,7 +147,7 @@ def _parse_value(run: str, decimal_comma: bool) -> Fraction | None:
 
 
 def _parse_scientific(run: str, decimal_comma: bool) -> Fraction | None:
-    match = _SCIENTIFIC.fullmatch(run)
+    match = _SCIENTIFIC_NUMBER.fullmatch(run)
     if match is None:
         return _parse_decimal(run, decimal_comma)
     mantissa = match["figure"] or match["mantissa"]
@@ -161,26 +161,26 @@ def _parse_decimal(run: str, decimal_comma: bool) -> Fraction | None:
         run = run.translate(_SWAPPED_SEPARATORS)
     if _PLAIN_DECIMAL.fullmatch(run):
         return Fraction(run)
-    if _THOUSANDS.fullmatch(run):
+    if _GROUPED_NUMBER.fullmatch(run):
         return Fraction(re.sub(r"[, '_]", "", run))
-    if _EUROPEAN.fullmatch(run) and not decimal_comma:
+    if _EUROPEAN_NUMBER.fullmatch(run) and not decimal_comma:
         return Fraction(run.replace(".", "").replace(",", "."))
     return None
 
 
 _SWAPPED_SEPARATORS = str.maketrans(".,", ",.")
 _PLAIN_DECIMAL = re.compile(r"\d+(?:\.\d*)?|\.\d+")
-_THOUSANDS = re.compile(
+_GROUPED_NUMBER = re.compile(
     r"[1-9]\d{0,2}(?:(?:,\d{3})+|(?: \d{3})+|(?:'\d{3})+|(?:_\d{3})+)(?:\.\d+)?"
     r"|[1-9]\d?(?:,\d\d)+,\d{3}(?:\.\d+)?"  # as in India: 12,34,567
 )
-_EUROPEAN = re.compile(r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")  # 1.234,5 and 1.234.567
+_EUROPEAN_NUMBER = re.compile(r"[1-9]\d{0,2}(?:(?:\.\d{3})+,\d+|(?:\.\d{3}){2,})")  # 1.234,5 and 1.234.567
 _MIXED_NUMBER = re.compile(r"(\d{1,9}) (\d{1,9}) ?/ ?(\d{1,9})")
-_SCIENTIFIC = re.compile(
+_SCIENTIFIC_NUMBER = re.compile(
     r"(?P<figure>.+?)[eE](?P<e>[+-]?\d{1,4})|(?:(?P<mantissa>.+?) ?[x*] ?)?10\^(?P<power>[+-]?\d{1,4})"
 )
 # The longest run that could be one number: digits, and the characters allowed between digits of a number or expression.
-RUN = re.compile(
+NUMBER_RUN = re.compile(
     r"(?:(?<![\d.A-Za-z])\.)?\d"
     r"(?:\d+"
     r"|[.,'_:](?=\d)"
@@ -209,7 +209,7 @@ _WORDS_BEFORE = re.compile(
     r"|twice|double|triple) (?:of )?(?:the )?\Z",
     re.I,
 )
-_TIMES = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
+_OPERAND = r"(?:one|two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|a hundred|itself|[xyzn]\b)"
 _EXPRESSION_AFTER = re.compile(
     r" ?(?:π|√|±|\\|pi\b|\+|[*^] ?[A-Za-z(]|[/-] ?[xyzn(](?![a-z]))|[xyznie](?![A-Za-z])|\([\dxyzn]|[A-Za-z]+\d"
     r"|[)\]}|]+ ?\^|[₀-₉]| ?[≤≥≠]| ?> ?[\w-]| ?<(?!\w+ ?/?>) ?[\w-]"
@@ -217,7 +217,7 @@ _EXPRESSION_AFTER = re.compile(
     r"|(?:squared|cubed|factorial|plus|minus|multiplied|divided|modulo|mod|choose|to the (?:\w+ )?power)\b"
     r"|at (?:most|least|best)\b|and[ -](?:up|above|over|below|under|more)\b"
     r"|and[ -](?:a|one|two|three)[ -](?:half|third|quarter)"
-    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|(?:m|b|tr)illion)th)s\b|times {_TIMES})",
+    rf"|(?:third|(?:fif|six|seven|eigh|nin|ten|hundred|thousand|(?:m|b|tr)illion)th)s\b|times {_OPERAND})",
 )
 _PERCENT = re.compile(r" ?(?:%|(?:percent|per cent|pct)\b)", re.I)
 _SCALES = {"hundred": 100, "thousand": 10**3, "lakh": 10**5, "million": 10**6, "crore": 10**7}
@@ -235,12 +235,12 @@ _OTHER_UNIT = re.compile(  # 5 clips, 5 kΩ
 
 def normalise_symbols(text: str) -> str:
     """Return the text with signs, digits of other scripts, LaTeX and markdown normalised to plain ASCII."""
-    text = text[-MAX_CHARS:]
+    text = text[-MAX_TEXT_CHARS:]
     if not text.isascii():
         text = superscripts_to_powers(_FRACTION_SIGN.sub(_expand_fraction, text))
         text = re.sub(r"[^\x00-\x7f]", lambda match: _to_ascii(match.group()), text)
     if "\\" in text or "{" in text:
-        for pattern, replacement in _LATEX:
+        for pattern, replacement in _LATEX_REPLACEMENTS:
             text = pattern.sub(replacement, text)
     text = _INLINE_MATHS.sub(r" \1 ", text)
     for symbol, meaning in _ARROWS.items():
@@ -262,8 +262,8 @@ def _expand_fraction(match: re.Match[str]) -> str:
 
 
 def _to_ascii(character: str) -> str:
-    if character in _SIGNS:
-        return _SIGNS[character]
+    if character in _ASCII_SIGNS:
+        return _ASCII_SIGNS[character]
     digit = unicodedata.decimal(character, None)  # covers Arabic, Devanagari and full-width digits
     if digit is not None:
         return str(digit)
@@ -277,17 +277,17 @@ _SUPERSCRIPTS = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+
 _SUPERSCRIPT_DIGITS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b", "0123456789+-"
 )
-_SIGNS = dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-")  # minus and dashes
-_SIGNS |= dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*") | dict.fromkeys("\u2044\u2215\u00f7", "/")
-_SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | dict.fromkeys("\u2060\u200b\ufeff", "")
-_SIGNS |= {"\u2243": "≈", "\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ","}
-_SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
+_ASCII_SIGNS = dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\ufe63", "-")  # minus and dashes
+_ASCII_SIGNS |= dict.fromkeys("\u00d7\u00b7\u22c5\u2217", "*") | dict.fromkeys("\u2044\u2215\u00f7", "/")
+_ASCII_SIGNS |= dict.fromkeys("\u2018\u2019\u02bc", "'") | dict.fromkeys("\u2060\u200b\ufeff", "")
+_ASCII_SIGNS |= {"\u2243": "≈", "\u3002": ". ", "\u3001": ", ", "\uff0c": ",", "\u066b": ".", "\u066c": ","}
+_ASCII_SIGNS |= {"\u2103": "°C", "\u2109": "°F"}
 _INLINE_MATHS = re.compile(r"\$([^$\n]{1,200})\$(?![\d.])")  # $5$, not the prices in: from $5 to $7
 _ARROWS = {"=>": ": ", "->": ": ", ">=": "≥", "<=": "≤", "!=": "≠"}  # not equals signs, and not minus signs
 _MINUS_WORD = re.compile(r"\b(?:minus|negative) (?=[\d.$])", re.I)
 _POWER_STARS = re.compile(r"(?<=\d)\*\*(?=[-+]?\d)")
 _EMPHASIS = re.compile(r"`|(?<![\d\s)])\*|\*(?![\d\s(.])|(?<!\w)_++|(?<!_)_++(?!\w)")
-_LATEX = [
+_LATEX_REPLACEMENTS = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         (r"\\[\[\]()]|\\(?:left|right|displaystyle)(?![A-Za-z])|\\!", ""),
@@ -311,32 +311,32 @@ _LATEX = [
 
 
 @lru_cache(maxsize=4096)  # the reference is parsed for every member of a group
-def only_number(text: str, decimal_comma: bool = False) -> Number | None:
+def parse_only_number(text: str, decimal_comma: bool = False) -> Number | None:
     """Return the number that the text states; None if there is none, or several with different values. An equation
     states its right side (48+24 = 72), an approximation its left side (1/3 ≈ 0.33)."""
-    text = normalise_symbols(text).strip() if len(text) <= MAX_CHARS else ""
+    text = normalise_symbols(text).strip() if len(text) <= MAX_TEXT_CHARS else ""
     if "≈" in text and "\n" in text:
         return None  # ambiguous: the approximated line is unknown
-    stated_text = next((side for side in text.split("≈") if RUN.search(side)), "")
+    stated_text = next((side for side in text.split("≈") if NUMBER_RUN.search(side)), "")
     equation, _, stated_text = stated_text.rpartition("=")
-    numbers = [figure.number for figure in number_spans(stated_text, decimal_comma)]
+    numbers = [figure.number for figure in find_number_spans(stated_text, decimal_comma)]
     stated = numbers[0] if numbers else None
     if stated is None or any(number is None or number.value != stated.value for number in numbers):
         return None
     if (
         _DENIAL.search(stated_text)
         or _REFUSAL.search(stated_text)
-        or (len(numbers) == 1 and _CHOICE.search(stated_text))
+        or (len(numbers) == 1 and _OR_WORD.search(stated_text))
     ):
         return None
     return None if equation and _is_unclear(equation, stated_text, decimal_comma) else stated
 
 
-def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
+def find_last_number(text: str, decimal_comma: bool = False) -> str | None:
     """Return the last number of the text as written, with its sign and unit; None if it is negated (not 7), one of
     several alternatives (5 or 7), or not a plain number (10-3)."""
     text = normalise_symbols(text)
-    spans = number_spans(text, decimal_comma)
+    spans = find_number_spans(text, decimal_comma)
     if not spans or spans[-1].number is None:
         return None
     start, end = spans[-1].start, spans[-1].end
@@ -344,7 +344,7 @@ def last_number_text(text: str, decimal_comma: bool = False) -> str | None:
     text_after = text[end:].partition("\n")[0]
     is_denied = (
         _DENIAL.search(separator)
-        or _CHOICE.search(separator)
+        or _OR_WORD.search(separator)
         or _REFUSAL.search(separator + "5" + text_after)
     )
     return None if is_denied or _RETRACTION.search(separator.rpartition("=")[0]) else text[start:end]
@@ -354,15 +354,15 @@ def _is_unclear(equation: str, stated_text: str, decimal_comma: bool) -> bool:
     """Return whether the text before the last = of a line retracts the value or states another one: not x = 72,
     x = 5 or x = 72, 5 < x = 72."""
     line = equation.rpartition("\n")[2]
-    left = _CLAUSE.split(line)[-1].rpartition("=")[2]
+    left = _CLAUSE_SEPARATOR.split(line)[-1].rpartition("=")[2]
     if _REJECTED_LINE.search(line) or _RETRACTION.search(left):
         return True
-    if not re.search(r"\d", left) and (_DENIAL.search(left) or _CHOICE.search(left)):
+    if not re.search(r"\d", left) and (_DENIAL.search(left) or _OR_WORD.search(left)):
         return True
     sides = f"{line}={stated_text}".split("=")
     right_sides = [_CLAUSE_END.split(right)[0] for left, right in pairwise(sides) if _LEFT_SIDE.search(left)]
     single_numbers = [
-        spans for spans in (number_spans(side, decimal_comma) for side in right_sides) if len(spans) == 1
+        spans for spans in (find_number_spans(side, decimal_comma) for side in right_sides) if len(spans) == 1
     ]
     return len({figure.number.value for [figure] in single_numbers if figure.number}) > 1
 
@@ -373,8 +373,8 @@ _REFUSAL = re.compile(  # 72 is wrong; 72? No; wrong: 72. Not: he got 72 wrong
     r"|[?(] ?(?:no|nope|wrong|incorrect|false)\b|\b(?:wrong|incorrect|false) ?:",
     re.I,
 )
-_CHOICE = re.compile(r"\bor\b(?! so\b)", re.I)
-_CLAUSE = re.compile(r"[,;.:] ")
+_OR_WORD = re.compile(r"\bor\b(?! so\b)", re.I)
+_CLAUSE_SEPARATOR = re.compile(r"[,;.:] ")
 _REJECTED_LINE = re.compile(r"\b(?:wrong|incorrect|false) ?:", re.I)
 _RETRACTION = re.compile(  # not 12*6 = 72, 5 or x = 72, 5 < x = 72
     r"(?:\b(?:not|never)|n't) [-+*/x^()$.\d ]+\Z|\d or (?:[A-Za-z]\w*|[-+*/x^()$.\d ]+) ?\Z|[<>≤≥≠] ?[\w.]+ ?\Z",

@@ -20,7 +20,7 @@ from TrainingFactory.common.options import STRICT, Count, NotNegative
 from TrainingFactory.common.workers import Worker, WorkerTooSlow
 from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.rules.answers import AnswerRule, ReferenceRule
-from TrainingFactory.rewards.rules.numbers import Number, is_number, only_number, same_number
+from TrainingFactory.rewards.rules.numbers import Number, is_number, parse_only_number, same_number
 from TrainingFactory.rewards.rules.text import contains_words, normalise_text
 from TrainingFactory.types import Reward
 
@@ -38,14 +38,14 @@ class NumericRule(AnswerRule):
     relative: NotNegative | None = None
     decimal_comma: bool = False  # 1.234,5 and 3,14 as in most of Europe, also in references that are strings
 
-    def read_reference(self, reference: Any) -> Any:
+    def parse_reference(self, reference: Any) -> Any:
         number = as_number(reference, self.decimal_comma)
         if number is None:
             raise ValueError(f"its answer {str(reference)[:60]!r} is not one number; correct it")
         return number
 
     def score(self, answer: str, reference: Any) -> float:
-        number = only_number(answer, self.decimal_comma)
+        number = parse_only_number(answer, self.decimal_comma)
         return float(number is not None and same_number(number, reference, self.tolerance, self.relative))
 
 
@@ -59,7 +59,7 @@ def as_number(reference: Any, decimal_comma: bool = False) -> Number | None:
     if not isinstance(reference, str):
         return None
     text = reference.rpartition("####")[2]
-    return (only_number(text, True) if decimal_comma else None) or only_number(text)
+    return (parse_only_number(text, True) if decimal_comma else None) or parse_only_number(text)
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -69,19 +69,19 @@ class AutoRule(NumericRule):
 
     rule: ClassVar[str] = "auto"
 
-    def read_reference(self, reference: Any) -> Any:
+    def parse_reference(self, reference: Any) -> Any:
         text = reference.rpartition("####")[2].strip() if isinstance(reference, str) else ""
         is_numeric = is_number(text) or (self.decimal_comma and is_number(text, True))
         if text and (_LEADING_ZEROS.fullmatch(text) or not is_numeric):
             return text
         if isinstance(reference, bool | dict):
             return str(reference)
-        return super().read_reference(reference)
+        return super().parse_reference(reference)
 
     def score(self, answer: str, reference: Any) -> float:
         if not isinstance(reference, str):
             return super().score(answer, reference)
-        if _LEADING_ZEROS.fullmatch(reference) and (number := only_number(answer)):
+        if _LEADING_ZEROS.fullmatch(reference) and (number := parse_only_number(answer)):
             return float(number.value == int(reference) and contains_words(answer, reference))
         return float(normalise_text(answer) == normalise_text(reference))
 
@@ -114,20 +114,20 @@ class MathRule(ReferenceRule):
             await worker.close()
 
     async def __call__(self, episode: Episode) -> Reward:
-        references = self.parsed_references(episode)
-        for answer in self.candidate_answers(episode):
+        references = self.parse_references(episode)
+        for answer in self.extract_candidates(episode):
             for reference in references:
                 if await self._is_equal(answer, reference):
                     return self.make_reward(1.0)
         return self.make_reward(0.0)
 
-    def read_reference(self, reference: Any) -> str:
+    def parse_reference(self, reference: Any) -> str:
         return str(reference).rpartition("####")[2].strip()
 
     async def _is_equal(self, answer: str, reference: str) -> bool:
-        number, expected = only_number(answer), only_number(reference)
-        if number is not None and expected is not None and is_number(reference):
-            return same_number(number, expected)
+        number, expected_number = parse_only_number(answer), parse_only_number(reference)
+        if number is not None and expected_number is not None and is_number(reference):
+            return same_number(number, expected_number)
         if normalise_text(answer) == normalise_text(reference):
             return True
         if len(answer) > MAX_FORMULA_CHARS:
@@ -141,7 +141,7 @@ class MathRule(ReferenceRule):
         return are_equal
 
 
-def make_comparer(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
+def make_comparer(timeout_seconds: int) -> Callable[[tuple[str, str]], bool | None]:
     """Return the worker process's comparison function, which may take `seconds` to parse and `seconds` to compare."""
     import resource
 
@@ -155,11 +155,11 @@ def make_comparer(seconds: int) -> Callable[[tuple[str, str]], bool | None]:
         """Return whether the two formulas, reference and answer, are equal; None if the reference cannot be parsed."""
         # Only LaTeX, because the parser of plain expressions evaluates its text as Python.
         reference, answer = (
-            parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=seconds)
+            parse(f"${text.strip().strip('$')}$", [LatexExtractionConfig()], parsing_timeout=timeout_seconds)
             for text in formulas
         )
         if not reference:
             return None
-        return bool(answer) and verify(reference, answer, timeout_seconds=seconds)
+        return bool(answer) and verify(reference, answer, timeout_seconds=timeout_seconds)
 
     return are_equal

@@ -35,15 +35,15 @@ _ANSWER_RULES = (
 )
 _FORMAT_RULES = (SchemaRule, PatternRule, FormatRule, LengthRule)
 _TOOL_RULES = (CodeTests, SqlResult)
-RULES: dict[str, Any] = {kind.rule: kind for kind in (*_ANSWER_RULES, *_FORMAT_RULES, *_TOOL_RULES)}
+RULES: dict[str, Any] = {cls.rule: cls for cls in (*_ANSWER_RULES, *_FORMAT_RULES, *_TOOL_RULES)}
 
 
 def make_rule(rule: str = "auto", **options: Any) -> RewardFunction:
     """Return the rule with this name in RULES and these options."""
-    return rule_from_options({"rule": rule, **options})
+    return make_rule_from_options({"rule": rule, **options})
 
 
-def rule_from_options(options: Mapping[str, Any] | str) -> RewardFunction:
+def make_rule_from_options(options: Mapping[str, Any] | str) -> RewardFunction:
     """Return the rule of a config value: `{}`, `numeric`, or `{rule: numeric, tolerance: 0.1}`. Default: auto."""
     if isinstance(options, Mapping):
         options = {"rule": "auto", **options}

@@ -13,8 +13,8 @@ from TrainingFactory.common.options import STRICT, Count, Text
 from TrainingFactory.common.sql.compare import rows_match
 from TrainingFactory.common.sql.database import SqlDatabase
 from TrainingFactory.protocols import Environment, Episode
-from TrainingFactory.rewards.rules.answers import reference_answers
-from TrainingFactory.rewards.rules.code import ToolRule, tool_caller
+from TrainingFactory.rewards.rules.answers import get_references
+from TrainingFactory.rewards.rules.code import ToolRule, make_tool_caller
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import Reward, Task
 
@@ -39,8 +39,8 @@ class SqlExecution(ToolRule):
             super().check_environment(environment, task)
 
     async def __call__(self, episode: Episode) -> Reward:
-        [reference] = reference_answers(episode.task, self.rule)[:1]
-        query = self.code_of(episode)
+        [reference] = get_references(episode.task, self.rule)[:1]
+        query = self.extract_code(episode)
         if not query:
             return self.make_reward(0.0)
         try:
@@ -52,7 +52,7 @@ class SqlExecution(ToolRule):
         paths = episode.task.metadata.get("database")
         if paths is None:
             if (database := _find_database(episode.environment, self.tool)) is None:
-                return await rows_match(tool_caller(episode, self.tool, "query"), query, reference)
+                return await rows_match(make_tool_caller(episode, self.tool, "query"), query, reference)
             return await self._same_result_in(database.path, database.timeout, query, reference)
         files = [paths] if isinstance(paths, str | Path) else list(paths)
         if not files:

@@ -52,7 +52,7 @@ class SquadExactMatchRule(AnswerRule):
     rule: ClassVar[str] = "em"
 
     def score(self, answer: str, reference: Any) -> float:
-        return float(squad_words(answer) == squad_words(reference))
+        return float(split_squad_words(answer) == split_squad_words(reference))
 
 
 class SquadF1Rule(AnswerRule):
@@ -62,7 +62,7 @@ class SquadF1Rule(AnswerRule):
     tries_whole_text: ClassVar[bool] = False
 
     def score(self, answer: str, reference: Any) -> float:
-        words, expected_words = squad_words(answer), squad_words(reference)
+        words, expected_words = split_squad_words(answer), split_squad_words(reference)
         if words == expected_words:
             return 1.0
         if " ".join(words) in _YES_NO_ANSWERS or " ".join(expected_words) in _YES_NO_ANSWERS:
@@ -76,48 +76,48 @@ _YES_NO_ANSWERS = ("yes", "no", "noanswer")
 
 def normalise_text(text: str) -> str:
     """Return the text with case, Unicode forms, whitespace, emphasis and surrounding punctuation normalised."""
-    text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).casefold().translate(_QUOTES)
+    text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).casefold().translate(_QUOTE_TABLE)
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\s?\{([^{}]{0,200})\}", r"\1", text)
     text = " ".join(text.replace("**", "").split())
-    stripped = text.lstrip(_SURROUNDING)
-    if stripped[:1].isdigit() and _DECIMAL_POINT.search(text[: len(text) - len(stripped)]):
-        stripped = text[len(text) - len(stripped) - 1 :]  # .5 is not 5
-    return stripped.rstrip(_SURROUNDING) or text
+    stripped_text = text.lstrip(_SURROUNDING_CHARS)
+    if stripped_text[:1].isdigit() and _DECIMAL_POINT.search(text[: len(text) - len(stripped_text)]):
+        stripped_text = text[len(text) - len(stripped_text) - 1 :]  # .5 is not 5
+    return stripped_text.rstrip(_SURROUNDING_CHARS) or text
 
 
-_QUOTES = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
-_SURROUNDING = " \"'`*_.,;:!?()[]$"
+_QUOTE_TABLE = str.maketrans("\u2018\u2019\u201c\u201d\u2013\u2014\u2212", "''\"\"---")
+_SURROUNDING_CHARS = " \"'`*_.,;:!?()[]$"
 _DECIMAL_POINT = re.compile(r"(?<![.,])[.,]\Z")
 
 
 def contains_words(answer: str, reference: str) -> bool:
     """Return whether the answer contains the reference as whole words, and a number only as a whole number: 7.72, -72,
     1/72, x^72 and 72,000 do not contain 72. A dash between numbers (1939-1945) is not a minus."""
-    target = normalise_text(reference)
+    phrase = normalise_text(reference)
     start_boundary, end_boundary = r"(?<!\w)(?<!\d[.,])", r"(?!\w)(?![.,]\d)"
-    if target[:1].isdigit():
+    if phrase[:1].isdigit():
         start_boundary += r"(?<![.,/^\\])(?<!\d')(?<![\s(\[=:$]-)(?<!\A-)"
-    if target[-1:].isdigit():
+    if phrase[-1:].isdigit():
         end_boundary += r"(?!'\d)(?! ?[/^] ?\w)"
-        end_boundary += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", target) else ""
-    return re.search(f"{start_boundary}{re.escape(target)}{end_boundary}", normalise_text(answer)) is not None
+        end_boundary += r"(?! \d{3}(?!\d))" if re.fullmatch(r"\d{1,3}", phrase) else ""
+    return re.search(f"{start_boundary}{re.escape(phrase)}{end_boundary}", normalise_text(answer)) is not None
 
 
-def squad_words(text: str) -> list[str]:
+def split_squad_words(text: str) -> list[str]:
     """Return the words as SQuAD compares them: in lower case, without punctuation and articles. Unlike SQuAD, keep the
     articles of a text that has no other words (`The` and `A` differ) and the marks in numbers (1.5 and 15 differ)."""
     lower_text = unicodedata.normalize("NFKC", superscripts_to_powers(text)).lower()
-    words_text = _NUMBER_MARK.sub(_protect, lower_text).translate(_PUNCTUATION)
+    words_text = _NUMBER_MARK.sub(_protect_mark, lower_text).translate(_PUNCTUATION_TABLE)
     return _ARTICLES.sub(" ", words_text).split() or words_text.split() or lower_text.split()
 
 
-def _protect(match: re.Match[str]) -> str:
+def _protect_mark(match: re.Match[str]) -> str:
     """Return the mark as private-use characters, which are not punctuation; "" for a thousands separator."""
     return "" if match["thousands"] is not None else match.group().translate(_PROTECTED_MARKS)
 
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")
+_PUNCTUATION_TABLE = str.maketrans("", "", string.punctuation + "\u2018\u2019\u201c\u201d")
 # Marks that belong to a number: without them 1.5 would be 15, 3-4 would be 34, 5e-3 would be 5e3, and -7 would be 7.
 # Thousands separators are optional, so they are dropped.
 _DASHES = "\u2212\u2013"

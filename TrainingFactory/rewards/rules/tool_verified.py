@@ -17,12 +17,12 @@ from TrainingFactory.common.arithmetic import calculate, split_tokens
 from TrainingFactory.common.options import STRICT, make_named
 from TrainingFactory.common.sql.compare import RunQuery
 from TrainingFactory.protocols import Episode, RewardFunction
-from TrainingFactory.rewards.rules.answers import reference_answers
-from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, run_and_read, tool_caller
+from TrainingFactory.rewards.rules.answers import get_references
+from TrainingFactory.rewards.rules.code import CodeTests, ToolRule, make_tool_caller, run_and_read
 from TrainingFactory.rewards.rules.json_answers import same_json
 from TrainingFactory.rewards.rules.numbers import Number, normalise_symbols
 from TrainingFactory.rewards.rules.numeric import NumericRule
-from TrainingFactory.rewards.rules.rule_based import rule_from_options
+from TrainingFactory.rewards.rules.rule_based import make_rule_from_options
 from TrainingFactory.rewards.rules.sql import SqlExecution
 from TrainingFactory.types import Reward, Task
 
@@ -33,7 +33,7 @@ class CodeCase:
     expected: Any
 
 
-CASES = TypeAdapter(Annotated[list[CodeCase], Field(min_length=1)])
+CASES_ADAPTER = TypeAdapter(Annotated[list[CodeCase], Field(min_length=1)])
 
 
 @dataclass(config=STRICT, frozen=True, kw_only=True)
@@ -51,24 +51,24 @@ class CodeCases(ToolRule):
         if not isinstance(entry, str) or not re.fullmatch(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*", entry):
             raise ValueError(f"task {task.id}: entry is {entry!r}; it must be the name of a function")
         cases = _read_cases(task)
-        code = self.code_of(episode)
+        code = self.extract_code(episode)
         if not code:
             return self.make_reward(0.0)
-        run = tool_caller(episode, self.tool, "code")
-        has_passed: list[bool] = []
+        run = make_tool_caller(episode, self.tool, "code")
+        pass_flags: list[bool] = []
         if not self.partial:  # run the first case alone, so that code that hangs is stopped only once
             first_case, *cases = cases
-            has_passed = [await self._passes(run, code, entry, *first_case)]
-            if not has_passed[0]:
+            pass_flags = [await self._passes(run, code, entry, *first_case)]
+            if not pass_flags[0]:
                 cases = []
-        has_passed += await asyncio.gather(*(self._passes(run, code, entry, *case) for case in cases))
-        return self.make_reward(sum(has_passed) / len(has_passed) if self.partial else all(has_passed))
+        pass_flags += await asyncio.gather(*(self._passes(run, code, entry, *case) for case in cases))
+        return self.make_reward(sum(pass_flags) / len(pass_flags) if self.partial else all(pass_flags))
 
     async def _passes(self, run: RunQuery, code: str, entry: str, args: list[Any], expected: Any) -> bool:
         arguments = json.dumps(json.dumps(args))
         expression = f"_json.dumps({entry}(*_json.loads({arguments})))"
-        size = len(json.dumps(expected))
-        output = await run_and_read(run, f"{code}\n\nimport json as _json", expression, size)
+        num_chars = len(json.dumps(expected))
+        output = await run_and_read(run, f"{code}\n\nimport json as _json", expression, num_chars)
         try:
             return output is not None and same_json(json.loads(output), expected)
         except (ValueError, RecursionError):
@@ -78,7 +78,7 @@ class CodeCases(ToolRule):
 def _read_cases(task: Task) -> list[tuple[list[Any], Any]]:
     """Return the arguments and the expected result of each case, with tuples as lists, as in JSON."""
     try:
-        cases = CASES.validate_python(task.metadata.get("cases"))
+        cases = CASES_ADAPTER.validate_python(task.metadata.get("cases"))
     except ValidationError as error:
         example = '[{"args": [2], "expected": 4}, ...]'
         raise ValueError(f"task {task.id}: metadata.cases must be a list such as {example}") from error
@@ -96,20 +96,20 @@ class CalculatedRule(NumericRule):
     def __call__(self, episode: Episode) -> Reward:
         task = episode.task
         try:
-            references = self._references_of(task)
-            allowed_numbers = _allowed_numbers_of(task) if self.expressions else None
+            references = self._make_references(task)
+            allowed_numbers = _read_allowed_numbers(task) if self.expressions else None
         except (ValueError, TypeError, ZeroDivisionError, RecursionError) as error:
             raise ValueError(f"task {task.id}: {error}") from error
-        answers = self.candidate_answers(episode)
+        answers = self.extract_candidates(episode)
         if allowed_numbers is not None:
             answers = [answer for answer in answers if _uses_only(answer, allowed_numbers)]
         scores = [self.score(answer, reference) for answer in answers for reference in references]
         return self.make_reward(max(scores, default=0.0))
 
-    def _references_of(self, task: Task) -> list[Number]:
+    def _make_references(self, task: Task) -> list[Number]:
         if (expression := task.metadata.get("expression")) is not None:
             return [Number(calculate(str(expression)))]
-        return [self.read_reference(reference) for reference in reference_answers(task, self.rule)]
+        return [self.parse_reference(reference) for reference in get_references(task, self.rule)]
 
     def score(self, answer: str, reference: Number) -> float:
         side_values = _calculate_sides(answer) if self.expressions else {}
@@ -126,10 +126,10 @@ def _calculate_sides(answer: str) -> dict[str, Fraction]:
         return {}
 
 
-def _allowed_numbers_of(task: Task) -> Counter[Fraction] | None:
+def _read_allowed_numbers(task: Task) -> Counter[Fraction] | None:
     """Return the numbers that an expression may use, with their counts; None: any."""
-    allowed = task.metadata.get("numbers")
-    return None if allowed is None else Counter(Fraction(str(number)) for number in allowed)
+    allowed_numbers = task.metadata.get("numbers")
+    return None if allowed_numbers is None else Counter(Fraction(str(number)) for number in allowed_numbers)
 
 
 def _uses_only(answer: str, allowed_numbers: Counter[Fraction]) -> bool:
@@ -142,7 +142,7 @@ def _uses_only(answer: str, allowed_numbers: Counter[Fraction]) -> bool:
 
 _DIGIT = re.compile(r"\d")
 
-VERIFIERS: dict[str, Any] = {kind.rule: kind for kind in (SqlExecution, CodeCases, CodeTests, CalculatedRule)}
+VERIFIERS: dict[str, Any] = {cls.rule: cls for cls in (SqlExecution, CodeCases, CodeTests, CalculatedRule)}
 
 
 def make_verifier(verify: str, **options: Any) -> RewardFunction:
@@ -150,8 +150,8 @@ def make_verifier(verify: str, **options: Any) -> RewardFunction:
     return make_named(VERIFIERS, {"verify": verify, **options}, "verify", "verifier")
 
 
-def rule_or_verifier(options: Mapping[str, Any] | str) -> RewardFunction:
+def make_rule_or_verifier(options: Mapping[str, Any] | str) -> RewardFunction:
     """Return the verifier of options with the key `verify`, such as `{verify: calculated}`; else the rule."""
     if isinstance(options, Mapping) and "verify" in options:
         return make_named(VERIFIERS, options, "verify", "verifier")
-    return rule_from_options(options)
+    return make_rule_from_options(options)

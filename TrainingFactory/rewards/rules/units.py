@@ -14,9 +14,9 @@ class Unit(NamedTuple):
     factor: Fraction
 
 
-def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
+def parse_units(text: str) -> tuple[tuple[Unit, ...], int]:
     """Return the possible meanings of the unit at the start of a text (km, m/s^2, miles per hour), and its end."""
-    match = _UNIT.match(text)
+    match = _UNIT_PATTERN.match(text)
     units = _find_unit(match["name"]) if match else ()
     if match is None or not units:
         return (), 0
@@ -24,11 +24,11 @@ def units_of(text: str) -> tuple[tuple[Unit, ...], int]:
     units = tuple(_raise_to_power(unit, power) for unit in units)
     if match["per"] and (divisor_units := _find_unit(match["per"])):
         divisors = [_raise_to_power(unit, int(match["per_power"] or 1)) for unit in divisor_units]
-        return tuple(_divide(unit, divisor) for unit in units for divisor in divisors), match.end()
+        return tuple(_divide_units(unit, divisor) for unit in units for divisor in divisors), match.end()
     return units, match.end("power" if match["power"] else "name")
 
 
-def _divide(unit: Unit, divisor: Unit) -> Unit:
+def _divide_units(unit: Unit, divisor: Unit) -> Unit:
     """Divide two units. Money keeps its kind, because a price is often written without the quantity that it is for."""
     return unit if unit.kind in MONEY else Unit(f"{unit.kind}/{divisor.kind}", unit.factor / divisor.factor)
 
@@ -39,24 +39,24 @@ def _raise_to_power(unit: Unit, power: int) -> Unit:
 
 def _find_unit(name: str) -> tuple[Unit, ...]:
     """Return the meanings of a unit's name, ignoring case and plural; also of temperatures such as `degrees C`."""
-    if temperature := _TEMPERATURE.fullmatch(name):
+    if temperature := _TEMPERATURE_PATTERN.fullmatch(name):
         name = f"°{temperature[1].upper()}"
     lower_name = name.lower()
     spellings = (name, lower_name, lower_name.removesuffix("s"), lower_name.removesuffix("es"))
     return next((UNITS[spelling] for spelling in spellings if spelling in UNITS), ())
 
 
-_UNIT = re.compile(
+_UNIT_PATTERN = re.compile(
     r" ?(?:(?P<shape>square|sq\.?|cubic|cu\.?) )?"
     r"(?P<name>(?:° ?|deg(?:rees?|\.)? )(?:[CF]\b|celsius\b|fahrenheit\b)|°|[$€£¥₹]|[A-Za-zµΩ]+)(?:\^(?P<power>[23]))?"
     r"(?:(?: ?/ ?| per | an (?=hour))(?P<per>[A-Za-z]+)(?:\^(?P<per_power>[23]))?)?",
     re.I,
 )
-_TEMPERATURE = re.compile(r"(?:°|deg).*? ?([cf])(?:elsius|ahrenheit)?", re.I)
+_TEMPERATURE_PATTERN = re.compile(r"(?:°|deg).*? ?([cf])(?:elsius|ahrenheit)?", re.I)
 
 # kind: names = factor, names = factor. A name may have several meanings. Months and years are a separate kind, because
 # their length in days varies; so are bytes that count by 1024.
-_TABLE = """
+_UNIT_TABLE = """
 length: mm millimeter millimetre = 1/1000, cm centimeter centimetre = 1/100, m meter metre = 1
 length: km kilometer kilometre = 1000, inch = 0.0254, ft foot feet = 0.3048, yd yard = 0.9144, mi mile = 1609.344
 length^3: ml mL milliliter millilitre = 1/1000000, cl cL centiliter centilitre = 1/100000
@@ -90,7 +90,7 @@ angle: ° degree deg = 1
 """
 MONEY = ("dollars", "euros", "pounds", "yen", "rupees", "yuan")
 UNITS: dict[str, tuple[Unit, ...]] = {}
-for _kind, _units in re.findall(r"^(.+?): (.+)$", _TABLE, re.M):
+for _kind, _units in re.findall(r"^(.+?): (.+)$", _UNIT_TABLE, re.M):
     for _names, _factor in re.findall(r"([^,=]+) = ([^,]+)", _units):
         for _name in _names.split():
             UNITS[_name] = (*UNITS.get(_name, ()), Unit(_kind, Fraction(_factor)))

@@ -20,7 +20,7 @@ from TrainingFactory.protocols import Episode
 from TrainingFactory.rewards.adapt import AdaptedReward, as_reward, score_independently
 from TrainingFactory.rewards.judge.endpoints import JudgeFailure
 from TrainingFactory.rewards.judge.judges import Judge
-from TrainingFactory.rewards.judge.model_judge import judges_at
+from TrainingFactory.rewards.judge.model_judge import make_judges
 from TrainingFactory.rewards.workers.process import FinishedEpisode, RewardProcess, is_row_error
 from TrainingFactory.tools.limits import CircuitBreaker
 from TrainingFactory.tools.timeouts import OutOfTime, run_within
@@ -28,7 +28,7 @@ from TrainingFactory.types import Reward, Trajectory
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-MAX_REASONS = 100  # distinct reasons in `dropped`
+MAX_DROP_REASONS = 100  # distinct reasons in `dropped`
 RECHECK_SECONDS = 0.1  # seconds between checks of workers that are down
 
 
@@ -74,7 +74,7 @@ class RewardWorkerPool:
         self.timeout, self.patience = timeout, patience
         self._owned_models: list[Any] = []  # closed with the pool
         if base_url is not None:
-            models = judges_at(base_url, {"model": model} | judge_options, num_workers)
+            models = make_judges(base_url, {"model": model} | judge_options, num_workers)
             self._owned_models += dict.fromkeys(models)
         elif judge_options:
             raise ValueError(f"{', '.join(judge_options)}: options of a judge model, which needs base_url")
@@ -109,9 +109,9 @@ class RewardWorkerPool:
     async def compute_rewards(self, trajectories: Sequence[Trajectory]) -> list[Reward | None]:
         """Return the rewards of the trajectories, in order. An unscored trajectory has None and is counted in
         `dropped`."""
-        groups: dict[Any, list[int]] = {}
+        indices_by_group: dict[Any, list[int]] = {}
         for index, trajectory in enumerate(trajectories):
-            groups.setdefault(trajectory.group if self.grouped else index, []).append(index)
+            indices_by_group.setdefault(trajectory.group if self.grouped else index, []).append(index)
         rewards: list[Reward | None] = [None] * len(trajectories)
 
         async def score_group(indices: list[int]) -> None:
@@ -120,7 +120,7 @@ class RewardWorkerPool:
                 for index, result in zip(indices, results, strict=True):
                     rewards[index] = result if isinstance(result, Reward) else None
 
-        await asyncio.gather(*map(score_group, groups.values()))
+        await asyncio.gather(*map(score_group, indices_by_group.values()))
         return rewards
 
     async def __call__(self, episode: Episode) -> Reward:
@@ -128,7 +128,7 @@ class RewardWorkerPool:
         try:
             return await self._score_with_retries(lambda worker: worker.reward(episode))
         except Exception as error:
-            self._drop(error)
+            self._count_dropped(error)
             raise
 
     async def compute(self, trajectory: Trajectory) -> Reward:
@@ -141,16 +141,16 @@ class RewardWorkerPool:
         try:
             results = await self._score_with_retries(lambda worker: worker.reward.group(episodes))
         except Exception as error:
-            self._drop(error, len(episodes))
+            self._count_dropped(error, len(episodes))
             raise
         for result in results:
             if isinstance(result, Exception):
-                self._drop(result)
+                self._count_dropped(result)
         return results
 
-    def _drop(self, error: Exception, rows: int = 1) -> None:
+    def _count_dropped(self, error: Exception, num_rows: int = 1) -> None:
         reason = f"judge: {error.kind}" if isinstance(error, JudgeFailure) else describe_failure(error)
-        self.dropped[reason if len(self.dropped) < MAX_REASONS else "other"] += rows
+        self.dropped[reason if len(self.dropped) < MAX_DROP_REASONS else "other"] += num_rows
 
     async def close(self) -> None:
         """Close the processes and judges that the pool has started; models that were passed in stay open."""
@@ -168,42 +168,42 @@ class RewardWorkerPool:
         # A single worker is retried once if its process died, because the next call starts a new process.
         may_not_retry = len(self.workers) > 1 or not isinstance(self.workers[0].reward, RewardProcess)
         while True:
-            worker, ticket = await self._acquire(errors)
-            answered: bool | None = None  # None: cancelled, which says nothing about the worker
+            worker, ticket = await self._acquire_worker(errors)
+            has_answered: bool | None = None  # None: cancelled, which says nothing about the worker
             error: Exception | None = None
             try:
                 reward = await self._run(worker, score)
-                answered = True
+                has_answered = True
                 worker.num_done += 1
                 self.num_retried += bool(errors)
                 return reward
-            except Exception as caught:
-                error = caught
-                answered, retry = _classify_error(caught)
-                if not retry:
+            except Exception as worker_error:
+                error = worker_error
+                has_answered, should_retry = _classify_error(worker_error)
+                if not should_retry:
                     raise
-                if may_not_retry or not isinstance(caught, ConnectionError):
-                    errors[worker] = caught
+                if may_not_retry or not isinstance(worker_error, ConnectionError):
+                    errors[worker] = worker_error
                 may_not_retry = True
             finally:
                 worker.num_running -= 1
-                worker.num_failed += answered is False
-                worker.breaker.release(ticket, answered)
-                self._log_health(worker, answered, error)
+                worker.num_failed += has_answered is False
+                worker.breaker.release(ticket, has_answered)
+                self._log_health(worker, has_answered, error)
                 self._wake_waiter()
 
-    def _log_health(self, worker: PoolWorker, answered: bool | None, error: Exception | None) -> None:
+    def _log_health(self, worker: PoolWorker, has_answered: bool | None, error: Exception | None) -> None:
         """Log once that a worker is down, and once that it has recovered."""
-        if worker.is_down and answered:
+        if worker.is_down and has_answered:
             worker.is_down = False
             log.warning("reward %s has recovered", worker.name)
-        elif not worker.is_down and answered is False and worker.breaker.is_open and error is not None:
+        elif not worker.is_down and has_answered is False and worker.breaker.is_open and error is not None:
             worker.is_down = True
             log.warning(
                 "reward %s is down and is skipped until it recovers: %s", worker.name, describe_failure(error)
             )
 
-    async def _acquire(self, failed_workers: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
+    async def _acquire_worker(self, failed_workers: dict[PoolWorker, Exception]) -> tuple[PoolWorker, int]:
         """Wait for a free worker that has not failed on this row. Reserve the one with the fewest running rows, and
         return it with its circuit breaker's token. Raise WorkersDown if there is none."""
         deadline = time.monotonic() + self.patience
@@ -214,15 +214,15 @@ class RewardWorkerPool:
                 raise WorkersDown(
                     f"all {len(failed_workers)} reward workers failed; last error: {describe_failure(last_error)}"
                 )
-            available = [worker for worker in candidates if not worker.breaker.is_open]
-            free_workers = [worker for worker in available if worker.num_running < self.per_worker]
+            available_workers = [worker for worker in candidates if not worker.breaker.is_open]
+            free_workers = [worker for worker in available_workers if worker.num_running < self.per_worker]
             if free_workers:
                 worker = min(free_workers, key=lambda candidate: (candidate.num_running, candidate.num_done))
                 ticket = worker.breaker.allow()
                 assert ticket is not None
                 worker.num_running += 1
                 return worker, ticket
-            if available:  # only busy
+            if available_workers:  # only busy
                 deadline = time.monotonic() + self.patience
             elif time.monotonic() > deadline:
                 raise WorkersDown(f"all reward workers have been down for {self.patience:g} s")
@@ -245,9 +245,9 @@ class RewardWorkerPool:
 
     async def _run(self, worker: PoolWorker, score: Callable[[PoolWorker], Coroutine[Any, Any, T]]) -> T:
         # A process enforces the timeout itself, from the time when it is ready.
-        limit = None if isinstance(worker.reward, RewardProcess) else self.timeout
+        timeout = None if isinstance(worker.reward, RewardProcess) else self.timeout
         try:
-            return await run_within(limit, score(worker))
+            return await run_within(timeout, score(worker))
         except OutOfTime:
             raise TimeoutError(f"{worker.name} did not answer within {self.timeout:g} s") from None
 
@@ -257,7 +257,7 @@ def _classify_error(error: Exception) -> tuple[bool | None, bool]:
     if isinstance(error, JudgeFailure):
         # A spent budget says nothing about the endpoint, and cached requests still succeed. An endpoint that rejects a
         # request is up.
-        outcome_by_kind = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
-        return outcome_by_kind.get(error.kind, (True, False))
+        verdict_by_kind = {"budget": (None, True), "unavailable": (False, True), "error": (True, True)}
+        return verdict_by_kind.get(error.kind, (True, False))
     is_row_fault = is_row_error(error)
     return is_row_fault, not is_row_fault

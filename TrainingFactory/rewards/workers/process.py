@@ -28,7 +28,7 @@ ROW_ERRORS = (
     AssertionError,
     ToolFailure,
 )
-_JSON: TypeAdapter[Any] = TypeAdapter(JsonValue)
+_JSON_ADAPTER: TypeAdapter[Any] = TypeAdapter(JsonValue)
 
 
 class WorkerFailure(Exception):
@@ -86,10 +86,10 @@ class RewardProcess:
         try:
             reply = await self._worker.ask(rows, self.timeout)
         except WorkerTooSlow:
-            text = (
+            message = (
                 f"the reward {self.adapted.name} took longer than {self.timeout:g} s; its process was killed"
             )
-            raise Unscored(text) from None
+            raise Unscored(message) from None
         except WorkerDied as error:
             raise ConnectionError(f"the process of the reward {self.target} {error}") from None
         except WorkerError as error:
@@ -112,7 +112,7 @@ def _check_json(task: Task) -> None:
     fields: dict[str, Any] = {f"metadata.{key}": {key: value} for key, value in task.metadata.items()}
     for name, part in ({"answer": task.answer} | fields).items():
         try:
-            _JSON.validate_python(part, strict=True)
+            _JSON_ADAPTER.validate_python(part, strict=True)
         except ValidationError:
             raise Unscored(
                 f"task {task.id}: {name} is not JSON and cannot be sent to a worker process: {part!r:.80}; use JSON "
@@ -125,10 +125,10 @@ def load_scorer(settings: dict[str, Any]) -> Callable[[Rows], dict[str, Any]]:
     """Load the reward in the worker process; return the function that scores the rows of one call."""
     reward = load_reward(settings["target"], settings["options"])
     runner = asyncio.Runner()  # one for all calls, because an async reward may keep a connection
-    return lambda rows: runner.run(_score(reward, rows))
+    return lambda rows: runner.run(_score_rows(reward, rows))
 
 
-async def _score(reward: AdaptedReward, rows: Rows) -> dict[str, Any]:
+async def _score_rows(reward: AdaptedReward, rows: Rows) -> dict[str, Any]:
     try:
         results = await reward.group([FinishedEpisode(trajectory_from_dict(row)) for row in rows])
     except Exception as error:  # rewards are user code

@@ -16,14 +16,14 @@ from TrainingFactory.tools.adapt import as_tool
 from TrainingFactory.tools.builtin.model import (
     PROMPT_SCHEMA,
     SingleToolSession,
-    failed_result,
-    opening_messages,
+    make_failed_result,
+    make_messages,
 )
 from TrainingFactory.tools.executor import DEFAULT_OPTIONS, AsyncToolExecutor
-from TrainingFactory.tools.fingerprint import call_fingerprint, digest, object_fingerprint
+from TrainingFactory.tools.fingerprint import digest, fingerprint_call, fingerprint_object
 from TrainingFactory.tools.making import make_tool
 from TrainingFactory.tools.options import ToolOptions
-from TrainingFactory.tools.replies import tool_messages
+from TrainingFactory.tools.replies import make_tool_messages
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.types import Message, ToolFailure, ToolResult, ToolSpec
 
@@ -64,8 +64,8 @@ class AgentTool:
         self._call_numbers = count()
         self.system_prompt, self.max_turns, self.tool_timeout = system_prompt, max_turns, tool_timeout
         self.spec = ToolSpec(name, description, PROMPT_SCHEMA)
-        tool_versions = [_fingerprint_of(tool) for tool in self.tools]
-        version = digest(object_fingerprint(model), system_prompt, f"{max_turns}", *tool_versions)
+        tool_versions = [_fingerprint_tool(tool) for tool in self.tools]
+        version = digest(fingerprint_object(model), system_prompt, f"{max_turns}", *tool_versions)
         # Neither pure nor idempotent: a retry would repeat the side effects of the agent's tools.
         self.options = ToolOptions(timeout=timeout, concurrency=concurrency, rate=rate, version=version)
 
@@ -81,11 +81,11 @@ class AgentTool:
         executor = AsyncToolExecutor(self.tools, self.tool_timeout)
         executor.attach(self._runtime, next(self._call_numbers))
         try:
-            return await self._converse(executor, opening_messages(self.system_prompt, arguments["prompt"]))
+            return await self._converse(executor, make_messages(self.system_prompt, arguments["prompt"]))
         except ModelError as error:
-            return failed_result(self.spec.name, error)
+            return make_failed_result(self.spec.name, error)
         except ToolFailure as error:  # the agent's tools failed, not those of the episode
-            return failed_result(self.spec.name, ModelError(str(error), temporary=True))
+            return make_failed_result(self.spec.name, ModelError(str(error), temporary=True))
         finally:
             await executor.close()
 
@@ -106,13 +106,13 @@ class AgentTool:
             if outage := next((result for result in results if result.error == "unavailable"), None):
                 raise ModelError(outage.content, temporary=True)  # an outage must not influence the answer
             messages.append(message)
-            messages += tool_messages(message.tool_calls, results)
+            messages += make_tool_messages(message.tool_calls, results)
         text = f"{self.spec.name} gave no answer within {self.max_turns} turns"
         return ToolResult(text, ok=False, error="exception")
 
 
-def _fingerprint_of(tool: Any) -> str:
+def _fingerprint_tool(tool: Any) -> str:
     """Return the fingerprint of one of the agent's tools or tool sources."""
     if not hasattr(tool, "spec"):  # a source of several tools
-        return object_fingerprint(tool)
-    return call_fingerprint(tool, getattr(tool, "options", DEFAULT_OPTIONS), {}) or ""
+        return fingerprint_object(tool)
+    return fingerprint_call(tool, getattr(tool, "options", DEFAULT_OPTIONS), {}) or ""

@@ -11,7 +11,7 @@ from TrainingFactory.common.endpoints.names import Api, make_endpoint
 from TrainingFactory.common.endpoints.transport import KEY_BY_HOST, ModelError
 from TrainingFactory.common.options import STRICT, Count, Positive, Text, ZeroOrMore
 from TrainingFactory.protocols import Tool
-from TrainingFactory.tools.fingerprint import digest, object_fingerprint
+from TrainingFactory.tools.fingerprint import digest, fingerprint_object
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, ToolResult, ToolSpec
 
@@ -54,7 +54,7 @@ class ModelTool:
             concurrency=concurrency,
             rate=rate,
             server=self.endpoint.host,  # tools at one endpoint share a circuit breaker
-            version=digest(object_fingerprint(self.endpoint), system_prompt),
+            version=digest(fingerprint_object(self.endpoint), system_prompt),
         )
 
     async def open(self) -> None:
@@ -65,11 +65,9 @@ class ModelTool:
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         try:
-            answer = await self.endpoint.complete(
-                opening_messages(self.system_prompt, arguments["prompt"]), ()
-            )
+            answer = await self.endpoint.complete(make_messages(self.system_prompt, arguments["prompt"]), ())
         except ModelError as error:
-            return failed_result(self.spec.name, error)
+            return make_failed_result(self.spec.name, error)
         return ToolResult(answer.content)
 
     async def close(self) -> None:
@@ -86,11 +84,11 @@ class SingleToolSession:
         """Do nothing: the session holds no resources."""
 
 
-def opening_messages(system_prompt: str, prompt: str) -> list[Message]:
+def make_messages(system_prompt: str, prompt: str) -> list[Message]:
     """Return the first messages: the system prompt unless it is empty, then the user's prompt."""
     system_messages = [Message("system", system_prompt)] if system_prompt else []
     return [*system_messages, Message("user", prompt)]
 
 
-def failed_result(name: str, error: ModelError) -> ToolResult:
+def make_failed_result(name: str, error: ModelError) -> ToolResult:
     return ToolResult(f"{name}: {error}", ok=False, error="unavailable" if error.temporary else "exception")

@@ -23,13 +23,13 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
 
-FORMAT = "2"  # of the index; changing it makes every index be rebuilt
-SUFFIXES = (".txt", ".md")
-MAX_TERMS = 64  # of a query
+INDEX_FORMAT = "2"  # of the index; changing it makes every index be rebuilt
+EXTENSIONS = (".txt", ".md")
+MAX_QUERY_TERMS = 64  # of a query
 MAX_RESULTS = 20
 # Chinese, Japanese and Korean have no spaces between words, or words with many endings: single characters and pairs
 # of neighbours are the terms. In other scripts a term is a run of letters and digits.
-_TERMS = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
+_TERM = re.compile(r"([\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff]+)|([^\W_]+)")
 
 
 class PassageTool(ABC):
@@ -40,9 +40,9 @@ class PassageTool(ABC):
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
         top_k = int(arguments.get("top_k", self.top_k))
-        return await in_thread(self._run, arguments["query"], top_k)
+        return await in_thread(self._search, arguments["query"], top_k)
 
-    def _run(self, query: str, top_k: int) -> ToolResult:
+    def _search(self, query: str, top_k: int) -> ToolResult:
         matches = self.find(query, top_k)
         if not matches:
             return ToolResult("Nothing found; try other words.")
@@ -73,13 +73,13 @@ class SearchTool(PassageTool):
     ) -> None:
         self.top_k, self.max_chars = top_k, max_chars
         passages = Passages(Path(path), (text_field, title_field, id_field), index_dir, name)
-        self.index, self.documents = passages.index, passages.count
-        self.spec = ToolSpec(name, description or "Search documents by keywords.", search_parameters(top_k))
+        self.index, self.documents = passages.index, passages.num_passages
+        self.spec = ToolSpec(name, description or "Search documents by keywords.", make_search_schema(top_k))
         self.options = ToolOptions(pure=True, version=digest(passages.state, f"{max_chars} {top_k}"))
 
     def find(self, query: str, top_k: int) -> list[tuple[str, str, str, float]]:
         """Return (id, title, text, BM25 score) of the best matches, best first; ties in the order of the data."""
-        terms = list(dict.fromkeys(split_terms(query)))[:MAX_TERMS]
+        terms = list(dict.fromkeys(split_terms(query)))[:MAX_QUERY_TERMS]
         if not terms:
             return []
         # Quoted, so that no term is read as FTS syntax.
@@ -103,7 +103,7 @@ class Passages:
         self.path = path
         self.index = ensure_index(path, field_names, Path(index_dir) if index_dir else _cache_folder(), name)
         with contextlib.closing(_open_index(self.index)) as connection:
-            self.count: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
+            self.num_passages: int = connection.execute("SELECT count(*) FROM documents").fetchone()[0]
             self.state: str  # digest of the files' names, sizes and times
             self.content: str  # digest of the passages
             self.state, self.content = connection.execute("SELECT state, content FROM about").fetchone()
@@ -113,7 +113,7 @@ class Passages:
         with contextlib.closing(_open_index(self.index)) as connection:
             yield from connection.execute("SELECT name, title, text FROM documents ORDER BY number")
 
-    def passage_at(self, index: int) -> tuple[str, str, str]:
+    def read_passage(self, index: int) -> tuple[str, str, str]:
         """Return (id, title, text) of the passage at this index, counted from 0."""
         with contextlib.closing(_open_index(self.index)) as connection:
             query = "SELECT name, title, text FROM documents WHERE number = ?"
@@ -137,35 +137,35 @@ def split_terms(text: str) -> list[str]:
     if not text.isascii():
         text = "".join(character for character in text if unicodedata.category(character)[0] != "M")
     terms = []
-    for match in _TERMS.finditer(text):
+    for match in _TERM.finditer(text):
         cjk, term = match.groups()
         terms += [term] if term else [*cjk, *(cjk[index : index + 2] for index in range(len(cjk) - 1))]
     return terms
 
 
-def ensure_index(path: Path, field_names: tuple[str, str, str], folder: Path, name: str) -> Path:
+def ensure_index(path: Path, field_names: tuple[str, str, str], folder: Path, tool_name: str) -> Path:
     """Return the path of the data's index; build it if it is missing or outdated. Concurrent builds are safe."""
     path = path.resolve()
-    files = _list_files(path, name)
+    files = _list_files(path, tool_name)
     file_stats = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-    data_digest = digest(FORMAT, *field_names, json.dumps(file_stats))
+    data_digest = digest(INDEX_FORMAT, *field_names, json.dumps(file_stats))
     index_path = folder / f"{path.stem[:40]}-{digest(str(path), *field_names)[:20]}.sqlite"
     if _read_data_digest(index_path) == data_digest:
         return index_path
     temporary_path = folder / f"{index_path.stem}.{secrets.token_hex(8)}.part"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _build(temporary_path, data_digest, _read_documents(path, files, field_names, name))
+        _build_index(temporary_path, data_digest, _read_documents(path, files, field_names, tool_name))
         os.replace(temporary_path, index_path)
     except (OSError, sqlite3.Error) as error:
-        message = f"tool {name}: cannot build the index in {folder} ({error}); set another index_dir"
+        message = f"tool {tool_name}: cannot build the index in {folder} ({error}); set another index_dir"
         raise ValueError(message) from error
     finally:
         temporary_path.unlink(missing_ok=True)
     return index_path
 
 
-def _build(path: Path, data_digest: str, documents: Iterator[tuple[str, str, str]]) -> None:
+def _build_index(path: Path, data_digest: str, documents: Iterator[tuple[str, str, str]]) -> None:
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute("PRAGMA journal_mode = OFF")
         connection.execute("PRAGMA synchronous = OFF")
@@ -175,11 +175,11 @@ def _build(path: Path, data_digest: str, documents: Iterator[tuple[str, str, str
         )
         connection.execute("CREATE VIRTUAL TABLE terms USING fts5(words, content='', tokenize='unicode61')")
         content_hash = hashlib.sha256()
-        for row_id, (name, title, text) in enumerate(documents, 1):
+        for number, (name, title, text) in enumerate(documents, 1):
             content_hash.update(json.dumps([name, title, text]).encode())
-            connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (row_id, name, title, text))
+            connection.execute("INSERT INTO documents VALUES (?, ?, ?, ?)", (number, name, title, text))
             spaced_text = " ".join(split_terms(f"{title}\n{text}"))
-            connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (row_id, spaced_text))
+            connection.execute("INSERT INTO terms(rowid, words) VALUES (?, ?)", (number, spaced_text))
         connection.execute("INSERT INTO terms(terms) VALUES ('optimize')")
         connection.execute("CREATE TABLE about(state TEXT, content TEXT)")
         connection.execute("INSERT INTO about VALUES (?, ?)", (data_digest, content_hash.hexdigest()))
@@ -205,14 +205,14 @@ def _list_files(path: Path, name: str) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ValueError(f"tool {name}: no file or folder {path}; set path to a JSONL file or a folder")
-    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in EXTENSIONS and file.is_file())
     if not files:
-        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(SUFFIXES)} files; add some")
+        raise ValueError(f"tool {name}: the folder {path} has no {' or '.join(EXTENSIONS)} files; add some")
     return files
 
 
 def _read_documents(
-    path: Path, files: list[Path], field_names: tuple[str, str, str], name: str
+    path: Path, files: list[Path], field_names: tuple[str, str, str], tool_name: str
 ) -> Iterator[tuple[str, str, str]]:
     """Yield (id, title, text) of every document."""
     if path.is_dir():
@@ -223,11 +223,11 @@ def _read_documents(
     with path.open(encoding="utf-8-sig") as lines:
         for line_number, line in enumerate(lines, 1):
             if line.strip():
-                yield _parse_row(line, field_names, line_number, f"tool {name}: {path}:{line_number}")
+                yield _parse_row(line, field_names, line_number, f"tool {tool_name}: {path}:{line_number}")
 
 
 def _parse_row(
-    line: str, field_names: tuple[str, str, str], position: int, location: str
+    line: str, field_names: tuple[str, str, str], line_number: int, location: str
 ) -> tuple[str, str, str]:
     text_field, title_field, id_field = field_names
     try:
@@ -237,11 +237,11 @@ def _parse_row(
     if not isinstance(row.get(text_field), str):
         raise ValueError(f"{location}: no text in {text_field!r}; set text_field to one of {', '.join(row)}")
     title, document_id = row.get(title_field), row.get(id_field)
-    document_id = position if document_id is None else document_id
+    document_id = line_number if document_id is None else document_id
     return str(document_id), "" if title is None else str(title), row[text_field]
 
 
-def search_parameters(top_k: int) -> dict[str, Any]:
+def make_search_schema(top_k: int) -> dict[str, Any]:
     count_schema = {"type": "integer", "description": "how many", "default": top_k, "minimum": 1}
     return {
         "type": "object",

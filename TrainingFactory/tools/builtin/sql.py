@@ -46,11 +46,11 @@ class SqlTool:
             SqlDatabase, self.path, write=write, timeout=timeout, max_rows=max_rows, format=format
         )
         try:
-            tables = self.database().tables(schema_chars)
+            table_list = self.database().tables(schema_chars)
         except ValueError as error:
             raise ValueError(f"tool {name}: {error}; set path to an existing SQLite file") from error
         statement = "statement; reading and writing" if write else "query (read-only)"
-        self.spec = ToolSpec(name, description or f"Run one SQLite {statement}. {tables}", _PARAMETERS)
+        self.spec = ToolSpec(name, description or f"Run one SQLite {statement}. {table_list}", _PARAMETERS)
         self.options = ToolOptions(
             timeout=timeout
             + 30.0,  # `timeout` stops the statement; the rest is for opening and copying the file

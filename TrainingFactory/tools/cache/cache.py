@@ -21,7 +21,7 @@ from TrainingFactory.common.texts import describe
 from TrainingFactory.tools.cache.stores import Store, open_store
 from TrainingFactory.tools.calls import PendingCall, ToolState
 from TrainingFactory.tools.executor import AsyncToolExecutor
-from TrainingFactory.tools.fingerprint import call_fingerprint, digest
+from TrainingFactory.tools.fingerprint import digest, fingerprint_call
 from TrainingFactory.tools.making import tools_without_options
 from TrainingFactory.tools.runtime import ToolRuntime
 from TrainingFactory.tools.threads import in_thread
@@ -32,7 +32,7 @@ STORE_PAUSE_SECONDS = 5.0  # the store is not used for this long after an error
 MAX_ENTRY_BYTES = 4 << 20  # larger results are not cached: reading them would block the event loop
 MAX_QUEUED_RESULTS = 10_000  # results waiting to be written; further ones are not stored
 MAX_QUEUED_USES = 1000  # uses waiting to be written
-CANCELLED, FAILED = "cancelled", "failed"
+RUN_CANCELLED, RUN_FAILED = "cancelled", "failed"
 
 
 class ToolCache:
@@ -51,11 +51,11 @@ class ToolCache:
         max_bytes: Count = 1 << 30,
         memory_bytes: ZeroOrMore = 64 << 20,
     ) -> None:
-        self._ttl, self._max_entry = ttl, min(max_bytes, MAX_ENTRY_BYTES)
+        self._ttl, self._max_entry_bytes = ttl, min(max_bytes, MAX_ENTRY_BYTES)
         self._store = open_store(target, ttl, max_bytes)
-        self._memory = _Memory(memory_bytes)
+        self._memory = _MemoryCache(memory_bytes)
         self._in_flight: dict[str, asyncio.Future[ToolResult | str]] = {}
-        self._writer = _Writer(self._store, self._record_failure)
+        self._writer = _StoreWriter(self._store, self._record_failure)
         self._store_paused_until = 0.0
         self.failures = 0
         self._tools = tools
@@ -84,35 +84,35 @@ class ToolCache:
         execute theirs too."""
         while True:
             entry = self._memory.get(key)
-            cached = (self._use_entry(key, *entry) if entry else None) or await self._read_store(key)
-            if cached is not None:
-                return cached
+            result = (self._decode_entry(key, *entry) if entry else None) or await self._read_store(key)
+            if result is not None:
+                return result
             future = self._in_flight.get(key)
             if future is None:
                 return await self._run_and_share(key, run)
             await asyncio.wait({future}, timeout=max(0.0, deadline - time.monotonic()))
-            answer = future.result() if future.done() else FAILED
-            if isinstance(answer, ToolResult):
-                return _decode(_encode(answer))  # a copy
-            if answer == FAILED:
-                return await self._run(key, run)
+            shared_result = future.result() if future.done() else RUN_FAILED
+            if isinstance(shared_result, ToolResult):
+                return _decode_result(_encode_result(shared_result))  # a copy
+            if shared_result == RUN_FAILED:
+                return await self._run_and_store(key, run)
 
     async def _run_and_share(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         future = self._in_flight[key] = asyncio.get_running_loop().create_future()
-        answer: ToolResult | str = FAILED
+        shared_result: ToolResult | str = RUN_FAILED
         try:
-            result = await self._run(key, run)
+            result = await self._run_and_store(key, run)
             if result.ok:
-                answer = result
+                shared_result = result
             return result
         except asyncio.CancelledError:
-            answer = CANCELLED
+            shared_result = RUN_CANCELLED
             raise
         finally:
             del self._in_flight[key]
-            future.set_result(answer)
+            future.set_result(shared_result)
 
-    async def _run(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
+    async def _run_and_store(self, key: str, run: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         result = await run()
         if result.ok:
             self._store_result(key, result)
@@ -134,7 +134,7 @@ class ToolCache:
             entry = self._store.get(key) if self._store.quick else await in_thread(self._store.get, key)
             if entry is None:
                 return None
-            result = self._use_entry(key, *entry)
+            result = self._decode_entry(key, *entry)
         except Exception as error:  # of the store, or of an invalid entry
             self._record_failure(error)
             return None
@@ -142,23 +142,23 @@ class ToolCache:
             self._memory.put(key, *entry)
         return result
 
-    def _use_entry(self, key: str, value: str, created_at: float) -> ToolResult | None:
+    def _decode_entry(self, key: str, encoded_result: str, created_at: float) -> ToolResult | None:
         if self._ttl is not None and time.time() - created_at > self._ttl:
             return None
         self._writer.record_use(key)
-        return _decode(value)
+        return _decode_result(encoded_result)
 
     def _store_result(self, key: str, result: ToolResult) -> None:
         try:
-            value = _encode(result)
+            encoded_result = _encode_result(result)
         except (TypeError, ValueError):  # attachments that are not JSON
             return
-        if len(value) + len(key) > self._max_entry:
+        if len(encoded_result) + len(key) > self._max_entry_bytes:
             return
         created_at = time.time()
-        self._memory.put(key, value, created_at)
+        self._memory.put(key, encoded_result, created_at)
         if time.monotonic() >= self._store_paused_until:
-            self._writer.add(key, value, created_at)
+            self._writer.add(key, encoded_result, created_at)
 
     def _record_failure(self, error: BaseException) -> None:
         if not self.failures:
@@ -174,18 +174,18 @@ class EpisodeToolCache:
         self._cache, self._scope = cache, scope
         # Digest of all calls so far, by server; None if the state of the server is unknown.
         self._histories: dict[str, str | None] = {}
-        self._num_started: Counter[str] = Counter()
+        self._num_calls: Counter[str] = Counter()
 
     def fork(self) -> EpisodeToolCache:
         """Return a copy of the cache for an episode that continues this one."""
         copy = EpisodeToolCache(self._cache, self._scope)
-        copy._histories, copy._num_started = dict(self._histories), Counter(self._num_started)
+        copy._histories, copy._num_calls = dict(self._histories), Counter(self._num_calls)
         return copy
 
-    async def obtain(self, call: PendingCall) -> ToolResult:
-        deadline = time.monotonic() + call.seconds
-        fingerprint = call_fingerprint(call.tool, call.options, call.arguments)
-        if not call.options.pure and call.state is not None and call.state.stateful:
+    async def obtain_result(self, call: PendingCall) -> ToolResult:
+        deadline = time.monotonic() + call.max_seconds
+        fingerprint = fingerprint_call(call.tool, call.options, call.arguments)
+        if not call.options.pure and call.state is not None and call.state.is_stateful:
             return await self._obtain_stateful(call, call.state, fingerprint, deadline)
 
         async def execute() -> ToolResult:
@@ -210,20 +210,20 @@ class EpisodeToolCache:
         initial_history = digest("start", server, "" if server else self._scope)
         history = self._histories.get(server, initial_history)
         self._histories[server] = None  # remains None if this call raises or makes further calls
-        self._num_started[server] += 1
-        call_number = self._num_started[server]
+        self._num_calls[server] += 1
+        call_number = self._num_calls[server]
         key = digest(history, fingerprint) if call.options.stateful and history and fingerprint else None
         result = await self._call_cached(key, call, execute, deadline)
         if result.cached:
-            state.skip(call, result.content)
-        if is_lost or history is None or fingerprint is None or self._num_started[server] != call_number:
+            state.skip_call(call, result.content)
+        if is_lost or history is None or fingerprint is None or self._num_calls[server] != call_number:
             return result
         if result.error in ("schema", "unavailable"):  # the call never reached the tool
             self._histories[server] = history
         else:
             # A failure may be accidental, so its text is part of the history: only equal failures share results.
-            outcome = fingerprint if result.ok else digest(fingerprint, result.content)
-            self._histories[server] = digest(history, outcome)
+            outcome_digest = fingerprint if result.ok else digest(fingerprint, result.content)
+            self._histories[server] = digest(history, outcome_digest)
         return result
 
     async def _call_cached(
@@ -235,11 +235,11 @@ class EpisodeToolCache:
         return await self._cache.get_or_execute(digest(key, str(call.max_output_chars)), run, deadline)
 
 
-class _Memory:
+class _MemoryCache:
     """The most recently used results, as JSON: decoding is fast, and every caller gets its own copy."""
 
     def __init__(self, max_chars: int) -> None:
-        self._limit, self._size = max_chars, 0  # characters
+        self._max_chars, self._num_chars = max_chars, 0  # characters
         self._entries: OrderedDict[str, tuple[str, float]] = OrderedDict()
 
     def get(self, key: str) -> tuple[str, float] | None:
@@ -250,20 +250,20 @@ class _Memory:
 
     def put(self, key: str, value: str, created_at: float) -> None:
         old_entry = self._entries.pop(key, ("", 0.0))
-        self._size += len(value) - len(old_entry[0])
+        self._num_chars += len(value) - len(old_entry[0])
         self._entries[key] = (value, created_at)
-        while self._size > self._limit:
+        while self._num_chars > self._max_chars:
             _, (evicted_value, _) = self._entries.popitem(last=False)
-            self._size -= len(evicted_value)
+            self._num_chars -= len(evicted_value)
 
 
-class _Writer:
+class _StoreWriter:
     """Writes entries to the store in batches, on its own thread, so that the event loop never waits for the disk."""
 
     def __init__(self, store: Store, on_failure: Callable[[BaseException], None]) -> None:
         self._store, self._on_failure = store, on_failure
         self._entries: deque[tuple[str, str, float]] = deque()
-        self._used_at: dict[str, float] = {}
+        self._last_uses: dict[str, float] = {}
         self._thread = ThreadPoolExecutor(1, "tool-cache")
 
     def add(self, key: str, value: str, created_at: float) -> None:
@@ -273,8 +273,8 @@ class _Writer:
 
     def record_use(self, key: str) -> None:
         """Record the time of use for eviction. Written with the next entry, or after `MAX_QUEUED_USES` uses."""
-        self._used_at[key] = time.time()
-        if len(self._used_at) > MAX_QUEUED_USES:
+        self._last_uses[key] = time.time()
+        if len(self._last_uses) > MAX_QUEUED_USES:
             self._thread.submit(self._write)
 
     def flush(self) -> None:
@@ -286,7 +286,7 @@ class _Writer:
 
     def _write(self) -> None:
         entries = [self._entries.popleft() for _ in range(len(self._entries))]
-        used_at, self._used_at = self._used_at, {}
+        used_at, self._last_uses = self._last_uses, {}
         try:
             if entries or used_at:
                 self._store.write(entries, used_at.items())
@@ -294,14 +294,14 @@ class _Writer:
             self._on_failure(error)
 
 
-def _encode(result: ToolResult) -> str:
+def _encode_result(result: ToolResult) -> str:
     row: dict[str, Any] = {"content": result.content, "attachments": result.attachments}
     if result.images:
         row["images"] = images_to_rows(result.images, None)
     return json.dumps(row, ensure_ascii=False)
 
 
-def _decode(encoded: str) -> ToolResult:
-    row = json.loads(encoded)
+def _decode_result(encoded_result: str) -> ToolResult:
+    row = json.loads(encoded_result)
     images = images_from_rows(row.get("images", ()), None)
     return ToolResult(row["content"], attachments=row["attachments"], images=images, cached=True)

@@ -16,7 +16,7 @@ from TrainingFactory.common.texts import describe
 
 log = logging.getLogger(__name__)
 APPLICATION_ID = 0x7F_70_01_C4  # in the file header; identifies our files
-FORMAT = 1
+FORMAT_VERSION = 1
 BUSY_SECONDS = 5.0  # a writer's wait for other processes; readers never wait for writers
 EVICTION_TARGET = 0.9  # fraction of `max_bytes` that eviction leaves, so that not every write evicts
 REDIS_URL = re.compile(r"rediss?://|unix://")
@@ -49,7 +49,7 @@ class SQLiteStore:
             except sqlite3.DatabaseError as error:
                 if isinstance(error, sqlite3.OperationalError):  # locked, full, no permission: not damaged
                     raise
-                self._move_damaged(error)
+                self._move_damaged_file(error)
                 self._open()
         except (OSError, sqlite3.Error) as error:
             raise ValueError(
@@ -58,22 +58,22 @@ class SQLiteStore:
             ) from error
 
     def _open(self) -> None:
-        self._writer = _connect(self.path)
+        self._writer = _open_connection(self.path)
         try:
-            _set_up(self._writer)
-            self._reader = _connect(self.path)
+            _create_schema(self._writer)
+            self._reader = _open_connection(self.path)
             self._reader.execute("SELECT key, value, size, made, used FROM entries LIMIT 1").fetchall()
         except BaseException:
             self._writer.close()
             raise
 
-    def _move_damaged(self, error: sqlite3.DatabaseError) -> None:
+    def _move_damaged_file(self, error: sqlite3.DatabaseError) -> None:
         backup = self.path.with_name(f"{self.path.name}.damaged-{time.time_ns()}")
         self.path.rename(backup)
         for suffix in ("-wal", "-shm"):
             Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-        text = "the cache %s is damaged (%s); starting an empty one, the old file is renamed to %s"
-        log.warning(text, self.path, describe(error), backup.name)
+        message = "the cache %s is damaged (%s); starting an empty one, the old file is renamed to %s"
+        log.warning(message, self.path, describe(error), backup.name)
 
     def get(self, key: str) -> tuple[str, float] | None:
         """Return the value and its creation time; None if there is no entry."""
@@ -96,24 +96,24 @@ class SQLiteStore:
                 "value = excluded.value, size = excluded.size, made = excluded.made, used = excluded.used",
                 rows,
             )
-            changes = [(used_at, key, used_at) for key, used_at in last_uses]
-            self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", changes)
-            self._evict()
+            use_rows = [(used_at, key, used_at) for key, used_at in last_uses]
+            self._writer.executemany("UPDATE entries SET used = ? WHERE key = ? AND used < ?", use_rows)
+            self._evict_entries()
 
-    def _evict(self) -> None:
+    def _evict_entries(self) -> None:
         """Delete expired entries, then the least recently used ones."""
-        if self._total_bytes() <= self._max_bytes:
+        if self._count_bytes() <= self._max_bytes:
             return
         if self._ttl is not None:
             self._writer.execute("DELETE FROM entries WHERE made < ?", (time.time() - self._ttl,))
-        if self._total_bytes() > self._max_bytes * EVICTION_TARGET:
+        if self._count_bytes() > self._max_bytes * EVICTION_TARGET:
             self._writer.execute(
                 "DELETE FROM entries WHERE key IN (SELECT key FROM (SELECT key, sum(size) OVER "
                 "(ORDER BY used DESC, key) AS so_far FROM entries) WHERE so_far > ?)",
                 (self._max_bytes * EVICTION_TARGET,),
             )
 
-    def _total_bytes(self) -> int:
+    def _count_bytes(self) -> int:
         return self._writer.execute("SELECT bytes FROM total").fetchone()[0]
 
     def close(self) -> None:
@@ -122,21 +122,21 @@ class SQLiteStore:
             self._writer.close()
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def _open_connection(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute(f"PRAGMA journal_size_limit = {64 << 20}")
     return connection
 
 
-def _set_up(connection: sqlite3.Connection) -> None:
+def _create_schema(connection: sqlite3.Connection) -> None:
     """Create the tables and write our id to the header in one transaction, unless another process has. This transaction
     precedes WAL mode, which writes to the file, so that other processes see either an empty or a complete file."""
     version = connection.execute("PRAGMA user_version").fetchone()[0]
-    if version not in (0, FORMAT):
-        raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT}")
+    if version not in (0, FORMAT_VERSION):
+        raise sqlite3.DatabaseError(f"its format is {version}, not {FORMAT_VERSION}")
     if version == 0:
-        header = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
+        header = f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT_VERSION};"
         connection.executescript(f"BEGIN IMMEDIATE; {header} {SCHEMA} COMMIT;")
     with contextlib.suppress(sqlite3.OperationalError):  # another process is switching to WAL
         connection.execute("PRAGMA journal_mode = WAL")
@@ -148,8 +148,8 @@ def _check_owner(path: Path) -> None:
     if path.is_file():
         with path.open("rb") as file:
             header = file.read(100)
-    is_own = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
-    if path.is_dir() or (header and not is_own):
+    is_own_file = header[:16] == b"SQLite format 3\0" and header[68:72] == APPLICATION_ID.to_bytes(4, "big")
+    if path.is_dir() or (header and not is_own_file):
         raise ValueError(f"the cache cannot use {path}: it is not a TrainingFactory cache; set another path")
 
 
@@ -187,10 +187,10 @@ class RedisStore:
     def write(
         self, entries: Sequence[tuple[str, str, float]], last_uses: Iterable[tuple[str, float]]
     ) -> None:
-        with self._client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=False) as pipeline:
             for key, value, created_at in entries:
-                pipe.set(self.PREFIX + key, f"{created_at!r} {value}", px=self._ttl_ms)
-            pipe.execute()
+                pipeline.set(self.PREFIX + key, f"{created_at!r} {value}", px=self._ttl_ms)
+            pipeline.execute()
 
     def close(self) -> None:
         self._client.close()

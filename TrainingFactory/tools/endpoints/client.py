@@ -22,8 +22,8 @@ from TrainingFactory.tools.limits import CallLimits
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult
 
-MAX_BACKOFF = 30.0  # seconds of backoff between attempts
-MAX_RETRY_AFTER = 120.0  # seconds that an endpoint can request with Retry-After
+MAX_BACKOFF_SECONDS = 30.0  # seconds of backoff between attempts
+MAX_RETRY_AFTER_SECONDS = 120.0  # seconds that an endpoint can request with Retry-After
 IN_FLIGHT_TIMEOUT = 3600.0  # maximum wait for an identical request in flight; its own timeouts are shorter
 _jitter = random.Random()  # of the retries; does not affect results
 FailureKind = Literal[
@@ -35,17 +35,17 @@ Send = Callable[[], Awaitable[ModelReply]]
 class ModelFailure(Exception):
     """Raised for a request without a usable reply. `stops`: further requests would fail too."""
 
-    def __init__(self, text: str, kind: FailureKind, denied: bool = False) -> None:
+    def __init__(self, text: str, kind: FailureKind, is_denied: bool = False) -> None:
         super().__init__(text)
         self.kind: FailureKind = kind
-        self.stops = denied or kind in ("unavailable", "budget", "not_recorded")
+        self.stops = is_denied or kind in ("unavailable", "budget", "not_recorded")
 
 
 @dataclass(kw_only=True, eq=False)
 class EndpointClient:
     """Sends requests to `model` with retries, and caches the replies. `model` is any object with `close`."""
 
-    WHO: ClassVar[str] = "the model"  # in errors
+    MODEL_ROLE: ClassVar[str] = "the model"  # in errors
 
     model: Any
     concurrency: int | None = 8
@@ -55,20 +55,20 @@ class EndpointClient:
     cache: ToolCache | str | Path | None = None
     budget: Budget = field(default_factory=Budget)
     replay: bool = False
-    earlier: Usage | None = None  # spending of earlier processes that counts for the budget
+    earlier_usage: Usage | None = None  # spending of earlier processes that counts for the budget
 
     def __post_init__(self) -> None:
         self._open_cache: ToolCache | None = self.cache if isinstance(self.cache, ToolCache) else None
         if isinstance(self.cache, str | Path):
             open_cache(self.cache).close()  # fails early if unusable; the first request opens it again
         self.usage = Usage()
-        self.counted_usage = [
+        self.counted_usages = [
             self.usage,
-            *([self.earlier] if self.earlier else []),
+            *([self.earlier_usage] if self.earlier_usage else []),
         ]  # of all that share the budget
         self._limits = CallLimits(self.concurrency, self.rate)
         self._in_flight: set[asyncio.Task[ModelReply]] = set()
-        self._closing = False  # requests that wait for a slot or a retry are dropped
+        self._is_closing = False  # requests that wait for a slot or a retry are dropped
 
     async def request(
         self, key: Sequence[str], send: Send, check: Callable[[ModelReply], object] = lambda _: None
@@ -77,7 +77,7 @@ class EndpointClient:
         raises for a reply that must not be cached. A request whose caller is cancelled continues, because it is paid:
         its reply is cached."""
         if self.cache is None:
-            reply = await self._with_retries(send)
+            reply = await self._send_with_retries(send)
             check(reply)
             return reply
         task = asyncio.ensure_future(self._ask_cached(digest(*key), send, check))
@@ -95,7 +95,7 @@ class EndpointClient:
             if self.replay:
                 text = f"{self.cache} has no reply to a request of this episode; record it first with replay: false"
                 raise ModelFailure(text, "not_recorded")
-            reply = await self._with_retries(send)
+            reply = await self._send_with_retries(send)
             check(reply)
             return ToolResult(json.dumps(reply.as_json()))
 
@@ -110,27 +110,27 @@ class EndpointClient:
             self.usage.cached_cost += self.budget.cost(reply)
         return reply
 
-    async def _with_retries(self, send: Send) -> ModelReply:
+    async def _send_with_retries(self, send: Send) -> ModelReply:
         attempt = 0
         while True:
             try:
-                return await self._attempt(send)
+                return await self._send_once(send)
             except ModelError as error:
                 if not error.temporary:
                     raise ModelFailure(str(error), "error", error.denied) from error
-                if attempt >= self.retries or self._closing:
-                    attempts = f" ({attempt + 1} attempts)" if attempt else ""
-                    raise ModelFailure(f"{error}{attempts}", "unavailable") from error
-                delay = min(error.wait or 0.0, MAX_RETRY_AFTER)
-            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF) * _jitter.uniform(0.5, 1), delay)
+                if attempt >= self.retries or self._is_closing:
+                    attempts_text = f" ({attempt + 1} attempts)" if attempt else ""
+                    raise ModelFailure(f"{error}{attempts_text}", "unavailable") from error
+                delay = min(error.wait or 0.0, MAX_RETRY_AFTER_SECONDS)
+            pause = max(min(self.pause * 2**attempt, MAX_BACKOFF_SECONDS) * _jitter.uniform(0.5, 1), delay)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(pause)
 
-    async def _attempt(self, send: Send) -> ModelReply:
+    async def _send_once(self, send: Send) -> ModelReply:
         async with self._limits.hold_slot():
-            if self._closing:
-                raise ModelFailure(f"{self.WHO} is closed", "unavailable")
+            if self._is_closing:
+                raise ModelFailure(f"{self.MODEL_ROLE} is closed", "unavailable")
             self._check_budget()
             self.usage.requests += 1
             reply = await send()
@@ -142,17 +142,17 @@ class EndpointClient:
 
     def _check_budget(self) -> None:
         totals = {
-            "max_cost": sum(usage.cost for usage in self.counted_usage),
-            "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.counted_usage),
-            "max_requests": sum(usage.requests for usage in self.counted_usage),
+            "max_cost": sum(usage.cost for usage in self.counted_usages),
+            "max_tokens": sum(usage.input_tokens + usage.output_tokens for usage in self.counted_usages),
+            "max_requests": sum(usage.requests for usage in self.counted_usages),
         }
         for name, total in totals.items():
             limit = getattr(self.budget, name)
             if limit is not None and total >= limit:
                 hint = ", or resume in a new process, which starts with a fresh budget"
                 raise ModelFailure(
-                    f"{self.WHO}'s budget is spent: budget.{name} is {limit:g}, and {total:g} is used; raise it"
-                    f"{hint if self.earlier is None else ''}",
+                    f"{self.MODEL_ROLE}'s budget is spent: budget.{name} is {limit:g}, and {total:g} is used; raise it"
+                    f"{hint if self.earlier_usage is None else ''}",
                     "budget",
                 )
 
@@ -160,9 +160,9 @@ class EndpointClient:
         """Wait for requests in flight, because their replies are paid for. Then close the connections, and the cache
         unless it was passed in. A later request reopens both."""
         if self._in_flight:
-            self._closing = True
+            self._is_closing = True
             await asyncio.wait(self._in_flight, timeout=getattr(self.model, "timeout", None))
-            self._closing = False
+            self._is_closing = False
         await self.model.close()
         if isinstance(self.cache, str | Path) and self._open_cache is not None:
             cache, self._open_cache = self._open_cache, None

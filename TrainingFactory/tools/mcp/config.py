@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.common.options import OptionError, make_from
-from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolOverride, server_config
+from TrainingFactory.tools.mcp.server_config import ServerConfig, ToolOverride, make_server_config
 
-_STRING = r'("(?:[^"\\]|\\.)*")'
-_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|/\*.*?\*/", re.DOTALL)
-_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[\]}}])")
+_STRING_PATTERN = r'("(?:[^"\\]|\\.)*")'
+_COMMENT = re.compile(rf"{_STRING_PATTERN}|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"{_STRING_PATTERN}|,(?=\s*[\]}}])")
 
 
 def read_config(path: str | Path) -> tuple[list[ServerConfig], list[str]]:
@@ -50,7 +50,7 @@ def parse_config(config: Any, origin: str, folder: Path) -> list[ServerConfig]:
     """Return the servers of a loaded config. `origin` names it in errors; relative paths start at `folder`."""
     servers: dict[str, ServerConfig] = {}
     for name, entry, tool in _iterate_entries(config, origin):
-        server = server_config(name, origin, folder, entry)
+        server = make_server_config(name, origin, folder, entry)
         if tool is not None:
             _add_tool(servers, server, tool)
         elif name in servers:
@@ -65,8 +65,8 @@ def parse_config(config: Any, origin: str, folder: Path) -> list[ServerConfig]:
 def _iterate_entries(loaded_config: Any, origin: str) -> Iterator[tuple[str, Any, ToolOverride | None]]:
     """Yield (name, entry, tool) for every enabled server; `tool` is None unless the entry describes a single tool."""
     if isinstance(loaded_config, list):
-        for element in loaded_config:
-            yield from _iterate_entries(element, origin)
+        for nested_config in loaded_config:
+            yield from _iterate_entries(nested_config, origin)
         return
     config = loaded_config if isinstance(loaded_config, dict) else {}
     if "mcp_server" in config:
@@ -75,9 +75,9 @@ def _iterate_entries(loaded_config: Any, origin: str) -> Iterator[tuple[str, Any
     section = config["mcp"] if isinstance(config.get("mcp"), dict) else config
     servers = section.get("mcpServers", section.get("servers"))
     if not isinstance(servers, dict):
-        keys = ", ".join(map(repr, list(config)[:8])) or type(loaded_config).__name__
+        key_list = ", ".join(map(repr, list(config)[:8])) or type(loaded_config).__name__
         expected = 'expected an object of servers by name under "mcpServers" or "servers", or "mcp_server"'
-        raise ValueError(f"{origin}: {expected}; found {keys}")
+        raise ValueError(f"{origin}: {expected}; found {key_list}")
     for name, entry in servers.items():
         if not isinstance(entry, dict):
             raise ValueError(
@@ -109,13 +109,13 @@ def _add_tool(servers: dict[str, ServerConfig], server: ServerConfig, tool: Tool
     """Add a tool to its server if that is already listed; otherwise add the server under the tool's name."""
     parameters = tool.parameters
     if parameters and not parameters.keys() & {"type", "properties"}:  # only the properties of a schema
-        required = [key for key, schema in parameters.items() if "default" not in schema]
-        parameters = {"type": "object", "properties": parameters, "required": required}
-    if any(tool.name in (other.overrides or {}) for other in servers.values()):
+        required_names = [key for key, schema in parameters.items() if "default" not in schema]
+        parameters = {"type": "object", "properties": parameters, "required": required_names}
+    if any(tool.name in (listed_server.overrides or {}) for listed_server in servers.values()):
         raise ValueError(f"{server.origin}: two entries describe the tool {tool.name!r}; remove one")
     overrides = {tool.name: replace(tool, parameters=parameters)}
-    for name, other in servers.items():
-        if other.overrides and replace(other, name=server.name, overrides=None) == server:
-            servers[name] = replace(other, overrides=other.overrides | overrides)
+    for name, listed_server in servers.items():
+        if listed_server.overrides and replace(listed_server, name=server.name, overrides=None) == server:
+            servers[name] = replace(listed_server, overrides=listed_server.overrides | overrides)
             return
     servers[server.name] = replace(server, overrides=overrides)

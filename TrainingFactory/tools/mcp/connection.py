@@ -20,10 +20,10 @@ from mcp.types import CallToolRequest, CallToolRequestParams
 from pydantic import TypeAdapter, ValidationError
 
 from TrainingFactory.common.texts import escape_control
-from TrainingFactory.tools.mcp.content import has_images, tool_result
+from TrainingFactory.tools.mcp.content import has_images, make_tool_result
 from TrainingFactory.tools.mcp.offers import OfferedTool
 from TrainingFactory.tools.mcp.server_config import ServerConfig, ServerDown
-from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG, ServerOutput, stdio_transport
+from TrainingFactory.tools.mcp.stdio import MAX_MESSAGE_BYTES, TOO_LONG_MESSAGE, ServerOutput, stdio_transport
 from TrainingFactory.tools.schema import check_schema, make_validator
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.types import ToolResult, ToolSpec
@@ -34,10 +34,10 @@ MAX_PAGES = 100
 # Texts of the SDK for connection errors, which it reports like answers of the server.
 SESSION_GONE = "Session terminated"  # an HTTP server that was restarted
 END_REASONS = {"Connection closed": "it closed the connection", SESSION_GONE: "it has dropped the session"}
-CUT_OFF = "SSE stream ended without a response"  # ends one call, not the connection
+STREAM_CUT = "SSE stream ended without a response"  # ends one call, not the connection
 HTTP_ERROR = "Server returned an error response"
 IDLE_TIMEOUT = 24 * 3600.0  # seconds; an idle stream is no error, and calls have their own time-outs
-_RAW_ANSWER: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
+_ANSWER_ADAPTER: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
 
 # Our own errors report what the SDK logs, and the logs of its HTTP client contain URLs with secrets.
 for _name in ("mcp", "httpx2", "httpcore2"):
@@ -49,7 +49,7 @@ class Connection:
 
     def __init__(self, config: ServerConfig, on_tools: Callable[[list[OfferedTool]], None]) -> None:
         self.config = config
-        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the end
+        self.lost_future: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # done at the end
         self.num_in_flight = 0  # calls in flight
         self.has_answered = False  # whether any call was answered
         self._on_tools = on_tools
@@ -61,79 +61,79 @@ class Connection:
         self._num_messages = 0  # received so far
         self._check_task: asyncio.Task[None] | None = None
         self._relist_task: asyncio.Task[None] | None = None
-        self._scope = anyio.CancelScope()
+        self._cancel_scope = anyio.CancelScope()
         self._run_task: asyncio.Task[None] | None = None
         self._secrets = config.secrets
 
     async def open(self) -> None:
         """Connect and list the tools. Raise ServerDown if that fails, with nothing left running."""
-        ready = asyncio.get_running_loop().create_future()
-        self._run_task = asyncio.create_task(self._run(ready))
+        ready_future = asyncio.get_running_loop().create_future()
+        self._run_task = asyncio.create_task(self._run_connection(ready_future))
         try:
-            await asyncio.shield(ready)
+            await asyncio.shield(ready_future)
         except asyncio.CancelledError:
             await self.close()
             raise
 
-    async def _run(self, ready: asyncio.Future[None]) -> None:
-        problem: BaseException | None = None
-        limit = self.config.settings.connect_timeout
+    async def _run_connection(self, ready_future: asyncio.Future[None]) -> None:
+        connect_error: BaseException | None = None
+        timeout = self.config.settings.connect_timeout
         try:
-            with self._scope:
-                self._scope.deadline = anyio.current_time() + limit
+            with self._cancel_scope:
+                self._cancel_scope.deadline = anyio.current_time() + timeout
                 async with contextlib.AsyncExitStack() as stack:
                     await self._connect(stack)
-                    self._scope.deadline = float("inf")
-                    ready.set_result(None)
-                    await asyncio.wait({self.lost})
+                    self._cancel_scope.deadline = float("inf")
+                    ready_future.set_result(None)
+                    await asyncio.wait({self.lost_future})
         except BaseException as error:  # the SDK also raises CancelledError and exception groups
-            problem = error
+            connect_error = error
         self._client = None
         for task in (self._relist_task, self._check_task):
             if task is not None:
                 task.cancel()
         reason = (
-            f"no answer within {limit:g} s (tfactory.connect_timeout)"
-            if problem is None
-            else _root_cause(problem)
+            f"no answer within {timeout:g} s (tfactory.connect_timeout)"
+            if connect_error is None
+            else _describe_root_cause(connect_error)
         )
         self._mark_lost(reason)
-        if not ready.done():
+        if not ready_future.done():
             self._end_reason = reason  # more specific than the reason that `_mark_lost` may have kept
-            ready.set_exception(self.down_error("failed to connect", sent=False))
-            ready.exception()  # mark it as retrieved, in case `open` no longer waits
+            ready_future.set_exception(self.make_down_error("failed to connect", was_sent=False))
+            ready_future.exception()  # mark it as retrieved, in case `open` no longer waits
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
         transport = await self._open_transport(stack)
         # Private sessions need the handshake of older protocols: the newest has no sessions over HTTP.
-        private_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
+        needs_session = self.config.settings.isolation != "shared" and self.config.transport != "stdio"
         client = Client(
-            self._watch(transport),
-            mode="legacy" if private_session else "auto",
+            self._watch_transport(transport),
+            mode="legacy" if needs_session else "auto",
             cache=None,
             message_handler=self._on_message,
         )
         await stack.enter_async_context(client)
-        if private_session and self.config.transport == "http" and not self._has_session:
+        if needs_session and self.config.transport == "http" and not self._has_session:
             raise ServerDown("it has no sessions, which isolation session needs; write isolation shared")
         await self._list_tools(client)
         self._client = client
-        changes = client.server_capabilities.tools
-        if changes is not None and changes.list_changed and client.protocol_version >= "2026":
-            self._relist_task = asyncio.create_task(self._relist(client, subscribe=True))
+        capability = client.server_capabilities.tools
+        if capability is not None and capability.list_changed and client.protocol_version >= "2026":
+            self._relist_task = asyncio.create_task(self._relist_tools(client, subscribes=True))
 
     async def _open_transport(self, stack: contextlib.AsyncExitStack) -> Any:
         config = self.config
         if config.transport == "sse":
             return sse_client(config.url, config.headers, timeout=30.0, sse_read_timeout=IDLE_TIMEOUT)
         if config.transport == "http":
-            http = httpx2.AsyncClient(
+            http_client = httpx2.AsyncClient(
                 headers=config.headers,
                 timeout=httpx2.Timeout(30.0, read=IDLE_TIMEOUT, pool=IDLE_TIMEOUT),
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
                 event_hooks={"response": [self._on_response]},
             )
-            client = await stack.enter_async_context(http)
+            client = await stack.enter_async_context(http_client)
             return streamable_http_client(
                 config.url, http_client=client, max_sse_event_size=MAX_MESSAGE_BYTES
             )
@@ -142,7 +142,7 @@ class Connection:
     # messages from the server
 
     @contextlib.asynccontextmanager
-    async def _watch(self, transport: Any) -> AsyncIterator[Any]:
+    async def _watch_transport(self, transport: Any) -> AsyncIterator[Any]:
         async with transport as (reader, writer):
             on_end = partial(self._mark_lost, "it closed the connection")
             yield _WatchedReader(reader, self._on_item, on_end), writer
@@ -162,15 +162,15 @@ class Connection:
         if tools_changed and self._client is not None:
             if self._relist_task is not None:
                 self._relist_task.cancel()
-            self._relist_task = asyncio.create_task(self._relist(self._client))
+            self._relist_task = asyncio.create_task(self._relist_tools(self._client))
 
-    async def _relist(self, client: Client, subscribe: bool = False) -> None:
+    async def _relist_tools(self, client: Client, subscribes: bool = False) -> None:
         """List the tools again: once, or with `subscribe` at every change, as the newest protocol requires."""
         with contextlib.suppress(Exception):  # a lost connection is detected elsewhere
-            if not subscribe:
+            if not subscribes:
                 return await self._list_tools(client)
-            async with client.listen(tools_list_changed=True) as changes:
-                async for _ in changes:
+            async with client.listen(tools_list_changed=True) as tool_changes:
+                async for _ in tool_changes:
                     await self._list_tools(client)
 
     async def _list_tools(self, client: Client) -> None:
@@ -180,9 +180,9 @@ class Connection:
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
                 hints = tool.annotations
-                idempotent = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+                is_idempotent = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
                 schemas = dict(tool.input_schema), tool.output_schema
-                tools.append(OfferedTool(tool.name, tool.description or "", *schemas, idempotent, version))
+                tools.append(OfferedTool(tool.name, tool.description or "", *schemas, is_idempotent, version))
             if (cursor := page.next_cursor) is None:
                 break
         self._output_validators = {}
@@ -199,101 +199,99 @@ class Connection:
         """Call a tool and return the server's result; raise ServerDown on a lost connection. Cancelling this call also
         cancels it on the server."""
         client = self._client
-        if client is None or self.lost.done():
-            raise self.down_error("is not available", sent=False)
+        if client is None or self.lost_future.done():
+            raise self.make_down_error("is not available", was_sent=False)
         self.num_in_flight += 1
         try:
             answer = await self._request_answer(client, name, arguments)
         except MCPError as error:
-            return self._error_result(name, error)
+            return self._make_error_result(name, error)
         except (OSError, httpx2.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError) as error:
-            self._mark_lost(_root_cause(error))
-            raise self.down_error("was lost during the call") from None
+            self._mark_lost(_describe_root_cause(error))
+            raise self.make_down_error("was lost during the call") from None
         except (RuntimeError, ValidationError) as error:  # an answer that breaks the protocol
-            return self._invalid_result(name, str(error) or type(error).__name__)
+            return self._make_invalid_result(name, str(error) or type(error).__name__)
         finally:
             self.num_in_flight -= 1
         self.has_answered = True
         if answer.get("resultType") == "input_required":
-            return self._invalid_result(name, "it requests user input, which is not supported")
+            return self._make_invalid_result(name, "it requests user input, which is not supported")
         validator = None if answer.get("isError") else self._output_validators.get(name)
         if validator is not None and not validator.is_valid(answer.get("structuredContent")):
-            return self._invalid_result(name, "it does not match the output schema of the tool")
-        convert = partial(tool_result, answer, self.config.settings.error_text, self._secrets)
-        return await in_thread(convert) if has_images(answer) else convert()
+            return self._make_invalid_result(name, "it does not match the output schema of the tool")
+        convert_answer = partial(make_tool_result, answer, self.config.settings.error_text, self._secrets)
+        return await in_thread(convert_answer) if has_images(answer) else convert_answer()
 
     async def _request_answer(self, client: Client, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Send a call and return the server's raw answer. The request runs in its own task, because the SDK may cancel
         a waiting task when the connection breaks, or never wake it."""
         request = CallToolRequest(params=CallToolRequestParams(name=name, arguments=arguments))
         # `call_tool` would build a pydantic model of the answer only for us to take it apart again.
-        request_task = asyncio.create_task(client.session.send_request(request, _RAW_ANSWER))
+        request_task = asyncio.create_task(client.session.send_request(request, _ANSWER_ADAPTER))
         request_task.add_done_callback(lambda task: task.cancelled() or task.exception())  # or asyncio warns
-        num_before = self._num_messages
+        num_messages_before = self._num_messages
         try:
-            await asyncio.wait({request_task, self.lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({request_task, self.lost_future}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:  # by the caller, usually after a time-out
             request_task.cancel()
-            if self._num_messages == num_before and self._check_task is None:
-                self._check_task = asyncio.create_task(self._check(client))
+            if self._num_messages == num_messages_before and self._check_task is None:
+                self._check_task = asyncio.create_task(self._check_health(client))
             raise
         if not request_task.done() or request_task.cancelled():
             request_task.cancel()
             self._mark_lost("the connection broke")
-            raise self.down_error("was lost during the call")
+            raise self.make_down_error("was lost during the call")
         return request_task.result()
 
-    async def _check(self, client: Client) -> None:
+    async def _check_health(self, client: Client) -> None:
         """Mark the connection as lost if the server sent nothing during a whole call and ignores a new request."""
-        num_before = self._num_messages
-        limit = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
-        with contextlib.suppress(Exception), anyio.move_on_after(limit):
+        num_messages_before = self._num_messages
+        timeout = max(CHECK_SECONDS, self.config.settings.timeout or 0.0)
+        with contextlib.suppress(Exception), anyio.move_on_after(timeout):
             await client.list_tools()
         self._check_task = None
-        if self._num_messages == num_before:
+        if self._num_messages == num_messages_before:
             self._mark_lost("it stopped answering")
 
-    def _error_result(self, name: str, error: MCPError) -> ToolResult:
+    def _make_error_result(self, name: str, error: MCPError) -> ToolResult:
         """Return the server's error as a result; raise ServerDown if the connection ended with it."""
-        if error.message in (*END_REASONS, CUT_OFF):
-            if error.message != CUT_OFF:
-                self._mark_lost(_root_cause(error))
-            raise self.down_error("was lost during the call", sent=error.message != SESSION_GONE)
+        if error.message in (*END_REASONS, STREAM_CUT):
+            if error.message != STREAM_CUT:
+                self._mark_lost(_describe_root_cause(error))
+            raise self.make_down_error("was lost during the call", was_sent=error.message != SESSION_GONE)
         self.has_answered = True
-        text = self.config.hide(error.message)
-        kind = "unavailable" if error.message == HTTP_ERROR else "exception"
-        return ToolResult(f"{name} failed: {text}", ok=False, error=kind)
+        text = self.config.hide_secrets(error.message)
+        error_kind = "unavailable" if error.message == HTTP_ERROR else "exception"
+        return ToolResult(f"{name} failed: {text}", ok=False, error=error_kind)
 
-    def _invalid_result(self, name: str, problem: str) -> ToolResult:
-        text = self.config.hide(problem.splitlines()[0][:300])
+    def _make_invalid_result(self, name: str, problem: str) -> ToolResult:
+        text = self.config.hide_secrets(problem.splitlines()[0][:300])
         return ToolResult(f"{name} returned an invalid answer: {text}", ok=False, error="exception")
 
     # end of the connection
 
     def _mark_lost(self, reason: str) -> None:
-        if not self.lost.done():
+        if not self.lost_future.done():
             self._end_reason = reason
-            self.lost.set_result(None)
+            self.lost_future.set_result(None)
 
-    def down_error(self, event: str = "was lost", sent: bool = True) -> ServerDown:
+    def make_down_error(self, event: str = "was lost", was_sent: bool = True) -> ServerDown:
         """Return a ServerDown error that names the event and its reason."""
         reason = f": {self._end_reason}" if self._end_reason else ""
-        text = (
-            f"server {self.config.name!r} ({self.config.target}) {event}{reason}{self._server_output.quote()}"
-        )
-        return ServerDown(escape_control(self.config.hide(text)), sent)
+        text = f"server {self.config.name!r} ({self.config.target}) {event}{reason}{self._server_output.quote_output()}"
+        return ServerDown(escape_control(self.config.hide_secrets(text)), was_sent)
 
     async def close(self) -> None:
         """Close the connection and wait until it has ended, and with it the server's process if we started it."""
         was_connected = self._client is not None
         self._mark_lost("it was closed")
         if not was_connected:
-            self._scope.cancel()
+            self._cancel_scope.cancel()
         if self._run_task is not None:
             # If need be, cancel the scope, not the task: the SDK shields its clean-up from scopes only.
-            done, _ = await asyncio.wait({self._run_task}, timeout=CLOSE_SECONDS)
-            if not done:
-                self._scope.cancel()
+            done_tasks, _ = await asyncio.wait({self._run_task}, timeout=CLOSE_SECONDS)
+            if not done_tasks:
+                self._cancel_scope.cancel()
                 await asyncio.wait({self._run_task}, timeout=1.0)
 
 
@@ -304,11 +302,11 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self.stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
+        num_bytes = 0
         async for chunk in self.stream:
-            size += len(chunk)
-            if size > MAX_MESSAGE_BYTES:
-                raise httpx2.StreamError(TOO_LONG)
+            num_bytes += len(chunk)
+            if num_bytes > MAX_MESSAGE_BYTES:
+                raise httpx2.StreamError(TOO_LONG_MESSAGE)
             yield chunk
 
     async def aclose(self) -> None:
@@ -343,7 +341,7 @@ class _WatchedReader:
         await self.stream.aclose()
 
 
-def _root_cause(error: BaseException) -> str:
+def _describe_root_cause(error: BaseException) -> str:
     """Return the root cause of an error in one line."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -42,10 +42,10 @@ class Offer:
     options: ToolOptions
 
 
-def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Offer]:
+def make_offers(config: ServerConfig, tools: Sequence[OfferedTool]) -> list[Offer]:
     """Return the tools of one server that the config selects; raise ValueError if one is unusable for models."""
-    tools_by_name = {tool.name: tool for tool in offered}
-    for name in sorted(name for name, count in Counter(tool.name for tool in offered).items() if count > 1):
+    tools_by_name = {tool.name: tool for tool in tools}
+    for name in sorted(name for name, count in Counter(tool.name for tool in tools).items() if count > 1):
         log.warning(
             "%s offers several tools called %r; using the last one", config.location, escape_control(name)
         )
@@ -56,8 +56,8 @@ def make_offers(config: ServerConfig, offered: Sequence[OfferedTool]) -> list[Of
         if name not in tools_by_name:
             hint = did_you_mean(nearest(name, tools_by_name)) or f"; its tools are {', '.join(tools_by_name)}"
             raise ValueError(f"{config.location} offers no tool {name!r}{hint}")
-    selected = overrides or [name for name in tools_by_name if name in (settings.tools or tools_by_name)]
-    return [_make_offer(config, tools_by_name[name], overrides.get(name)) for name in selected]
+    tool_names = overrides or [name for name in tools_by_name if name in (settings.tools or tools_by_name)]
+    return [_make_offer(config, tools_by_name[name], overrides.get(name)) for name in tool_names]
 
 
 def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride | None) -> Offer:
@@ -71,13 +71,13 @@ def _make_offer(config: ServerConfig, tool: OfferedTool, override: ToolOverride 
             f"{config.location}: invalid tool name {name!r}: models can call only names of 1 to 128 letters, digits "
             "and _ . / -; list the other tools in tfactory.tools"
         )
-    idempotent = tool.idempotent if settings.idempotent is None else settings.idempotent
+    is_idempotent = tool.idempotent if settings.idempotent is None else settings.idempotent
     options = ToolOptions(
         timeout=settings.timeout,
         ordered=settings.isolation != "shared",  # all calls of an episode share the state of its session
         pure=option_applies(settings.pure, tool.name),
         stateful=option_applies(settings.stateful, tool.name),
-        idempotent=option_applies(idempotent, tool.name),
+        idempotent=option_applies(is_idempotent, tool.name),
         retries=settings.retries,
         concurrency=settings.concurrency,
         rate=settings.rate,

@@ -41,9 +41,9 @@ MIN_SECRET_CHARS = 8  # shorter values would occur in tool results by chance
 _SECRET_NAME = re.compile(
     r"key|token|secret|pass|pwd|auth(?!ors?(?![a-z]))|credential|cookie|dsn", re.IGNORECASE
 )
-_VARIABLE = re.compile(r"\$\{(?:env:)?([^}]*?)(?::-([^}]*))?\}")
-_Value = str | int | float
-Fill = Callable[[str], str]  # replaces ${NAME} by the value of the variable
+_VARIABLE_PATTERN = re.compile(r"\$\{(?:env:)?([^}]*?)(?::-([^}]*))?\}")
+_ConfigValue = str | int | float
+FillVariables = Callable[[str], str]  # replaces ${NAME} by the value of the variable
 
 
 @checked_dataclass(config=STRICT, kw_only=True, frozen=True)
@@ -89,11 +89,11 @@ class ToolOverride:
 
 
 class ServerDown(Exception):
-    """Raised if the connection to a server was lost or failed. `sent`: the server may have received the call."""
+    """Raised if the connection to a server was lost or failed. `was_sent`: the server may have received the call."""
 
-    def __init__(self, reason: str, sent: bool = True) -> None:
+    def __init__(self, reason: str, was_sent: bool = True) -> None:
         super().__init__(reason)
-        self.sent = sent
+        self.was_sent = was_sent
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,15 +124,15 @@ class ServerConfig:
         if self.transport == "stdio":
             # The program and, if it comes first, its script; other arguments may be secrets.
             script = [argument for argument in self.args[:1] if not argument.startswith("-")]
-            return self.hide(" ".join(Path(argument).name for argument in (self.command, *script)))
-        parts = urlsplit(self.url)
-        return self.hide(f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}")
+            return self.hide_secrets(" ".join(Path(argument).name for argument in (self.command, *script)))
+        url = urlsplit(self.url)
+        return self.hide_secrets(f"{url.scheme}://{url.netloc.rpartition('@')[2]}{url.path}")
 
-    def hide(self, text: str) -> str:
+    def hide_secrets(self, text: str) -> str:
         """Redact the values of variables, environment and headers, and the password and query of the URL."""
-        parts = urlsplit(self.url)
+        url = urlsplit(self.url)
         hidden_values = {*self.variables.values(), *self.env.values(), *self.headers.values(), *self.secrets}
-        hidden_values |= {parts.password or "", parts.query}
+        hidden_values |= {url.password or "", url.query}
         long_values = [value for value in hidden_values if len(value) >= MIN_HIDDEN_CHARS]
         return redact(text, sorted(long_values, key=len, reverse=True))
 
@@ -157,18 +157,18 @@ class _Entry:
     """The raw entry of a server in a config file."""
 
     command: str = ""
-    args: list[_Value] = Field(default_factory=list)
-    env: dict[str, _Value] = Field(default_factory=dict)
+    args: list[_ConfigValue] = Field(default_factory=list)
+    env: dict[str, _ConfigValue] = Field(default_factory=dict)
     cwd: str = ""
     url: str = ""
-    headers: dict[str, _Value] = Field(default_factory=dict)
+    headers: dict[str, _ConfigValue] = Field(default_factory=dict)
     type: TransportName | None = None
     tfactory: Annotated[ServerSettings, from_mapping(ServerSettings, "a server")] = Field(
         default_factory=ServerSettings
     )
 
 
-def server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[str, Any]) -> ServerConfig:
+def make_server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[str, Any]) -> ServerConfig:
     """Return the config of the server that an entry describes; relative paths start at `folder`."""
     location = f"{origin}: server {name!r}"
     variables: dict[str, str] = {}
@@ -178,11 +178,11 @@ def server_config(name: str, origin: str, folder: Path, raw_entry: Mapping[str, 
         fill = _make_filler(folder, variables)
         for key, value in (entry.env | entry.headers).items():
             if _SECRET_NAME.search(key):
-                SECRET_VARIABLES.update(match[1] for match in _VARIABLE.finditer(str(value)))
+                SECRET_VARIABLES.update(match[1] for match in _VARIABLE_PATTERN.finditer(str(value)))
         if config.transport == "stdio":
-            return replace(config, **_process_options(entry, folder, fill))
+            return replace(config, **_make_process_options(entry, folder, fill))
         headers = {key: fill(str(value)) for key, value in entry.headers.items()}
-        return replace(config, url=_checked_url(fill(entry.url)), headers=headers)
+        return replace(config, url=_check_url(fill(entry.url)), headers=headers)
     except ValueError as error:
         raise ValueError(f"{location}: {error}") from None
 
@@ -195,8 +195,8 @@ def _read_entry(raw_entry: Mapping[str, Any]) -> _Entry:
         # Values under keys other than `tfactory` may be secrets.
         raise OptionError(
             *(
-                invalid if invalid.option.startswith("tfactory") else replace(invalid, value=...)
-                for invalid in error.invalid_options
+                option if option.option.startswith("tfactory") else replace(option, value=...)
+                for option in error.invalid_options
             )
         ) from None
 
@@ -213,15 +213,15 @@ def _transport(entry: _Entry) -> Transport:
     return "sse" if entry.type == "sse" else "http"
 
 
-def _checked_url(url: str) -> str:
+def _check_url(url: str) -> str:
     """Return the URL, with the customary path /mcp if it has none; raise ValueError if it is invalid."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    url_parts = urlsplit(url)
+    if url_parts.scheme not in ("http", "https") or not url_parts.netloc:
         raise ValueError("its url must begin with http:// or https:// and name a host")
-    return url if parts.path else parts._replace(path="/mcp").geturl()
+    return url if url_parts.path else url_parts._replace(path="/mcp").geturl()
 
 
-def _process_options(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
+def _make_process_options(entry: _Entry, folder: Path, fill: FillVariables) -> dict[str, Any]:
     """Return command, args, env and cwd of the server's process."""
     cwd = str(folder / Path(fill(entry.cwd)).expanduser()) if entry.cwd else None
     env = {key: fill(str(value)) for key, value in entry.env.items()}
@@ -229,43 +229,43 @@ def _process_options(entry: _Entry, folder: Path, fill: Fill) -> dict[str, Any]:
     if "/" in command:
         # A relative path may start at cwd, at the folder of the config file, or at the current folder.
         candidates = (
-            shutil.which(Path(base) / Path(command).expanduser()) for base in (cwd or folder, folder, ".")
+            shutil.which(Path(root) / Path(command).expanduser()) for root in (cwd or folder, folder, ".")
         )
-        program = next((path for path in candidates if path), None)
+        program_path = next((path for path in candidates if path), None)
     else:
-        program = shutil.which(command, path=env.get("PATH"))
-        if program is None and command in ("python", "python3"):
-            program = sys.executable  # some systems have no program of that name
-    if program is None:
+        program_path = shutil.which(command, path=env.get("PATH"))
+        if program_path is None and command in ("python", "python3"):
+            program_path = sys.executable  # some systems have no program of that name
+    if program_path is None:
         raise ValueError(f"program {entry.command!r} not found; install it, or write its full path")
 
-    def resolve(text: str) -> str:
+    def resolve_path(text: str) -> str:
         """Return the full path of a file that the argument names relative to the config, else the argument."""
         looks_like_a_path = not text.startswith("-") and ("/" in text or Path(text).suffix)
         if cwd is None and looks_like_a_path and not Path(text).exists() and (folder / text).exists():
             return str(folder / text)
         return text
 
-    args = tuple(resolve(fill(str(text))) for text in entry.args)
-    return {"command": os.path.abspath(program), "args": args, "env": env, "cwd": cwd}
+    args = tuple(resolve_path(fill(str(text))) for text in entry.args)
+    return {"command": os.path.abspath(program_path), "args": args, "env": env, "cwd": cwd}
 
 
-def _make_filler(folder: Path, variables: dict[str, str]) -> Fill:
+def _make_filler(folder: Path, variables: dict[str, str]) -> FillVariables:
     """Return a function that replaces ${NAME} by the variable's value and records the value in `variables`."""
     workspace = folder.parent if folder.name in (".vscode", ".cursor") else folder
-    predefined = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
+    predefined_values = {"workspaceFolder": str(workspace), "userHome": str(Path.home())}
 
-    def value_of(match: re.Match[str]) -> str:
+    def get_value(match: re.Match[str]) -> str:
         name, default = match.groups()
-        if name in predefined:
-            return predefined[name]
+        if name in predefined_values:
+            return predefined_values[name]
         value = os.environ.get(name, default)
         if value is None:
             raise ValueError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
         variables[name] = value
         return value
 
-    return lambda text: _VARIABLE.sub(value_of, text)
+    return lambda text: _VARIABLE_PATTERN.sub(get_value, text)
 
 
 def find_secrets(
@@ -278,15 +278,15 @@ def find_secrets(
     secrets = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
     secrets |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
     for text in (*texts, *(value for _, value in variables)):
-        secrets |= _secrets_in_url(text)
+        secrets |= _find_url_secrets(text)
     return sorted((value for value in secrets if len(value) >= MIN_SECRET_CHARS), key=len, reverse=True)
 
 
-def _secrets_in_url(text: str) -> set[str]:
+def _find_url_secrets(text: str) -> set[str]:
     try:
-        parts = urlsplit(text)
+        url_parts = urlsplit(text)
     except ValueError:
         return set()
-    password = parts.netloc.rpartition("@")[0].partition(":")[2]
-    query_secrets = {value for name, value in parse_qsl(parts.query) if _SECRET_NAME.search(name)}
+    password = url_parts.netloc.rpartition("@")[0].partition(":")[2]
+    query_secrets = {value for name, value in parse_qsl(url_parts.query) if _SECRET_NAME.search(name)}
     return {password, unquote(password)} | query_secrets

@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from TrainingFactory.tools.mcp.connection import Connection
 
 log = logging.getLogger(__name__)
-FIRST_PAUSE = 0.5  # seconds before the second attempt to connect; doubles with every further attempt
-LONGEST_PAUSE = 30.0
+FIRST_PAUSE_SECONDS = 0.5  # seconds before the second attempt to connect; doubles with every further attempt
+MAX_PAUSE_SECONDS = 30.0
 RECONNECT_SECONDS = 5.0  # seconds that calls wait for a reconnection, which is enough for most servers
 # Limited, because too many processes that start together slow each other down until all time out.
 MAX_CONCURRENT_STARTS = max(4, 2 * (os.cpu_count() or 1))
 
 
-def backoff_seconds(failures: int) -> float:
+def backoff_seconds(num_failures: int) -> float:
     """Return the seconds to wait after `failures` consecutive failures, with jitter to spread reconnections."""
-    if failures == 0:
+    if num_failures == 0:
         return 0.0
-    return min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (failures - 1)) * random.uniform(0.5, 1.0)
+    return min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (num_failures - 1)) * random.uniform(0.5, 1.0)
 
 
 class Server:
@@ -41,7 +41,7 @@ class Server:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.offered_tools: list[OfferedTool] = []
-        self._removed: set[str] = set()
+        self._removed_names: set[str] = set()
         self._start_slots = asyncio.Semaphore(MAX_CONCURRENT_STARTS)
         self._tasks: set[asyncio.Task[Any]] = set()  # strong references: the event loop keeps only weak ones
 
@@ -61,71 +61,71 @@ class Server:
 
     def _on_tools(self, tools: list[OfferedTool]) -> None:
         self.offered_tools = self.offered_tools or tools
-        removed = {tool.name for tool in self.offered_tools} - {tool.name for tool in tools}
-        if removed != self._removed:
-            removed_names = escape_control(", ".join(sorted(removed))) or "none"
+        missing_names = {tool.name for tool in self.offered_tools} - {tool.name for tool in tools}
+        if missing_names != self._removed_names:
+            removed_list = escape_control(", ".join(sorted(missing_names))) or "none"
             text = "server %r changed its tools; this run keeps the tool list of its start (removed: %s)"
-            log.warning(text, self.config.name, removed_names)
-        self._removed = removed
+            log.warning(text, self.config.name, removed_list)
+        self._removed_names = missing_names
 
-    def removed_error(self, tool: str) -> ToolResult | None:
+    def make_removed_result(self, tool: str) -> ToolResult | None:
         """Return an error result if the server has removed the tool; None otherwise."""
-        if tool not in self._removed:
+        if tool not in self._removed_names:
             return None
         text = f"server {self.config.name!r} no longer offers {tool}"
         return ToolResult(text, ok=False, error="exception")  # not "unavailable": the server is up
 
-    def unavailable_result(self, error: Exception) -> ToolResult:
+    def make_unavailable_result(self, error: Exception) -> ToolResult:
         log.info("%s", error)
         summary = str(error).split("; ", 1)[0].splitlines()[0]  # the server's output is only logged
         return ToolResult(f"{summary}. It may come back later.", ok=False, error="unavailable")
 
 
 class SharedConnection:
-    """One shared connection, with a task that reconnects it. Calls wait for `settled`: until the first attempt to
+    """One shared connection, with a task that reconnects it. Calls wait for `settled_event`: until the first attempt to
     connect has ended, and after a loss until the reconnection, for at most `RECONNECT_SECONDS`."""
 
     def __init__(self, server: SharedServer) -> None:
         self.server = server
         self.connection: Connection | None = None
-        self.problem = ServerDown(f"server {server.config.name!r} is not available")  # the latest error
-        self.settled = asyncio.Event()
+        self.last_error = ServerDown(f"server {server.config.name!r} is not available")  # the latest error
+        self.settled_event = asyncio.Event()
         self.task = asyncio.create_task(self._keep_connected())
 
     @property
     def live_connection(self) -> Connection | None:
         """Return the connection unless it is lost."""
         connection = self.connection
-        return None if connection is None or connection.lost.done() else connection
+        return None if connection is None or connection.lost_future.done() else connection
 
     async def _keep_connected(self) -> None:
-        failures, was_connected = 0, False
+        num_failures, was_connected = 0, False
         try:
             while True:
-                await asyncio.sleep(backoff_seconds(failures))
+                await asyncio.sleep(backoff_seconds(num_failures))
                 try:
                     self.connection = await self.server.connect()
                 except ServerDown as error:
                     log.info("%s", error)
-                    failures, self.problem = failures + 1, error
+                    num_failures, self.last_error = num_failures + 1, error
                     if not was_connected:
-                        self.settled.set()
+                        self.settled_event.set()
                     continue
                 if was_connected:
                     log.warning("server %r is connected again", self.server.config.name)
                 was_connected, connection = True, self.connection
-                self.settled.set()
-                await asyncio.wait({connection.lost})
-                self.connection, self.problem = None, connection.down_error()
-                log.warning("%s", self.problem)
+                self.settled_event.set()
+                await asyncio.wait({connection.lost_future})
+                self.connection, self.last_error = None, connection.make_down_error()
+                log.warning("%s", self.last_error)
                 # Calls do not wait for a server that keeps failing before it has answered a call.
-                failures = 0 if connection.has_answered else failures + 1
-                if failures < 2:
-                    self.settled.clear()
-                    asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.settled.set)
+                num_failures = 0 if connection.has_answered else num_failures + 1
+                if num_failures < 2:
+                    self.settled_event.clear()
+                    asyncio.get_running_loop().call_later(RECONNECT_SECONDS, self.settled_event.set)
                 self.server.start_task(connection.close())
         finally:
-            self.settled.set()
+            self.settled_event.set()
             if self.connection is not None:
                 await self.connection.close()
 
@@ -144,9 +144,9 @@ class SharedServer(Server):
     async def open(self) -> None:
         """Wait for all connections; raise ServerDown if one fails."""
         for link in self._connections:
-            await link.settled.wait()
+            await link.settled_event.wait()
             if link.connection is None:
-                raise link.problem
+                raise link.last_error
 
     async def until_ready(self) -> None:
         """Wait until a connection is up. Stop waiting when the first attempt to connect has ended, or
@@ -155,10 +155,10 @@ class SharedServer(Server):
             return
         while any(link.connection is not None for link in self._connections):
             await asyncio.sleep(0)  # let their tasks notice the loss
-        await self._connections[0].settled.wait()
+        await self._connections[0].settled_event.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        problem = None
+        last_error = None
         for _ in range(2):
             await self.until_ready()
             connections = [connection for link in self._connections if (connection := link.live_connection)]
@@ -166,13 +166,13 @@ class SharedServer(Server):
                 break
             connection = min(connections, key=lambda connection: connection.num_in_flight)
             try:
-                return self.removed_error(tool) or await connection.call(tool, arguments)
+                return self.make_removed_result(tool) or await connection.call(tool, arguments)
             except ServerDown as error:
-                problem = error
+                last_error = error
                 # A call that never reached the server may be sent again, even if the tool is not idempotent.
-                if error.sent:
+                if error.was_sent:
                     break
-        return self.unavailable_result(problem or self._connections[0].problem)
+        return self.make_unavailable_result(last_error or self._connections[0].last_error)
 
     async def close(self) -> None:
         await asyncio.gather(*(link.close() for link in self._connections))
@@ -191,20 +191,20 @@ class EpisodeServer(Server):
 
     async def open(self) -> None:
         """Start the spare connections; raise ServerDown if the first one fails."""
-        self._start_spares()
+        self._start_spare_connections()
         if not self.offered_tools:
             await asyncio.shield(self._spare_connections[0])
 
-    def take(self) -> asyncio.Task[Connection]:
+    def take_connection(self) -> asyncio.Task[Connection]:
         """Return a ready or starting connection; the caller must pass it to `release_connection` at the end."""
         while True:
-            self._start_spares()
-            connecting = self._spare_connections.popleft()
-            if not connecting.done() or not connecting.result().lost.done():
+            self._start_spare_connections()
+            connection = self._spare_connections.popleft()
+            if not connection.done() or not connection.result().lost_future.done():
                 break
-            self.release_connection(connecting)  # it was lost before its first use
-        self._start_spares()
-        return connecting
+            self.release_connection(connection)  # it was lost before its first use
+        self._start_spare_connections()
+        return connection
 
     def release_connection(self, connection: asyncio.Task[Connection]) -> None:
         """Close the connection in the background; it is not reused, because an episode has changed its state."""
@@ -216,12 +216,12 @@ class EpisodeServer(Server):
             self.release_connection(connection)
         await asyncio.gather(*self._tasks)
 
-    def _start_spares(self) -> None:
+    def _start_spare_connections(self) -> None:
         while len(self._spare_connections) < self.config.settings.instances:
             connection = asyncio.create_task(self._connect_in_slot())
             self._live_connections.add(connection)
             self._spare_connections.append(connection)
-            connection.add_done_callback(self._discard_failed)
+            connection.add_done_callback(self._discard_failed_connection)
 
     async def _connect_in_slot(self) -> Connection:
         await self._slots.acquire()
@@ -231,7 +231,7 @@ class EpisodeServer(Server):
             self._slots.release()
             raise
 
-    def _discard_failed(self, connection: asyncio.Task[Connection]) -> None:
+    def _discard_failed_connection(self, connection: asyncio.Task[Connection]) -> None:
         if not connection.cancelled() and connection.exception() is None:
             return
         self._live_connections.discard(connection)
@@ -257,18 +257,18 @@ class EpisodeConnection:
 
     async def until_ready(self) -> None:
         """Wait until the connection is up or has failed."""
-        self._connection = self._connection or self.server.take()
+        self._connection = self._connection or self.server.take_connection()
         await asyncio.wait({self._connection})
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
-        if removed := self.server.removed_error(tool):
-            return removed
-        self._connection = self._connection or self.server.take()
+        if removed_result := self.server.make_removed_result(tool):
+            return removed_result
+        self._connection = self._connection or self.server.take_connection()
         try:
             connection = await asyncio.shield(self._connection)
         except ServerDown as error:  # the episode has no state on the server yet, so it can continue without
             self._connection = None
-            return self.server.unavailable_result(error)
+            return self.server.make_unavailable_result(error)
         try:
             return await connection.call(tool, arguments)
         except ServerDown as error:

@@ -68,7 +68,7 @@ class MCPTools:
         """Connect to all servers and list their tools; raise ValueError with the errors of all failed servers."""
         try:
             await self._connect()
-            await asyncio.gather(*(source.open() for source in self._sources()))
+            await asyncio.gather(*(source.open() for source in self._list_sources()))
             if self._offers is None:
                 servers = self.here().values()
                 offers_by_server = [make_offers(server.config, server.offered_tools) for server in servers]
@@ -101,9 +101,9 @@ class MCPTools:
     async def close(self) -> None:
         """Close all connections and server processes of the running event loop."""
         servers = self._servers.pop(asyncio.get_running_loop(), {})
-        await asyncio.gather(*(resource.close() for resource in (*servers.values(), *self._sources())))
+        await asyncio.gather(*(resource.close() for resource in (*servers.values(), *self._list_sources())))
 
-    def _sources(self) -> list[ToolSource]:
+    def _list_sources(self) -> list[ToolSource]:
         return [tool for tool in self.named.values() if isinstance(tool, ToolSource)]
 
     def session(self) -> MCPSession:
@@ -113,7 +113,7 @@ class MCPTools:
         """Return the servers of the running event loop. Every loop has its own, because connections cannot move."""
         loop = asyncio.get_running_loop()
         if loop not in self._servers:
-            for closed_loop in [other for other in self._servers if other.is_closed()]:
+            for closed_loop in [server_loop for server_loop in self._servers if server_loop.is_closed()]:
                 del self._servers[closed_loop]
             self._servers[loop] = {
                 name: (SharedServer if config.settings.isolation == "shared" else EpisodeServer)(config)
@@ -128,12 +128,12 @@ class MCPSession:
     def __init__(self, source: MCPTools) -> None:
         self._source = source
         self._episode_connections: dict[str, EpisodeConnection] = {}
-        self._sessions = [tool_source.session() for tool_source in source._sources()]
+        self._sessions = [tool_source.session() for tool_source in source._list_sources()]
         self.named = [tool for tool in source.named.values() if not isinstance(tool, ToolSource)]
         self.named += [tool for session in self._sessions for tool in session.tools]
         self.tools = [*(MCPTool(offer, self) for offer in source.offers if offer.server), *self.named]
 
-    def connection_to(self, server_name: str) -> SharedServer | EpisodeConnection:
+    def get_connection(self, server_name: str) -> SharedServer | EpisodeConnection:
         """Return the connection that carries this episode's calls to the server."""
         if server_name not in self._episode_connections:
             server = self._source.here()[server_name]
@@ -159,7 +159,7 @@ class MCPTool:
 
     async def until_ready(self) -> None:
         """Wait until the server or the episode's session is ready; the time-out of a call does not cover this wait."""
-        await self._session.connection_to(self.options.server).until_ready()
+        await self._session.get_connection(self.options.server).until_ready()
 
     async def run(self, arguments: dict[str, Any]) -> ToolResult:
-        return await self._session.connection_to(self.options.server).call(self._remote_name, arguments)
+        return await self._session.get_connection(self.options.server).call(self._remote_name, arguments)

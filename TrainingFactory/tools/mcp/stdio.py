@@ -24,12 +24,12 @@ from TrainingFactory.common.workers.groups import BYTES_KEPT, descendants, signa
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # enough for a large image; parsing more JSON would block the event loop
-TOO_LONG = f"the answer has more than {MAX_MESSAGE_BYTES} bytes"
+TOO_LONG_MESSAGE = f"the answer has more than {MAX_MESSAGE_BYTES} bytes"
 FASTMCP_SHIM = str(Path(__file__).parent / "fastmcp_shim")
 GRACE_SECONDS = 2.0  # after closing stdin, and after SIGTERM
 # Servers write the id of an answer first or last, so only the two ends of a long line are searched.
 _END_BYTES = 200
-_ID = re.compile(
+_ID_PATTERN = re.compile(
     rb'\A\s*\{\s*(?:"jsonrpc":\s*"2\.0",\s*)?"id":\s*(\d+)|"id":\s*(\d+)\s*(?:,\s*"jsonrpc":\s*"2\.0"\s*)?\}\s*\Z'
 )
 
@@ -39,7 +39,7 @@ async def stdio_transport(config: ServerConfig, stderr_file: TextIO) -> AsyncIte
     """Start the server; yield the streams of incoming and outgoing messages."""
     process = await anyio.open_process(
         [config.command, *config.args],
-        env=_environment(config),
+        env=_make_environment(config),
         cwd=config.cwd,
         stderr=stderr_file,
         start_new_session=True,
@@ -47,21 +47,21 @@ async def stdio_transport(config: ServerConfig, stderr_file: TextIO) -> AsyncIte
     from_server, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, to_server = anyio.create_memory_object_stream[SessionMessage](0)
     may_end = anyio.Event()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(_read, process, from_server)
-        tasks.start_soon(_write, process, to_server, from_server, may_end)
+    async with anyio.create_task_group() as task_group:
+        task_group.start_soon(_read_messages, process, from_server)
+        task_group.start_soon(_write_messages, process, to_server, from_server, may_end)
         try:
             yield incoming, outgoing
         finally:
             incoming.close()
             with anyio.CancelScope(shield=True):
                 await _end_process(process, outgoing, may_end)
-            tasks.cancel_scope.cancel()
+            task_group.cancel_scope.cancel()
     for stream in (from_server, to_server):
         stream.close()
 
 
-def _environment(config: ServerConfig) -> dict[str, str]:
+def _make_environment(config: ServerConfig) -> dict[str, str]:
     """Return the environment variables of the server. Python servers also get the FastMCP shim."""
     env = get_default_environment() | config.env
     if Path(config.command).name.startswith("python"):
@@ -69,13 +69,13 @@ def _environment(config: ServerConfig) -> dict[str, str]:
     return env
 
 
-async def _read(process: Process, from_server: Any) -> None:
+async def _read_messages(process: Process, from_server: Any) -> None:
     assert process.stdout is not None
-    lines = LineSplitter()
+    splitter = LineSplitter()
     is_closed = False
     try:
         async for chunk in process.stdout:
-            for line in () if is_closed else lines.feed(chunk):
+            for line in () if is_closed else splitter.feed(chunk):
                 try:
                     await from_server.send(_parse_message(line))
                 except (anyio.ClosedResourceError, anyio.BrokenResourceError):
@@ -95,7 +95,7 @@ def _parse_message(line: bytes | JSONRPCError) -> SessionMessage | Exception:
         return error
 
 
-async def _write(process: Process, to_server: Any, from_server: Any, may_end: anyio.Event) -> None:
+async def _write_messages(process: Process, to_server: Any, from_server: Any, may_end: anyio.Event) -> None:
     assert process.stdin is not None
     try:
         async for session_message in to_server:
@@ -111,9 +111,9 @@ async def _write(process: Process, to_server: Any, from_server: Any, may_end: an
 
 async def _end_process(process: Process, outgoing: Any, may_end: anyio.Event) -> None:
     """Close stdin, then send SIGTERM, then SIGKILL. Also kill descendants outside the process group (browsers)."""
-    children = await asyncio.to_thread(descendants, process.pid)
+    descendant_processes = await asyncio.to_thread(descendants, process.pid)
     may_end.set()
-    outgoing.close()  # `_write` closes stdin after the last message
+    outgoing.close()  # `_write_messages` closes stdin after the last message
     for signal_number in (None, signal.SIGTERM, signal.SIGKILL):
         if signal_number is not None:
             signal_group(process.pid, signal_number)
@@ -122,7 +122,7 @@ async def _end_process(process: Process, outgoing: Any, may_end: anyio.Event) ->
                 await anyio.sleep(0.01)
             break
     signal_group(process.pid, signal.SIGKILL)
-    for descendant in children:
+    for descendant in descendant_processes:
         with contextlib.suppress(psutil.Error):
             descendant.kill()  # psutil raises if the process has ended and its pid was reused
     # No public method closes our ends of the pipes while another process holds the other ends.
@@ -141,17 +141,17 @@ class LineSplitter:
     def feed(self, chunk: bytes) -> Iterator[bytes | JSONRPCError]:
         *line_ends, line_start = chunk.split(b"\n")
         for line_end in line_ends:
-            self._add(line_end)
+            self._add_chunk(line_end)
             line, self._line_parts = b"".join(self._line_parts), []
             if self._num_bytes <= MAX_MESSAGE_BYTES:
                 yield line
-            elif match := _ID.search(line[:_END_BYTES]) or _ID.search(line[-_END_BYTES:]):
-                error = ErrorData(code=-32603, message=TOO_LONG)
+            elif match := _ID_PATTERN.search(line[:_END_BYTES]) or _ID_PATTERN.search(line[-_END_BYTES:]):
+                error = ErrorData(code=-32603, message=TOO_LONG_MESSAGE)
                 yield JSONRPCError(jsonrpc="2.0", id=int(match[1] or match[2]), error=error)
             self._num_bytes = 0
-        self._add(line_start)
+        self._add_chunk(line_start)
 
-    def _add(self, chunk: bytes) -> None:
+    def _add_chunk(self, chunk: bytes) -> None:
         self._line_parts.append(chunk)
         self._num_bytes += len(chunk)
         if self._num_bytes > MAX_MESSAGE_BYTES:
@@ -164,19 +164,19 @@ class ServerOutput:
 
     def __init__(self) -> None:
         self._stderr = b""
-        self._invalid_lines, self._example = 0, ""
+        self._num_invalid, self._example = 0, ""
 
     def count_invalid_line(self, error: ValidationError) -> None:
         """Count a line on stdout that is not a message."""
-        self._invalid_lines += 1
+        self._num_invalid += 1
         line = error.errors(include_url=False, include_context=False)[0].get("input")
         self._example = self._example or str(line)[:80]
 
-    def quote(self) -> str:
+    def quote_output(self) -> str:
         """Return this output as details for an error message; empty if there are none."""
         details = ""
-        if self._invalid_lines:
-            details = f"; {self._invalid_lines} lines on stdout are not MCP messages, e.g. {self._example!r}"
+        if self._num_invalid:
+            details = f"; {self._num_invalid} lines on stdout are not MCP messages, e.g. {self._example!r}"
         return details + stderr_text(self._stderr)
 
     @contextlib.contextmanager

@@ -33,25 +33,25 @@ RIGHTS_BY_ABI = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of rights, one bit
 EXECUTE, SPECIAL_FILES = 1 << 0, (1 << 6) | (1 << 9) | (1 << 11)  # special: devices and sockets
 
 
-class Unavailable(Exception):
+class LayerUnavailable(Exception):
     """Raised if this machine lacks a layer of the sandbox."""
 
 
 def confine(settings: dict[str, Any]) -> dict[str, Any]:
     """Sandbox this process. Return the mechanism of each restriction (None: not enforced) and the "missing" layers."""
-    missing: list[str] = []
-    report: dict[str, Any] = {"missing": missing}
+    missing_layers: list[str] = []
+    report: dict[str, Any] = {"missing": missing_layers}
 
     def apply_layer(function: Any, *arguments: Any) -> Any:
         try:
             return function(*arguments)
-        except (Unavailable, OSError) as error:
-            missing.append(f"{function.__name__}: {error}")
+        except (LayerUnavailable, OSError) as error:
+            missing_layers.append(f"{function.__name__}: {error}")
             return None
 
-    folder, disk = settings["folder"], settings["disk_mb"]
+    folder, disk_mb = settings["folder"], settings["disk_mb"]
     set_limits(settings)
-    is_private = bool(apply_layer(namespaces, disk, folder)) if sys.platform == "linux" else False
+    is_private = bool(apply_layer(namespaces, disk_mb, folder)) if sys.platform == "linux" else False
     os.chdir(folder)
     abi = apply_layer(landlock, folder, settings["readable"])
     drop_capabilities()
@@ -59,13 +59,13 @@ def confine(settings: dict[str, Any]) -> dict[str, Any]:
         apply_layer(no_new_processes)
     has_filter = apply_layer(seccomp, settings["threads"])
     report["files"] = f"Landlock (version {abi})" if abi else None
-    network = [name for name, is_on in (("seccomp", has_filter), ("network namespace", is_private)) if is_on]
-    report["network"] = " and ".join(network) or None
+    layers = [name for name, is_on in (("seccomp", has_filter), ("network namespace", is_private)) if is_on]
+    report["network"] = " and ".join(layers) or None
     fallback = "RLIMIT_NPROC" if not settings["threads"] and os.getuid() != 0 else None
     report["processes"] = "seccomp" if has_filter else fallback  # root is exempt from the limit
     report["signals"] = "seccomp" if has_filter else None
     report["memory"] = f"{settings['memory_mb']} MiB of address space (RLIMIT_AS)"
-    report["disk"] = f"{disk} MiB in all (tmpfs)" if is_private else f"{disk} MiB a file (RLIMIT_FSIZE)"
+    report["disk"] = f"{disk_mb} MiB in all (tmpfs)" if is_private else f"{disk_mb} MiB a file (RLIMIT_FSIZE)"
     return report
 
 
@@ -80,8 +80,8 @@ def set_limits(settings: dict[str, Any]) -> None:
     for name, soft_limit in soft_limits.items():
         # For CPU time, the soft limit sends SIGXCPU one second before the hard limit kills the process.
         hard_limit = soft_limit + 1 if name == resource.RLIMIT_CPU else soft_limit
-        inherited = resource.getrlimit(name)[1]
-        hard_limit = hard_limit if inherited == resource.RLIM_INFINITY else min(hard_limit, inherited)
+        old_limit = resource.getrlimit(name)[1]
+        hard_limit = hard_limit if old_limit == resource.RLIM_INFINITY else min(hard_limit, old_limit)
         with contextlib.suppress(ValueError, OSError):  # macOS has no limit of the address space
             resource.setrlimit(name, (min(soft_limit, hard_limit), hard_limit))
 
@@ -94,14 +94,14 @@ def no_new_processes() -> None:
 def namespaces(disk_mb: int, folder: str) -> bool:
     """Enter an empty network namespace and mount a tmpfs, which vanishes with the process, on the folder."""
     uid, gid = os.getuid(), os.getgid()
-    _check(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
+    _check_result(libc.unshare(NEW_USER | NEW_MOUNTS | NEW_NETWORK | NEW_IPC))
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
-    _check(libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
+    _check_result(libc.mount(b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None))
     options = f"size={disk_mb}m,nr_inodes=10000,mode=700".encode()
     flags = ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    _check(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, options))
+    _check_result(libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", flags, options))
     return True
 
 
@@ -117,19 +117,19 @@ def drop_capabilities() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def landlock(folder: str, readable: list[str], programs: bool = False) -> int:
+def landlock(folder: str, readable_paths: list[str], allow_programs: bool = False) -> int:
     """Restrict file access to the folder, and to reading Python and the system libraries. With `programs`, also allow
     to run programs and to use the network. Return the ABI version."""
     if sys.platform != "linux":
-        raise Unavailable(f"{sys.platform} has no Landlock")
+        raise LayerUnavailable(f"{sys.platform} has no Landlock")
     abi = libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), 1)
     if abi < 1:
-        raise Unavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
+        raise LayerUnavailable("Landlock is missing or disabled in this kernel; it needs Linux 5.13 or later")
     all_rights = (1 << RIGHTS_BY_ABI.get(abi, 16)) - 1
     # files; TCP (ABI 4); abstract sockets and signals (ABI 6)
-    rules = struct.pack("=QQQ", all_rights, 0 if programs else 3, 3)
-    rules_size = 8 if abi < 4 else 16 if abi < 6 else 24
-    ruleset = _check(libc.syscall(CREATE_RULESET, rules, ctypes.c_size_t(rules_size), 0))
+    ruleset_fields = struct.pack("=QQQ", all_rights, 0 if allow_programs else 3, 3)
+    num_bytes = 8 if abi < 4 else 16 if abi < 6 else 24
+    ruleset = _check_result(libc.syscall(CREATE_RULESET, ruleset_fields, ctypes.c_size_t(num_bytes), 0))
 
     def allow(path: str, rights: int) -> None:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -137,20 +137,20 @@ def landlock(folder: str, readable: list[str], programs: bool = False) -> int:
             if not os.path.isdir(path):
                 rights &= EXECUTE | WRITE_FILE | READ_FILE
             rule = struct.pack("=Qi", rights & all_rights, descriptor)
-            _check(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
+            _check_result(libc.syscall(ADD_RULE, ruleset, 1, rule, 0))
             os.close(descriptor)
 
-    execute_right = EXECUTE if programs else 0
-    allow(folder, all_rights if programs else all_rights & ~(EXECUTE | SPECIAL_FILES))
+    execute_right = EXECUTE if allow_programs else 0
+    allow(folder, all_rights if allow_programs else all_rights & ~(EXECUTE | SPECIAL_FILES))
     allow("/dev/null", READ_FILE | WRITE_FILE)
     for path in ("/dev/zero", "/dev/urandom", "/etc/ld.so.cache", "/usr/share/zoneinfo", *_python_files()):
         allow(path, READ_FILE | READ_DIR)
-    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable):
+    for path in ("/lib", "/lib64", "/usr/lib", "/usr/lib64", *readable_paths):
         allow(path, READ_FILE | READ_DIR | execute_right)
     for path in sys.path:
         allow(path, READ_DIR)  # the import system lists these folders
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    _check(libc.syscall(RESTRICT_SELF, ruleset, 0))
+    _check_result(libc.syscall(RESTRICT_SELF, ruleset, 0))
     os.close(ruleset)
     return abi
 
@@ -171,17 +171,17 @@ Instruction = tuple[int, int, int, int]
 def seccomp(allow_threads: bool) -> bool:
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES or sys.maxsize < 2**32:
-        raise Unavailable(f"there is no system-call filter for {sys.platform} on {machine}")
-    program = filter_program(machine, os.getpid(), allow_threads)
+        raise LayerUnavailable(f"there is no system-call filter for {sys.platform} on {machine}")
+    program = make_filter_program(machine, os.getpid(), allow_threads)
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HxxxxxxQ", len(program), ctypes.addressof(buffer))
-    _check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-    _check(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
+    _check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+    _check_result(libc.prctl(PR_SET_SECCOMP, 2, header, 0, 0))
     return True
 
 
-def filter_program(machine: str, pid: int, allow_threads: bool) -> list[Instruction]:
+def make_filter_program(machine: str, pid: int, allow_threads: bool) -> list[Instruction]:
     """Return the BPF program: one block per system call, which returns a verdict or jumps to the next block."""
     program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, ARCHITECTURES[machine][1]), _verdict(KILL), (LOAD, 0, 0, 0)]
 
@@ -193,11 +193,11 @@ def filter_program(machine: str, pid: int, allow_threads: bool) -> list[Instruct
     for call_number in parse_numbers(PRETENDED_CALLS, machine).values():
         add_block(call_number, _verdict(ERRNO))  # errno 0 means success
     for name, call_number in parse_numbers(CONDITIONAL_CALLS, machine).items():
-        add_block(call_number, *_rule_for(name, pid, allow_threads))
+        add_block(call_number, *_make_rule(name, pid, allow_threads))
     return [*program, _verdict(ERRNO | errno.EPERM)]
 
 
-def _rule_for(name: str, pid: int, allow_threads: bool) -> list[Instruction]:
+def _make_rule(name: str, pid: int, allow_threads: bool) -> list[Instruction]:
     deny = _verdict(ERRNO | errno.EPERM)
     if name in ("open", "openat"):  # deny O_TRUNC with O_RDONLY, which early Landlock versions allow
         flags = _load_argument(1 if name == "open" else 2)
@@ -206,8 +206,8 @@ def _rule_for(name: str, pid: int, allow_threads: bool) -> list[Instruction]:
     if name == "fcntl":  # without signal owners and leases
         return _allow_values(_load_argument(1), [*range(8), 36, 37, 38, 1030, 1031, 1032], deny)
     if name == "ioctl":  # the requests of Python's io for files and pipes
-        requests = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
-        return _allow_values(_load_argument(1), requests, _verdict(ERRNO | errno.ENOTTY))
+        allowed_requests = [0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
+        return _allow_values(_load_argument(1), allowed_requests, _verdict(ERRNO | errno.ENOTTY))
     if name == "socketpair":  # asyncio needs one; a stream socket cannot be reconnected to another address
         check_family = [_load_argument(0), (EQUAL, 1, 0, 1), deny]
         return [*check_family, _load_argument(1), (AND, 0, 0, 0xF), (EQUAL, 0, 1, 1), _verdict(ALLOW), deny]
@@ -232,7 +232,7 @@ def _verdict(value: int) -> Instruction:
     return (VERDICT, 0, 0, value)
 
 
-def _check(result: int) -> int:
+def _check_result(result: int) -> int:
     if result < 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))

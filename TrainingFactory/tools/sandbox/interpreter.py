@@ -19,15 +19,15 @@ from typing import Any
 from confine import confine
 
 MAX_TRACEBACK_CHARS = 2000
-FRAMES = 6  # of a traceback, counted from the innermost
+MAX_FRAMES = 6  # of a traceback, counted from the innermost
 RESERVE_BYTES = 8 * 2**20  # freed after a MemoryError, so that the answer can still be written
 
 
 class CappedOutput:
     """Output of unlimited length of which only `limit` bytes are kept: the beginning and the end."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit, self.head_bytes = limit, limit * 3 // 4
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.head_bytes = max_bytes, max_bytes * 3 // 4
         self.clear()
 
     def clear(self) -> None:
@@ -36,9 +36,9 @@ class CappedOutput:
     def write(self, data: Any) -> int:
         data = bytes(data)
         self.buffer += data
-        excess = max(len(self.buffer) - self.limit, 0)
-        del self.buffer[self.head_bytes : self.head_bytes + excess]
-        self.cut_bytes += excess
+        num_excess_bytes = max(len(self.buffer) - self.max_bytes, 0)
+        del self.buffer[self.head_bytes : self.head_bytes + num_excess_bytes]
+        self.cut_bytes += num_excess_bytes
         return len(data)
 
     def text(self) -> str:
@@ -63,10 +63,10 @@ class OutputStream(io.RawIOBase):
 class Interpreter:
     """The Python session of one episode, with its variables in a module called __main__."""
 
-    def __init__(self, limit: int, stray_output: int) -> None:
-        self.output = CappedOutput(limit)
-        self.limit = limit
-        self.stray_output = stray_output  # descriptor to read what code writes to descriptors 1 and 2
+    def __init__(self, max_output_bytes: int, stray_descriptor: int) -> None:
+        self.output = CappedOutput(max_output_bytes)
+        self.max_bytes = max_output_bytes
+        self.stray_output = stray_descriptor  # descriptor to read what code writes to descriptors 1 and 2
         self.module = ModuleType("__main__")
         self.module.__dict__["__builtins__"] = builtins
         sys.modules["__main__"] = self.module
@@ -102,7 +102,7 @@ class Interpreter:
         if last_expression is not None:
             value = eval(compile(last_expression, source_name, "eval"), namespace)
             if value is not None:
-                print(repr(value)[: self.limit + 1000])
+                print(repr(value)[: self.max_bytes + 1000])
 
     def _format_error(self, error: BaseException) -> str:
         try:
@@ -112,12 +112,12 @@ class Interpreter:
             trace = error.__traceback__
             while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
                 trace = trace.tb_next  # skip the frames of this module
-            lines = traceback.format_exception(type(error), error, trace, limit=-FRAMES)
+            lines = traceback.format_exception(type(error), error, trace, limit=-MAX_FRAMES)
             text = "".join(lines).strip()
         except BaseException:  # the methods of the exception are foreign code too, and memory may be short
             text = type(error).__name__
-        half = MAX_TRACEBACK_CHARS // 2
-        return text if len(text) <= 2 * half else f"{text[:half]}\n[...]\n{text[-half:]}"
+        half_chars = MAX_TRACEBACK_CHARS // 2
+        return text if len(text) <= 2 * half_chars else f"{text[:half_chars]}\n[...]\n{text[-half_chars:]}"
 
     def _make_answer(self, error: str | None) -> dict[str, Any]:
         try:
@@ -159,10 +159,10 @@ def start(settings: dict[str, Any]) -> Callable[[dict[str, str]], dict[str, Any]
     del sys.path[0]  # this folder
     sys.path += settings["readable"]
     sys.dont_write_bytecode = True
-    stray_output = divert_output()
+    stray_descriptor = divert_output()
     report = confine(settings)
     sys.path.insert(0, "")
     for name in ("interpreter", "confine", "syscalls"):
         del sys.modules[name]
-    interpreter = Interpreter(settings["max_output"], stray_output)
+    interpreter = Interpreter(settings["max_output"], stray_descriptor)
     return lambda message: interpreter.run(message["code"]) if "code" in message else report

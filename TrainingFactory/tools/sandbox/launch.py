@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
-from confine import Unavailable, landlock
+from confine import LayerUnavailable, landlock
 
 # What programs of the system and their libraries read. Of /proc only the process itself, because /proc/PID/environ of
 # the run has its secrets.
@@ -32,10 +32,10 @@ PROC_FILES = "self cpuinfo filesystems loadavg meminfo stat sys uptime version".
 
 def main() -> None:
     settings, command = json.loads(sys.argv[1]), sys.argv[2:]
-    readable = [*SYSTEM_PATHS, *(f"/proc/{name}" for name in PROC_FILES), *settings["readable"]]
+    readable_paths = [*SYSTEM_PATHS, *(f"/proc/{name}" for name in PROC_FILES), *settings["readable"]]
     try:
-        landlock(settings["folder"], readable, programs=True)
-    except (Unavailable, OSError) as error:
+        landlock(settings["folder"], readable_paths, allow_programs=True)
+    except (LayerUnavailable, OSError) as error:
         print(f"{UNRESTRICTED} {error}", file=sys.stderr, flush=True)
     try:
         os.execvp(command[0], command)

@@ -37,8 +37,8 @@ BYTES_PER_CHAR = 6  # in an answer: a byte may become "\\ufffd"
 EXTRA_BYTES = 2**16  # bytes of an answer for the error and the isolation report
 HALF_OF_MEMORY_MB = psutil.virtual_memory().total // 2**21  # MiB
 START_ERRORS = (WorkerDied, WorkerError, WorkerTooSlow, OSError)
-START_FAILED = "cannot start the interpreter of the python tool: %s"
-STATE_LOST = "Variables and files are gone; the next call begins with a fresh interpreter."
+START_FAILED_TEXT = "cannot start the interpreter of the python tool: %s"
+STATE_LOST_TEXT = "Variables and files are gone; the next call begins with a fresh interpreter."
 DESCRIPTION = (
     "Run Python code. Variables are kept between calls. You see what it prints and the value of its last "
     "expression. At most {timeout:g} s a call; no network; files only in the current folder."
@@ -158,7 +158,7 @@ class PythonSession:
         self.spec, self.options = source.spec, source.options
         self._process: _Process | None = None
         self._end_reason = ""  # why the process ended
-        self._closed = False
+        self._is_closed = False
         self._lock = asyncio.Lock()
 
     @property
@@ -177,14 +177,14 @@ class PythonSession:
                 try:
                     process = await self._start_process()
                 except START_ERRORS as error:
-                    log.warning(START_FAILED, error)
-                    return ToolResult(START_FAILED % error, ok=False, error="unavailable")
+                    log.warning(START_FAILED_TEXT, error)
+                    return ToolResult(START_FAILED_TEXT % error, ok=False, error="unavailable")
             result = await self._run_code(process, arguments["code"], note)
             self.source.set_idle_memory(self, process.memory_bytes)
             return result
 
     async def _start_process(self) -> _Process:
-        if self._closed:
+        if self._is_closed:
             raise WorkerDied("was closed")
         self._process = process = _Process(self.source.limits)
         isolation = await process.isolation()
@@ -203,14 +203,14 @@ class PythonSession:
             process.kill()
             is_timeout = isinstance(error, WorkerTooSlow)
             self._end_reason = f"was stopped after {self.source.timeout:g} s" if is_timeout else str(error)
-            text = f"{note}the interpreter {self._end_reason}. {STATE_LOST}"
+            text = f"{note}the interpreter {self._end_reason}. {STATE_LOST_TEXT}"
             return ToolResult(text, ok=False, error="exception")
         outputs = [answer["text"].rstrip("\n"), str(answer.get("error") or "")]
         text = note + ("\n".join(output for output in outputs if output) or "(no output)")
         if answer.get("spent"):
             process.kill()
             self._end_reason = "ran out of memory"
-            text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {STATE_LOST}"
+            text += f"\nAll of its {self.source.limits.memory_mb} MiB of memory are in use. {STATE_LOST_TEXT}"
         is_failed = bool(answer.get("error"))
         return ToolResult(text, ok=not is_failed, error="exception" if is_failed else None)
 
@@ -221,7 +221,7 @@ class PythonSession:
         self._process.kill()
 
     async def close(self) -> None:
-        self._closed = True
+        self._is_closed = True
         self.source.set_idle_memory(self, None)
         if self._process is not None:
             await self._process.close()
@@ -286,7 +286,7 @@ def probe_isolation(limits: ProcessLimits) -> Isolation:
     try:
         return run(probe)
     except START_ERRORS as error:
-        raise ValueError(START_FAILED % error) from error
+        raise ValueError(START_FAILED_TEXT % error) from error
 
 
 def _find_package_folders(name: str, packages: bool | str | Sequence[str]) -> tuple[str, ...]:

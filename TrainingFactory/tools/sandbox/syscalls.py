@@ -63,5 +63,5 @@ ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # colum
 
 def parse_numbers(table: str, machine: str) -> dict[str, int]:
     column, _ = ARCHITECTURES[machine]
-    rows = [entry.split() for entry in table.replace("\n", ",").split(",") if entry.strip()]
+    rows = [row_text.split() for row_text in table.replace("\n", ",").split(",") if row_text.strip()]
     return {row[0]: int(row[column]) for row in rows if row[column] != "-"}
