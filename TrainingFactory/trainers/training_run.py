@@ -21,7 +21,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve import factories
-from TrainingFactory.runs.folder import RESOLVED, RunFolder, TrainingReport, new_name
+from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_name
 from TrainingFactory.runs.notebook_view import default_watcher
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
@@ -77,7 +77,7 @@ class Training(PreparedRun):
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data
                 )
-                run = self.new_run(name or new_name(self.config), run_info | {RESOLVED: resolved.notes})
+                run = self.new_run(name or pick_name(self.config), run_info | {NOTES_KEY: resolved.notes})
             else:
                 self._check_unchanged(run)
             self.run = run

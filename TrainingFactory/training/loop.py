@@ -291,11 +291,11 @@ class TrainingLoop:
         await self._write_status("running")
         await in_thread(self.trackers.log, num_done, metrics)
         self.rows.append({"step": num_done} | metrics)
-        self.scores.add(self.rows[-1])
+        self.scores.add_row(self.rows[-1])
         self.watcher.step(num_done, self.total, metrics)
 
     def _write_metrics(self, row: dict[str, float]) -> None:
-        self.run.append(METRICS, row | self.system.read())
+        self.run.append(METRICS, row | self.system.read_metrics())
 
     # evaluation
 

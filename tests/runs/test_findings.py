@@ -113,7 +113,7 @@ def test_what_looks_alike_and_is_healthy() -> None:
         "tied_groups"
     ]  # there was nothing to learn
     # several updates of a step move the learner away from what was sampled
-    assert told(FindingTracker(updates=4), 1, 5, logprob_diff=0.1) == []
+    assert told(FindingTracker(num_updates=4), 1, 5, logprob_diff=0.1) == []
     stale = {"logprob_diff": 0.3, "staleness_gap": 0.3}  # as it must be
     assert told(FindingTracker(), 1, 5, **stale) == told(FindingTracker(), 1, 5, **stale, mismatch=0.01) == []
     assert (

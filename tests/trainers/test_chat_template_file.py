@@ -12,7 +12,7 @@ from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.export import export
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.evaluation.evaluation import config_sections
+from TrainingFactory.evaluation.evaluation import make_sections
 from TrainingFactory.evaluation.identity import identity
 from TrainingFactory.models import load_model
 from TrainingFactory.models.tiny import template
@@ -53,7 +53,7 @@ def test_a_run_its_resumption_and_its_export_use_the_file(tmp_path: Path, lora: 
     assert {text.startswith(OPENING) for text in prompts(run)} == {True}
     done = export("run", tmp_path / "out", merge=lora, runs=tmp_path)
     assert AutoTokenizer.from_pretrained(done.path).chat_template == OWN
-    model = config_sections(find_model("run", tmp_path))["model"]
+    model = make_sections(find_model("run", tmp_path))["model"]
     assert "chat_template" not in model  # the checkpoint contains it
     served = build_sampler.load(TrainingConfig(model=model))
     assert served.tokenizer.chat_template == OWN

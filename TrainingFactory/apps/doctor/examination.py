@@ -248,7 +248,7 @@ class DryRun(Training):
         metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         update_seconds = time.perf_counter() - start_time
         row = batch.metrics | metrics | {"seconds/step": batch.seconds + update_seconds}
-        changes = FindingTracker(steps=1).observe(1, row, batch.trajectories)
+        changes = FindingTracker(num_steps=1).observe(1, row, batch.trajectories)
         self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
         scale = self.requested.training.batch_size / len(batch.groups)
