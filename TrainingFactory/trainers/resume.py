@@ -18,7 +18,7 @@ async def restore_progress(
     policy: Policy,
     order: TaskOrder,
     steps: int,
-    resuming: bool,
+    is_resumed: bool,
     is_async: bool,
     notify: Callable[[str], None],
 ) -> Progress:
@@ -40,7 +40,7 @@ async def restore_progress(
         progress = Progress(ledger, state["step"], state["seconds"], state.get("unlogged"))
         offsets = state["offsets"]
     await in_thread(run.rewind, offsets)
-    if resuming:
+    if is_resumed:
         notify(f"resuming after step {progress.done} of {steps}" + ("" if state else ": no checkpoint yet"))
     return progress
 

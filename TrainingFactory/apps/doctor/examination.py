@@ -169,10 +169,10 @@ class DryRun(Training):
     def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
         config = self.config.model_copy(update={"logging": logging})
-        return RunFolder.create(config, name, run_info, self.total)
+        return RunFolder.create(config, name, run_info, self.num_steps)
 
-    def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
-        loaded_model, self.chat = super().load(day)
+    def load_model(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
+        loaded_model, self.chat = super().load_model(day)
         self.limits = (
             self.requested.sampling.max_tokens,
             build_sampler.max_length(self.requested, loaded_model),
