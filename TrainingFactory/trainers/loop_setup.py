@@ -121,7 +121,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, num_steps)
     else:
         filters = EpisodeFilters(config.training.filters)
-        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done, filters)
+        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.steps, filters)
         num_steps = min(num_steps, source.steps)
         training_section = config.training.model_copy(update={"eval_every": None})
         config = config.model_copy(update={"training": training_section})
@@ -131,10 +131,10 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     exit_stack.callback(trackers.close)
     return TrainingLoop(
         config=config,
-        total=num_steps,
+        num_steps=num_steps,
         policy=policy,
         sampler=None if setup is None else setup.sampler,
-        counts=_get_sampler_metrics(setup),
+        sampler_metrics=_get_sampler_metrics(setup),
         source=source,
         algorithm=algorithm,
         order=order,
@@ -144,7 +144,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         guards=Guards(
             config.reward.max_equal_steps,
             has_rewards=any("reward" in row for row in earlier_metrics),
-            replayed=tools.replayed is not None,
+            is_replay=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
             state_groups=config.grpo.state_groups if config.training.algorithm == "grpo" else 0.0,
         ),
@@ -155,7 +155,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         progress=progress,
         stop_forecast=_forecast_stop(training, local_policy, num_steps, earlier_metrics),
         scores=Scores.from_rows(earlier_metrics, config.training.stop_when),
-        saved_step=progress.done or -1,
+        saved_step=progress.steps or -1,
     )
 
 
@@ -274,7 +274,7 @@ def _make_source(
     if not max_staleness:
         return SampledSource(*arguments, **options)
     by_arrival = config.optimization.async_order == "arrival"
-    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, total=steps)
+    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, steps=steps)
 
 
 def _get_sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float]]:
@@ -323,7 +323,7 @@ def _forecast_stop(
     run, checkpoint_sizes = training.run, checkpoint_bytes(policy.learner)
     used_bytes = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
     checkpoint_space = CheckpointSpace(training.config.logging, num_steps, *checkpoint_sizes)
-    warning = checkpoint_space.warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))
+    warning = checkpoint_space.make_warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))
     if warning is not None:
         training.watcher.say(f"WARNING {warning}")
     update_seconds = earlier_metrics[-1].get("seconds/update", 0.0) if earlier_metrics else 0.0

@@ -12,7 +12,7 @@ class TaskOrder:
     def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
         self.steps_per_epoch = -(-size // batch_size)
-        self._epoch, self._shuffled = -1, list[int]()
+        self._epoch, self._indices = -1, list[int]()
 
     def start_position(self, step: int) -> int:
         """Return how many indices are taken before a step, if every step takes one batch."""
@@ -28,9 +28,9 @@ class TaskOrder:
         if not self.shuffle:
             return list(range(position, min(position + count, self.size)))
         if epoch != self._epoch:
-            seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
-            self._shuffled, self._epoch = sorted(range(self.size), key=lambda n: seeds[n]), epoch
-        return self._shuffled[position : position + count]
+            seeds = [turn_seed(self.seed, epoch, f"{index}", -1, -1) for index in range(self.size)]
+            self._indices, self._epoch = sorted(range(self.size), key=lambda index: seeds[index]), epoch
+        return self._indices[position : position + count]
 
     def task_index(self, position: int) -> int:
         """Return the index at a position of the order."""

@@ -15,7 +15,7 @@ from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.finding_rules import FINDING_RULES, FindingTracker, find_unparsed_call
 from TrainingFactory.runs.findings import FindingChange
 from TrainingFactory.runs.folder import FINDINGS, RunFolder
-from TrainingFactory.training.source import sampled_metrics
+from TrainingFactory.training.source import compute_metrics
 from TrainingFactory.types import (
     Completion,
     Group,
@@ -151,7 +151,7 @@ def test_text_that_looks_like_a_call(text: str) -> None:
 def test_metrics_tell_what_wrong_episodes_earn() -> None:
     def earned(*rewards: Reward) -> dict[str, float]:
         group = [replace(said("x"), reward=reward) for reward in rewards]
-        found = sampled_metrics([Group(0, group, [], 0, 0)], 1.0, None)
+        found = compute_metrics([Group(0, group, [], 0, 0)], 1.0, None)
         return {
             name: value for name, value in found.items() if name.startswith("reward_") and "std" not in name
         }

@@ -15,7 +15,12 @@ from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.runs.finding_rules import FindingTracker
-from TrainingFactory.training.filters import FILTERS, EpisodeFilters, dropped_problem, filter_metrics
+from TrainingFactory.training.filters import (
+    FILTERS,
+    EpisodeFilters,
+    compute_filter_metrics,
+    find_dropped_problem,
+)
 from TrainingFactory.training.preflight import check_config
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
@@ -106,11 +111,13 @@ def test_counts_and_stored_episodes() -> None:
     filters = EpisodeFilters({"void_turns": "drop", "truncated": "count", "repeated_calls": "mask"})
     [group] = filters.make_groups([list(GROUP)], GRPO(), [(0, 0, 0)])
     shares = {"void_turns": 1 / 3, "truncated": 0, "repeated_calls": 0, "dropped": 1 / 3, "masked_turns": 0}
-    assert filter_metrics([group]) == pytest.approx({f"filters/{name}": n for name, n in shares.items()})
+    assert compute_filter_metrics([group]) == pytest.approx(
+        {f"filters/{name}": n for name, n in shares.items()}
+    )
     stored = trajectory_from_dict(trajectory_to_dict(group.trajectories[0]))
     assert stored == group.trajectories[0] and stored.reward == Reward(3.0)
     assert stored.error == "dropped by training.filters: void_turns" and stored.turns[1].masked
-    assert dropped_problem([group]) is None
+    assert find_dropped_problem([group]) is None
     assert filters.apply([stored]).counts == filters.apply([GROUP[0]]).counts  # a replay filters again
 
 

@@ -201,10 +201,11 @@ class DryRun(Training):
             except ValueError as error:  # a demonstration cannot be replayed
                 self.diagnosis.add("episodes_fail", str(error))
                 return
-            self._check_episodes(batch.trajectories, batch.sampled)
+            is_sampled = batch.is_sampled
+            self._check_episodes(batch.trajectories, is_sampled)
             self._check_images(batch, total)
             heldout, sampler = loop.heldout, loop.sampler
-            if not batch.sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
+            if not is_sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 episodes = await heldout.rollouts.rollout_batch(
                     heldout.tasks[:1], sampler, recorded_as="doctor"
                 )
@@ -225,10 +226,10 @@ class DryRun(Training):
             return
         last_turns = [episode.turns[-1] for episode in batch.trajectories if episode.turns]
         rows = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in last_turns]
-        rows = rows if batch.sampled else [row.token_ids for row in batch.rows]
+        rows = rows if batch.is_sampled else [row.token_ids for row in batch.rows]
         checks.describe_images(self.diagnosis, rows)
         training = self.requested.training
-        members = training.group_size if batch.sampled else 1
+        members = training.group_size if batch.is_sampled else 1
         images = ImageUse.of_rows(rows, total * training.batch_size * members)
         _check_memory(
             self.diagnosis, with_changes(self.requested, {"model.vision": True}), self.loaded_model, images
