@@ -71,7 +71,7 @@ class EpisodeRequests:
         self.reward_reported = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
+    async def answer_request(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
         """Answer a request, as one response or as a stream."""
         dialect = route.dialect
         try:
@@ -266,7 +266,7 @@ class AgentEndpoint:
         """Return the handler of requests under an episode's API key, or of its reward if `route` is None; None if no
         open episode has the key."""
         if (requests := self.open_episodes.get(episode_key)) is not None:
-            return requests.set_reward if route is None else partial(requests.answer, route)
+            return requests.set_reward if route is None else partial(requests.answer_request, route)
         self.event_counts["unknown_key"] += 1
         return None
 

@@ -180,12 +180,12 @@ class ProgramEpisode(SelfScoredEpisode):
                 task_file.write_bytes(task_json)
                 env = env | {"TFACTORY_TASK": str(task_file)}
                 argv = _fill_templates(program.verify_argv, values)
-                await self._verify(ProgramProcess(argv, cwd, env, task_json))
+                await self._run_verifier(ProgramProcess(argv, cwd, env, task_json))
         if status:
             secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]
             lines = redact(stderr, secrets).split("\n")
             last_line = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
-            text = f"the program ended with {_exit_reason(status)}: {escape_control(last_line)[-MAX_ERROR_CHARS:]}"
+            text = f"the program ended with {_describe_exit(status)}: {escape_control(last_line)[-MAX_ERROR_CHARS:]}"
             raise ProgramFailed(text)
 
     def _make_placeholders(self, cwd: Path, home: str) -> dict[str, str]:
@@ -207,16 +207,16 @@ class ProgramEpisode(SelfScoredEpisode):
         variables = self._program.options.variables
         return env | dict(zip(variables, _fill_templates(variables.values(), placeholders), strict=True))
 
-    async def _verify(self, process: ProgramProcess) -> None:
+    async def _run_verifier(self, process: ProgramProcess) -> None:
         """Set the reward that the verifier prints, else 1 if it exits with status 0, and 0 for another status."""
-        status, stdout, _ = await process.run("the verifier")
+        exit_status, stdout, _ = await process.run("the verifier")
         self.reported_reward = None
         if self._read_reward(stdout):
             return
-        if status < 0:
-            self.missing_reason = f"the verifier ended with {_exit_reason(status)}"
+        if exit_status < 0:
+            self.missing_reason = f"the verifier ended with {_describe_exit(exit_status)}"
         else:
-            self.reported_reward = ReportedReward(reward=float(status == 0))
+            self.reported_reward = ReportedReward(reward=float(exit_status == 0))
 
     def _set_reward(self, stdout: str, requests: EpisodeRequests) -> None:
         """Set the reward from the last stdout line with a reward, else the posted reward."""
@@ -256,10 +256,10 @@ class ProgramProcess:
             for fd in (read_end, write_end):
                 stack.callback(os.close, fd)
             try:
-                status = await self._run(read_end, stdin, stdout, stderr)
+                exit_status = await self._run(read_end, stdin, stdout, stderr)
             except OSError as error:
                 raise ProgramFailed(f"{program_name} cannot be started: {error.strerror}") from error
-            return status, _read_tail(stdout), _read_tail(stderr)
+            return exit_status, _read_tail(stdout), _read_tail(stderr)
 
     async def _run(self, read_end: int, stdin: Any, *outputs: Any) -> int:
         """Run the process and return its exit status. Kill its process group at the end. The group is also killed if
@@ -290,7 +290,7 @@ def _fill_templates(templates: Iterable[str], placeholders: Mapping[str, str]) -
     return [re.sub(pattern, lambda match: placeholders[match[0]], template) for template in templates]
 
 
-def _exit_reason(status: int) -> str:
+def _describe_exit(status: int) -> str:
     return f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
 
 

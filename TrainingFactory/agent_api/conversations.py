@@ -123,10 +123,10 @@ def _is_same_message(recorded: Message, received: Message, with_arguments: bool)
     field, and add an agent's name to a sampled message. The JSON of arguments may have other spaces and escapes, but
     must have the same keys in the same order and the same numbers."""
 
-    def fields(message: Message) -> list[object]:
+    def list_fields(message: Message) -> list[object]:
         calls = [(c.id, c.name, with_arguments and json.dumps(c.arguments)) for c in message.tool_calls]
         return [message.role, message.content, message.images, message.tool_call_id, calls]
 
     is_same_name = recorded.name == received.name or (recorded.role == "assistant" and recorded.name is None)
     is_same_reasoning = (received.reasoning or None) in (None, recorded.reasoning)
-    return is_same_name and is_same_reasoning and fields(recorded) == fields(received)
+    return is_same_name and is_same_reasoning and list_fields(recorded) == list_fields(received)

@@ -95,20 +95,20 @@ def digest_weights(folder: Path) -> str:
 def _digest_base(model: ModelSection) -> str:
     if is_endpoint(model.name):
         return f"endpoint:{find_endpoint(model.name).endpoint().identity}"
-    target, path = resolve_model_name(model.name), Path(model.name).expanduser()
+    model_name, path = resolve_model_name(model.name), Path(model.name).expanduser()
     if path.is_dir():
         return digest_weights(path)
     if path.is_file():
         return f"sha256:{file_digest(path)}"
-    if target in BUILTINS:
-        return f"{target}@{model.revision or 0}"
-    if target.startswith("package:"):
-        return target
+    if model_name in BUILTINS:
+        return f"{model_name}@{model.revision or 0}"
+    if model_name.startswith("package:"):
+        return model_name
     from huggingface_hub import try_to_load_from_cache
 
     revision = model.revision or "main"
-    cached_path = try_to_load_from_cache(target, "config.json", revision=revision)
-    return f"hub:{target}@{Path(cached_path).parent.name if isinstance(cached_path, str) else revision}"
+    cached_path = try_to_load_from_cache(model_name, "config.json", revision=revision)
+    return f"hub:{model_name}@{Path(cached_path).parent.name if isinstance(cached_path, str) else revision}"
 
 
 def _identify_file(name: str) -> str:

@@ -57,8 +57,8 @@ def reward_text(reward: Reward | None) -> str:
         return "not scored"
     text = f"reward {reward.outcome + sum(reward.steps):g}"
     if any(reward.steps):
-        steps = " ".join(f"{value:+g}" for value in reward.steps)
-        text += f" (outcome {reward.outcome:g}, steps {steps})"
+        step_texts = " ".join(f"{value:+g}" for value in reward.steps)
+        text += f" (outcome {reward.outcome:g}, steps {step_texts})"
     return text + "".join(f", {name} {value:g}" for name, value in reward.parts.items())
 
 

@@ -136,7 +136,7 @@ class RunFolder:
         config: TrainingConfig,
         name: str,
         run_info: dict[str, Any],
-        steps: int = 0,
+        num_steps: int = 0,
         chat_template: str | None = None,
     ) -> RunFolder:
         """Create and lock a new run. `run_info` is added to the `fingerprint` in environment.json, and `chat_template`
@@ -161,7 +161,7 @@ class RunFolder:
             )
             if chat_template is not None:
                 write_atomically(run.path / CHAT_TEMPLATE, chat_template)
-            run.write_status(Status("running", steps=steps))
+            run.write_status(Status("running", steps=num_steps))
             os.rename(run.path, path)
             sync(path.parent)
         except OSError as error:
@@ -240,8 +240,8 @@ class RunFolder:
 
     @property
     def state(self) -> State:
-        status = self.status.status
-        return "killed" if status == "running" and not self._is_locked() else status
+        saved_state = self.status.status
+        return "killed" if saved_state == "running" and not self._is_locked() else saved_state
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return one row of metrics per step, with present names for metrics that older versions recorded."""
@@ -264,10 +264,10 @@ class RunFolder:
         """Return the episodes of a step, counted from 1; the names of groups count steps from 0."""
         return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", growing=True))
 
-    def _read_rows(self, name: str) -> list[dict[str, Any]]:
+    def _read_rows(self, file_name: str) -> list[dict[str, Any]]:
         """Return the rows of a .jsonl file. Invalid lines are skipped, such as the last line of a killed process."""
         rows = []
-        for line in read_lines(self.path / name):
+        for line in read_lines(self.path / file_name):
             with contextlib.suppress(ValueError, RecursionError):
                 rows.append(json.loads(line))
         return [row for row in rows if isinstance(row, dict)]
@@ -297,27 +297,27 @@ class RunFolder:
             recorded_notes += new_notes
             write_atomically(self.path / ENVIRONMENT, json.dumps(redact_environment(run_info), indent=1))
 
-    def append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, file_name: str, row: dict[str, Any]) -> None:
         with (
-            naming_file_on_error(path := self.path / name),
+            naming_file_on_error(path := self.path / file_name),
             path.open("a", encoding="utf-8", newline="\n") as file,
         ):
             file.write(json.dumps(row) + "\n")
 
-    def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
-        save_trajectories(self.path / name, trajectories, append=True)
+    def append_trajectories(self, trajectories: Iterable[Trajectory], file_name: str = TRAJECTORIES) -> None:
+        save_trajectories(self.path / file_name, trajectories, append=True)
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
-    def offsets(self) -> dict[str, int]:
+    def sync_files(self) -> dict[str, int]:
         """Flush the append-only files to disk and return their sizes in bytes, 0 for a missing one."""
         file_sizes: dict[str, int] = dict.fromkeys(APPEND_ONLY_FILES, 0)
-        for name in APPEND_ONLY_FILES:
-            if (path := self.path / name).exists():
+        for file_name in APPEND_ONLY_FILES:
+            if (path := self.path / file_name).exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-                file_sizes[name] = path.stat().st_size
+                file_sizes[file_name] = path.stat().st_size
         return file_sizes
 
     def prune(
@@ -336,8 +336,8 @@ class RunFolder:
     def rewind(self, offsets: dict[str, int]) -> None:
         """Truncate the append-only files to the `offsets` of a checkpoint (files not in it: to 0 bytes) and remove
         incomplete checkpoints."""
-        for name in APPEND_ONLY_FILES:
-            path, offset = self.path / name, offsets.get(name, 0)
+        for file_name in APPEND_ONLY_FILES:
+            path, offset = self.path / file_name, offsets.get(file_name, 0)
             size = path.stat().st_size if path.exists() else 0
             if size < offset:
                 raise ValueError(
@@ -345,7 +345,7 @@ class RunFolder:
                     "a new run"
                 )
             if size > offset:
-                requested_lines = self._requested_evaluations(offset) if name == EVALUATIONS else b""
+                requested_lines = self._requested_evaluations(offset) if file_name == EVALUATIONS else b""
                 os.truncate(path, offset)
                 with path.open("ab") as file:
                     file.write(requested_lines)
@@ -462,13 +462,13 @@ def fingerprint() -> dict[str, Any]:
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "commit": _git_commit(),
+        "commit": _find_git_commit(),
         "day": date.today().isoformat(),  # some chat templates print the date; a resumed run keeps the first one
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _git_commit() -> str | None:
+def _find_git_commit() -> str | None:
     """Return the git commit of the current folder; None outside of a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:

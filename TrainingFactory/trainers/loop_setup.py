@@ -201,8 +201,8 @@ async def _make_rollout_setup(
     exit_stack: AsyncExitStack,
 ) -> RolloutSetup:
     config, notify = training.config, training.watcher.say
-    samples = KINDS[config.training.algorithm].samples
-    max_staleness = config.optimization.effective_max_staleness if samples else 0
+    is_sampling = KINDS[config.training.algorithm].samples
+    max_staleness = config.optimization.effective_max_staleness if is_sampling else 0
     max_open_episodes = config.training.batch_size * max_leaves(config) * (1 + max_staleness)
     log_folder = training.run.path / "engines"
     sampler = await in_thread(

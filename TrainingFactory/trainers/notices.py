@@ -18,7 +18,7 @@ ASYNC_KEYS = ("async_rollout", "max_staleness", "async_order")
 def notices(config: TrainingConfig, *, has_reward: bool = False) -> list[str]:
     """Return one line for each option that is not implemented, or not supported by this reward. `has_reward`: the
     caller's reward replaces the config's."""
-    return [*unimplemented_notices(config), *_process_notices(config, has_reward)]
+    return [*unimplemented_notices(config), *_list_process_notices(config, has_reward)]
 
 
 def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:
@@ -64,7 +64,7 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         local_keys = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
         ray_keys = [key for key in changed_keys(config, "compute") if key not in local_keys]
         lines.append((ray_keys, "only used with compute.backend=ray"))
-        remote_keys = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
+        remote_keys = [f"tools.{number}.remote" for number, tool in enumerate(config.tools) if tool.remote]
         lines.append((remote_keys, "without compute.backend=ray tools run in the run's process"))
     if config.compute.learners == 1 or (config.compute.learners is None and launched_process() is None):
         offload_keys = [
@@ -80,11 +80,11 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         lines.append((shape_keys, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
         lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
-    lines += _branching_notices(config)
+    lines += _list_branching_notices(config)
     return [f"{', '.join(option_keys)}: {text}" for option_keys, text in lines if option_keys]
 
 
-def _branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
+def _list_branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
     """Return the options of training.branching that have no effect, because they belong to another value of `at`."""
     branching = config.training.branching
     if branching is None:
@@ -96,7 +96,7 @@ def _branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
     ]
 
 
-def _process_notices(config: TrainingConfig, has_reward: bool) -> list[str]:
+def _list_process_notices(config: TrainingConfig, has_reward: bool) -> list[str]:
     """Return a line about rewards that cannot run in worker processes although `distributed_reward` is set."""
     optimization, section = config.optimization, config.reward
     if not optimization.distributed_reward:

@@ -130,21 +130,21 @@ class Trainer:
         return export(str(self._run), path if path is not None else self._run / "model", merge)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self._main_settings())
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._list_settings())
         return f"{type(self).__name__}({settings})"
 
     def _repr_html_(self) -> str:
         """Return the trainer for a notebook: a table of what it trains, and charts of its run."""
         rows = RunFolder(self._run).metrics() if self._run is not None else []
-        return run_html(type(self).__name__, self._main_settings(), rows)
+        return run_html(type(self).__name__, self._list_settings(), rows)
 
-    def _main_settings(self) -> list[tuple[str, str]]:
+    def _list_settings(self) -> list[tuple[str, str]]:
         """Return the main settings as (name, value as text)."""
         config, objects = self.config, self.objects
         environment = config.environment.environment_id
         if objects.environment is not None:
             environment = getattr(objects.environment, "__name__", type(objects.environment).__name__)
-        tools = [entry.name for entry in config.tools] + [_get_tool_name(entry) for entry in objects.tools]
+        tools = [tool.name for tool in config.tools] + [_get_tool_name(tool) for tool in objects.tools]
         settings = {
             "model": config.model.name,
             "environment": environment,

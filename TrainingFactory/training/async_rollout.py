@@ -159,8 +159,8 @@ def compute_staleness(group: Group, version: int) -> int:
 
 def list_call_keys(groups: Sequence[Group]) -> set[tuple[int | str, str]]:
     """Return the (step, name) keys of the groups' tool calls in a recording."""
-    names = (trajectory.group.partition("/") for group in groups for trajectory in group.trajectories)
-    return {(int(step), name) for step, _, name in names}
+    name_parts = (trajectory.group.partition("/") for group in groups for trajectory in group.trajectories)
+    return {(int(step), name) for step, _, name in name_parts}
 
 
 def count_sampled_tokens(group: Group) -> list[int]:

@@ -68,7 +68,7 @@ class FilteredGroup:
     """A group after the filters."""
 
     episodes: list[Trajectory]  # with masked turns; all turns of a dropped episode
-    credited: list[Trajectory]  # the same, without the rewards of dropped episodes
+    credited_episodes: list[Trajectory]  # the same, without the rewards of dropped episodes
     counts: dict[str, int]
 
 
@@ -95,17 +95,17 @@ class EpisodeFilters:
             if not self:
                 results.append(Group(number, group, make_rows_by_role(algorithm, group), attempt, position))
                 continue
-            filtered = self.apply(group)
-            rows = make_rows_by_role(algorithm, filtered.credited)
+            filtered = self.filter_group(group)
+            rows = make_rows_by_role(algorithm, filtered.credited_episodes)
             rows = rows if any(any(row.loss_mask) for row in rows) else []
             results.append(Group(number, filtered.episodes, rows, attempt, position, filtered.counts))
         return results
 
-    def apply(self, group: Sequence[Trajectory]) -> FilteredGroup:
+    def filter_group(self, group: Sequence[Trajectory]) -> FilteredGroup:
         counts: Counter[str] = Counter(
             dict.fromkeys([*map(_shorten_filter_name, self._actions), DROPPED, MASKED], 0)
         )
-        episodes, credited = [], []
+        episodes, credited_episodes = [], []
         for trajectory in group:
             flags = {name: self._flag_turns(name, trajectory) for name in self._actions}
             counts.update(_shorten_filter_name(name) for name, turns in flags.items() if any(turns))
@@ -120,8 +120,8 @@ class EpisodeFilters:
             if any(is_masked):
                 trajectory = replace(trajectory, turns=_mask_turns(trajectory.turns, is_masked))
             episodes.append(trajectory)
-            credited.append(without_dropped_reward(trajectory))
-        return FilteredGroup(episodes, credited, dict(counts))
+            credited_episodes.append(without_dropped_reward(trajectory))
+        return FilteredGroup(episodes, credited_episodes, dict(counts))
 
     def _flag_turns(self, name: str, trajectory: Trajectory) -> list[bool]:
         """Return, for each turn, whether the filter `name` flags it."""

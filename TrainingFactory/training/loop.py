@@ -353,7 +353,7 @@ class TrainingLoop:
             "step": progress.steps,
             "seconds": progress.seconds,
             **progress.ledger.make_state(),
-            "offsets": await in_thread(self.run.offsets),
+            "offsets": await in_thread(self.run.sync_files),
         }
         if progress.unlogged_metrics is not None:
             checkpoint_state["unlogged"] = progress.unlogged_metrics

@@ -22,15 +22,15 @@ class TaskOrder:
     def batch(self, step: int) -> list[int]:
         return self.take(self.start_position(step), self.batch_size)
 
-    def take(self, start: int, count: int) -> list[int]:
-        """Return `count` indices after the first `start` of the order, or fewer at the end of an epoch."""
-        epoch, position = divmod(start, self.size)
+    def take(self, first_position: int, num_indices: int) -> list[int]:
+        """Return `num_indices` indices from `first_position` of the order on, or fewer at the end of an epoch."""
+        epoch, position = divmod(first_position, self.size)
         if not self.shuffle:
-            return list(range(position, min(position + count, self.size)))
+            return list(range(position, min(position + num_indices, self.size)))
         if epoch != self._epoch:
             seeds = [turn_seed(self.seed, epoch, f"{index}", -1, -1) for index in range(self.size)]
             self._indices, self._epoch = sorted(range(self.size), key=lambda index: seeds[index]), epoch
-        return self._indices[position : position + count]
+        return self._indices[position : position + num_indices]
 
     def task_index(self, position: int) -> int:
         """Return the index at a position of the order."""

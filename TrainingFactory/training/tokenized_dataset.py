@@ -156,7 +156,7 @@ class TokenizedDataset:
                 if id(episode) not in usable:
                     usable[id(episode)] = self._select_usable_episode(example, [episode])
             if all(usable[id(episode)] for episode in pair):
-                return [item for episode in pair for item in usable[id(episode)]]
+                return [conversation for episode in pair for conversation in usable[id(episode)]]
             candidates = [conversation for conversation in candidates if usable.get(id(conversation), True)]
         self.unused += len(candidates)
         return []

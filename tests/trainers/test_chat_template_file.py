@@ -13,7 +13,7 @@ from TrainingFactory.assembly.export import export
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.evaluation import make_sections
-from TrainingFactory.evaluation.identity import identity
+from TrainingFactory.evaluation.identity import identify_model
 from TrainingFactory.models import load_model
 from TrainingFactory.models.tiny import template
 from TrainingFactory.resolve.model_names import find_model
@@ -65,9 +65,9 @@ def test_the_file_is_found_beside_the_config(tmp_path: Path) -> None:
     config = read_config(tmp_path / "run.yaml")
     assert build_sampler.load(config).tokenizer.chat_template == OWN
     # two models with different templates answer differently, so their evaluations have different identities
-    first = identity(config.model, "tiny").options["chat_template"]
+    first = identify_model(config.model, "tiny").options["chat_template"]
     (tmp_path / "own.jinja").write_text(OWN + " ")
-    assert identity(config.model, "tiny").options["chat_template"] != first
+    assert identify_model(config.model, "tiny").options["chat_template"] != first
 
 
 @pytest.mark.parametrize(

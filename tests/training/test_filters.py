@@ -118,7 +118,9 @@ def test_counts_and_stored_episodes() -> None:
     assert stored == group.trajectories[0] and stored.reward == Reward(3.0)
     assert stored.error == "dropped by training.filters: void_turns" and stored.turns[1].masked
     assert find_dropped_problem([group]) is None
-    assert filters.apply([stored]).counts == filters.apply([GROUP[0]]).counts  # a replay filters again
+    assert (
+        filters.filter_group([stored]).counts == filters.filter_group([GROUP[0]]).counts
+    )  # a replay filters again
 
 
 def test_a_function_of_ones_own(tmp_path: Path) -> None:
@@ -127,7 +129,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("training: {filters: {'mine.py:long': drop}}\n")
     filters = read_config(tmp_path / "c.yaml").training.filters
     assert trained_tokens(dict(filters), *GROUP) == [{2: 1.0}, {2: -1.0}]
-    assert "long" in EpisodeFilters(filters).apply(GROUP).counts
+    assert "long" in EpisodeFilters(filters).filter_group(GROUP).counts
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
 def test_a_function_that_fails(tmp_path: Path, body: str, texts: list[str]) -> None:
     (tmp_path / "mine.py").write_text(f"def bad(episode):\n    {body}\n")
     with pytest.raises(ValueError) as error:
-        EpisodeFilters({f"{tmp_path}/mine.py:bad": "drop"}).apply(GROUP)
+        EpisodeFilters({f"{tmp_path}/mine.py:bad": "drop"}).filter_group(GROUP)
     assert all(text in str(error.value) for text in texts), error.value
 
 

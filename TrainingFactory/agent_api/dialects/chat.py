@@ -219,17 +219,17 @@ class _ChatEvents(EventWriter):
             for index in range(len(self._sent_texts))
         ]
 
-    def write_partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
+    def write_partial(self, choice_index: int, message: Message) -> Iterable[StreamEvent]:
         return [
-            self._make_delta(index, {DELTA_FIELDS[field]: text})
-            for field, text in self._sent_texts[index].take_new_text(message)
+            self._make_delta(choice_index, {DELTA_FIELDS[field]: text})
+            for field, text in self._sent_texts[choice_index].take_new_text(message)
         ]
 
-    def write_finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
-        yield from self.write_partial(index, choice.message)
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        yield from self.write_partial(choice_index, choice.message)
         for call_index, call in enumerate(_message_to_dict(choice.message).get("tool_calls", [])):
-            yield self._make_delta(index, {"tool_calls": [{"index": call_index} | call]})
-        yield self._make_delta(index, {}, choice.finish, choice.logprobs)
+            yield self._make_delta(choice_index, {"tool_calls": [{"index": call_index} | call]})
+        yield self._make_delta(choice_index, {}, choice.finish, choice.logprobs)
 
     def write_end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
         if self._includes_usage:
@@ -240,9 +240,9 @@ class _ChatEvents(EventWriter):
         return [self._dialect.make_error_event(error), "[DONE]"]
 
     def _make_delta(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+        self, choice_index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
     ) -> StreamEvent:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": choice_index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return json.dumps(self._fields | {"choices": [choice]})
 
 

@@ -253,14 +253,14 @@ class _GeminiEvents(EventWriter):
         self._sent_texts = [SentText() for _ in range(request.n)]
         self._num_tokens = 0  # of finished choices
 
-    def write_partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        if parts := self._make_new_parts(index, message):
-            yield self._make_event(_make_candidate(index, parts, None))
+    def write_partial(self, choice_index: int, message: Message) -> Iterator[StreamEvent]:
+        if parts := self._make_new_parts(choice_index, message):
+            yield self._make_event(_make_candidate(choice_index, parts, None))
 
-    def write_finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         self._num_tokens += choice.num_tokens
-        parts = self._make_new_parts(index, choice.message) + _make_call_parts(choice.message)
-        yield self._make_event(_make_candidate(index, parts, choice))
+        parts = self._make_new_parts(choice_index, choice.message) + _make_call_parts(choice.message)
+        yield self._make_event(_make_candidate(choice_index, parts, choice))
 
     def write_end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
         return ()
@@ -268,8 +268,8 @@ class _GeminiEvents(EventWriter):
     def write_error(self, error: ApiError) -> Iterable[StreamEvent]:
         return [self._dialect.make_error_event(error)]
 
-    def _make_new_parts(self, index: int, message: Message) -> list[dict[str, Any]]:
-        new_texts = self._sent_texts[index].take_new_text(message)
+    def _make_new_parts(self, choice_index: int, message: Message) -> list[dict[str, Any]]:
+        new_texts = self._sent_texts[choice_index].take_new_text(message)
         return [part for field, text in new_texts for part in _make_text_parts(self._request, field, text)]
 
     def _make_event(self, candidate: dict[str, Any]) -> StreamEvent:

@@ -195,14 +195,14 @@ class _MessagesEvents(EventWriter):
         message = _make_head(self._head) | {"content": [], "stop_reason": None, "stop_sequence": None}
         return [_encode({"type": "message_start", "message": message | {"usage": usage}})]
 
-    def write_partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
+    def write_partial(self, choice_index: int, message: Message) -> Iterator[StreamEvent]:
         for field, text in self._sent_text.take_new_text(message):
             if field == "content":
                 yield from self._write_text("text", text)
             elif self._request.body.shows_thinking:
                 yield from self._write_text("thinking", text)
 
-    def write_finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         yield from self.write_partial(0, choice.message)
         yield from self._close_block()
         for call in choice.message.tool_calls:

@@ -191,7 +191,7 @@ class _ResponsesEvents(EventWriter):
         response = _make_response(self._request, self._head, [], None)
         return [self._emit(f"response.{status}", response=response) for status in ("created", "in_progress")]
 
-    def write_partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
+    def write_partial(self, choice_index: int, message: Message) -> Iterator[StreamEvent]:
         for field, text in self._sent_text.take_new_text(message):
             if self._open_field != field:
                 yield from self._close_item(None)
@@ -200,7 +200,7 @@ class _ResponsesEvents(EventWriter):
             part_type = "reasoning_text" if field == "reasoning" else "output_text"
             yield self._emit_part(f"response.{part_type}.delta", delta=text, **_make_logprobs(field, None))
 
-    def write_finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
         yield from self.write_partial(0, choice.message)
         if self._open_field != "content" and not choice.message.tool_calls:  # an empty message
             yield from self._close_item(None)

@@ -43,12 +43,12 @@ class EventWriter(ABC):
         return ()
 
     @abstractmethod
-    def write_partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
-        """Return the events for the text of choice `index` that was sampled since the last call."""
+    def write_partial(self, choice_index: int, message: Message) -> Iterable[StreamEvent]:
+        """Return the events for the text of choice `choice_index` that was sampled since the last call."""
 
     @abstractmethod
-    def write_finish(self, index: int, choice: SampledChoice) -> Iterable[StreamEvent]:
-        """Return the last events of choice `index`."""
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterable[StreamEvent]:
+        """Return the last events of choice `choice_index`."""
 
     @abstractmethod
     def write_end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
@@ -121,10 +121,10 @@ async def stream_choices(
     the same time are sent together, because sending costs more than writing. The caller must close the generator."""
     queue: asyncio.Queue[tuple[int, Message | SampledChoice] | Exception] = asyncio.Queue()
 
-    async def run_choice(index: int) -> None:
+    async def run_choice(choice_index: int) -> None:
         try:
-            choice = await choose(index, lambda message: queue.put_nowait((index, message)))
-            queue.put_nowait((index, choice))
+            choice = await choose(choice_index, lambda message: queue.put_nowait((choice_index, message)))
+            queue.put_nowait((choice_index, choice))
         except Exception as error:
             queue.put_nowait(error)
 
