@@ -158,7 +158,7 @@ def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
         "under_way": [[2, 0, 2], [3, 0, 3], [5, 0, 5]],
     }  # fmt: skip
     again = Ledger.from_state(order, {"step": 1} | state)
-    assert again.state() == state and again.num_left == 1 and again.take(3) == [6]
+    assert again.make_state() == state and again.num_left == 1 and again.take_positions(3) == [6]
 
 
 def test_a_ledger_shows_what_was_lost_or_trained_twice() -> None:

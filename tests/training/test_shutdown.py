@@ -87,7 +87,7 @@ def test_two_signals_of_one_request_are_one_and_a_later_one_ends_the_run() -> No
             cancelled.append("run")
 
     interrupts = Interrupts(said.append)
-    interrupts._run = Task()  # type: ignore[assignment]
+    interrupts._run_task = Task()  # type: ignore[assignment]
     interrupts.request_stop()
     interrupts.request_stop()
     assert len(said) == 1 and "SIGTERM" in said[0] and not cancelled
