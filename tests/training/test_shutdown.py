@@ -106,7 +106,7 @@ def test_sigterm_reaches_a_program_that_ignores_ctrl_c() -> None:
 
 
 def test_a_run_that_stops_slowly_says_what_to_set() -> None:
-    forecast = StopForecast(saving=20)
+    forecast = StopForecast(save_seconds=20)
     assert forecast.make_warning() is None
     forecast.update_seconds = 25
     assert "terminationGracePeriodSeconds: 75" in (forecast.make_warning() or "")
