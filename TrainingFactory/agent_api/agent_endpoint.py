@@ -18,13 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from TrainingFactory.agent_api.conversations import Conversations, RequestNode
 from TrainingFactory.agent_api.dialects.base import ResponseHead
 from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
-from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_size
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_body_size
 from TrainingFactory.agent_api.turns.responses import (
     OnPartial,
     SampledChoice,
-    complete,
     sample_choice,
-    stream,
+    sample_choices,
+    stream_choices,
 )
 from TrainingFactory.common.http import listen
 from TrainingFactory.common.http.api import Api, ApiError, Handler, HandlerResult
@@ -57,31 +57,31 @@ class EpisodeRequests:
 
     def __init__(
         self, rules: EpisodeSettings, sampler: Sampler, first_session: SamplingSession, seed_of: Callable[[int], int],
-        counts: Counter[str], model: str | None = None,
+        event_counts: Counter[str], model: str | None = None,
     ) -> None:  # fmt: skip
-        self._rules, self._sampler, self._seed_of, self._counts = rules, sampler, seed_of, counts
+        self._rules, self._sampler, self._seed_of, self._event_counts = rules, sampler, seed_of, event_counts
         self._model, self._turns_left, self._free_sessions = model, rules.max_turns, [first_session]
         self._opened_sessions: list[SamplingSession] = []
         self._request_counts: Counter[int] = Counter()  # request hash -> number of such requests
         self._running: set[asyncio.Future[Any]] = set()
-        self._is_over = False
+        self._is_closed = False
         self._conversations = Conversations(rules.chat)
         self.turns_exceeded = self.is_context_full = False  # a request was refused for this reason
         self.reported_reward: ReportedReward | None = None
         self.reward_reported = asyncio.Event()
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
+    async def answer_request(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
         """Answer a request, as one response or as a stream."""
         dialect = route.dialect
         try:
-            check_size(body, self._sampler.max_length, self._rules.chat.sees_images)
+            check_body_size(body, self._sampler.max_length, self._rules.chat.sees_images)
             request, node = await in_thread(self._parse, route, body, model)
-            if route.counts:
-                return dialect.token_count(len(node.turn.prompt_ids))
+            if route.counts_tokens:
+                return dialect.make_token_count(len(node.turn.prompt_ids))
             self._admit(request, node)
         except ApiError as error:
-            self._counts["refused" if error.code in REFUSAL_CODES else "malformed"] += 1
+            self._event_counts["refused" if error.code in REFUSAL_CODES else "malformed"] += 1
             raise
 
         async def choose(_: int, on_partial: OnPartial | None) -> SampledChoice:
@@ -89,15 +89,16 @@ class EpisodeRequests:
 
         head = ResponseHead(request.model or "policy", len(node.turn.prompt_ids))
         if request.stream:
-            return stream(request.n, choose, dialect.events(request, head), contextlib.nullcontext())
-        return dialect.response(request, head, await complete(request.n, choose))
+            writer = dialect.make_writer(request, head)
+            return stream_choices(request.n, choose, writer, contextlib.nullcontext())
+        return dialect.make_response(request, head, await sample_choices(request.n, choose))
 
-    async def reward(self, body: bytes) -> HandlerResult:
+    async def set_reward(self, body: bytes) -> HandlerResult:
         """Set the episode's reward; a later request replaces it."""
         try:
             self.reported_reward = ReportedReward.model_validate_json(body)
         except ValidationError as error:
-            self._counts["malformed"] += 1
+            self._event_counts["malformed"] += 1
             text = 'the body must be {"reward": NUMBER}, optionally with "parts": {NAME: NUMBER}: '
             raise ApiError(text + error.errors(include_url=False)[0]["msg"], "reward") from None
         self.reward_reported.set()
@@ -105,7 +106,7 @@ class EpisodeRequests:
 
     async def close(self) -> list[RequestNode]:
         """Cancel running requests and refuse new ones; return all turns in the order of training rows."""
-        self._is_over, self._turns_left = True, 0
+        self._is_closed, self._turns_left = True, 0
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -113,17 +114,17 @@ class EpisodeRequests:
             session.close()
         self.failure.cancel()
         nodes = self._conversations.number_rows()
-        self._counts["rows"] += int(nodes[-1].turn.signals["proxy/row"]) if nodes else 0
+        self._event_counts["rows"] += int(nodes[-1].turn.signals["proxy/row"]) if nodes else 0
         return nodes
 
     def _parse(self, route: Route, body: bytes, model: str | None) -> tuple[ParsedRequest, RequestNode]:
         """Parse the request and render its prompt; called in a thread, because both can take long."""
-        limit = self._sampler.max_length
+        max_length = self._sampler.max_length
         sees_images = self._rules.chat.sees_images
-        request = route.dialect.parse(body, self._rules.params, limit, model, route.stream, sees_images)
+        request = route.dialect.parse(body, self._rules.params, max_length, model, route.stream, sees_images)
         conversations = Conversations(self._rules.chat) if self._is_side(request) else self._conversations
         try:
-            return request, conversations.begin(request.messages, request.tools)
+            return request, conversations.make_node(request.messages, request.tools)
         except (ValueError, RecursionError) as error:
             text = f"the chat template of this model cannot render the messages and tools: {error}"
             raise ApiError(text, "messages") from error
@@ -131,40 +132,41 @@ class EpisodeRequests:
     def _admit(self, request: ParsedRequest, node: RequestNode) -> None:
         """Raise ApiError if the episode has no turn or no context left. Count the request as `ignored` if one of its
         sampling parameters or fields is not applied."""
-        limit = self._sampler.max_length
+        max_length = self._sampler.max_length
         params = dataclasses.asdict(self._rules.params)
-        tokens_left = limit - len(node.turn.prompt_ids)
+        length = len(node.turn.prompt_ids)
+        tokens_left = max_length - length
         if not self._is_side(request) and request.n > self._turns_left:
-            self.turns_exceeded |= not self._is_over
+            self.turns_exceeded |= not self._is_closed
             text = f"environment.max_turns={self._rules.max_turns} is reached; with n > 1 each choice counts"
             raise ApiError(text, status=403, code="max_turns")
         if tokens_left < 1:
             self.is_context_full = True
-            text = f"the messages have {limit - tokens_left} tokens, the context has {limit}. Shorten the messages"
+            text = f"the messages have {length} tokens, the context has {max_length}. Shorten the messages"
             raise ApiError(text, "messages", code="context_length_exceeded")
         if not self._is_side(request):
             self._turns_left -= request.n
         max_tokens = min(params["max_tokens"], tokens_left)
-        request.max_tokens = min([max_tokens, *request.limits.values()])
+        request.max_tokens = min([max_tokens, *request.token_limits.values()])
         changes_params = any(
             name == "seed" or params[name] != value
             for name, value in request.settings.items()
             if name != "stream"
         )
-        lowers_limit = any(limit > max_tokens for limit in request.limits.values())
-        self._counts["ignored"] += changes_params or lowers_limit or bool(request.ignored)
+        lowers_max_tokens = any(max_length > max_tokens for max_length in request.token_limits.values())
+        self._event_counts["ignored"] += changes_params or lowers_max_tokens or bool(request.ignored_fields)
 
     async def _sample_choice(
         self, request: ParsedRequest, node: RequestNode, on_partial: OnPartial | None
     ) -> SampledChoice:
         """Sample a turn and add it to the episode. The turn is discarded if the client disconnects."""
-        episode_over = ApiError("the episode is over", status=403, code="episode_over")
-        if self._is_over:
-            raise episode_over
+        over_error = ApiError("the episode is over", status=403, code="episode_over")
+        if self._is_closed:
+            raise over_error
         prompt, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
-        ids, images = to_disk(prompt)
-        request_text = json.dumps([ids, request.settings, *([images] if images else [])])
+        token_ids, images = to_disk(prompt)
+        request_text = json.dumps([token_ids, request.settings, *([images] if images else [])])
         digest = int.from_bytes(hashlib.blake2b(request_text.encode(), digest_size=7).digest())
         self._request_counts[digest] += 1
         params = dataclasses.replace(rules.params, seed=self._seed_of(digest + self._request_counts[digest]))
@@ -177,9 +179,9 @@ class EpisodeRequests:
         try:
             choice, completion = await sampling_task
         except asyncio.CancelledError:
-            self._counts["aborted"] += 1
-            if self._is_over:  # cancelled by `close`: the client is still connected and gets an answer
-                raise episode_over from None
+            self._event_counts["aborted"] += 1
+            if self._is_closed:  # cancelled by `close`: the client is still connected and gets an answer
+                raise over_error from None
             raise
         except Exception as error:
             if not self.failure.done():
@@ -190,10 +192,10 @@ class EpisodeRequests:
             if is_side:
                 session.close()
         if is_side:
-            self._counts["side"] += 1
+            self._event_counts["side"] += 1
         else:
-            self._conversations.add(node, completion, choice.message, session)
-            self._counts.update((node.reason, "turns"))
+            self._conversations.add_answer(node, completion, choice.message, session)
+            self._event_counts.update((node.prompt_reason, "turns"))
         return choice
 
     def _is_side(self, request: ParsedRequest) -> bool:
@@ -215,17 +217,17 @@ class AgentEndpoint:
 
     def __init__(self, model: str | None = None) -> None:
         self.model = model  # name of the trained model; None: any name
-        self.counts: Counter[str] = Counter()
-        self.open_calls: dict[str, EpisodeRequests] = {}
+        self.event_counts: Counter[str] = Counter()
+        self.open_episodes: dict[str, EpisodeRequests] = {}
         self.base_url = ""  # set by `open`
 
-    def api(self, token: str | None = None, local: bool = True) -> Api:
+    def make_api(self, token: str | None = None, is_local: bool = True) -> Api:
         """Return the HTTP API that agent programs call: the sampling routes of all dialects, the reward and the list of
         models."""
-        api = Api(token, local)
+        api = Api(token, is_local)
         for route in ROUTES:
-            api.post_by_key(route.path, partial(self._episode_handler, route), route.dialect)
-        api.post_by_key("/v1/reward", partial(self._episode_handler, None))
+            api.post_by_key(route.path, partial(self._find_handler, route), route.dialect)
+        api.post_by_key("/v1/reward", partial(self._find_handler, None))
         model = {"id": self.model or "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
         api.get("/v1/models", lambda: {"object": "list", "data": [model]}, keyed=False)
         return api
@@ -234,7 +236,7 @@ class AgentEndpoint:
         """Listen on a free local port, on the running event loop."""
         sock = listen.bind("127.0.0.1", 0)
         self.base_url = f"{listen.address_of(sock)}/v1"
-        self._server = listen.make_server(self.api().app)
+        self._server = listen.make_server(self.make_api().app)
         # Not `serve`, because it would replace the run's handler for Ctrl-C.
         self._serve_task = asyncio.create_task(self._server._serve([sock]))
 
@@ -243,31 +245,31 @@ class AgentEndpoint:
         await self._serve_task
 
     @contextlib.contextmanager
-    def admitted(self, key: str, requests: EpisodeRequests) -> Iterator[None]:
+    def admitted(self, episode_key: str, requests: EpisodeRequests) -> Iterator[None]:
         """Accept requests with this key for the episode while the context is open."""
-        self.open_calls[key] = requests
+        self.open_episodes[episode_key] = requests
         try:
             yield
         finally:
-            del self.open_calls[key]
+            del self.open_episodes[episode_key]
 
     def metrics(self) -> dict[str, float]:
         """Return the request counts since the last call. `proxy/extended` is the share of turns with a history whose
         prompt extends the sampled tokens of the previous turn."""
-        counts, metrics = self.counts.copy(), {}
-        self.counts.clear()
-        if history := counts["extended"] + sum(counts[reason] for reason in RERENDER_REASONS):
-            metrics = {"proxy/extended": counts["extended"] / history}
+        counts, metrics = self.event_counts.copy(), {}
+        self.event_counts.clear()
+        if num_continuations := counts["extended"] + sum(counts[reason] for reason in RERENDER_REASONS):
+            metrics = {"proxy/extended": counts["extended"] / num_continuations}
         return metrics | {f"proxy/{name}": float(counts[name]) for name in COUNTER_NAMES}
 
-    def _episode_handler(self, route: Route | None, key: str) -> Handler | None:
+    def _find_handler(self, route: Route | None, episode_key: str) -> Handler | None:
         """Return the handler of requests under an episode's API key, or of its reward if `route` is None; None if no
         open episode has the key."""
-        if (requests := self.open_calls.get(key)) is not None:
-            return requests.reward if route is None else partial(requests.answer, route)
-        self.counts["unknown_key"] += 1
+        if (requests := self.open_episodes.get(episode_key)) is not None:
+            return requests.set_reward if route is None else partial(requests.answer_request, route)
+        self.event_counts["unknown_key"] += 1
         return None
 
 
-def new_key() -> str:
+def make_key() -> str:
     return f"tf-{secrets.token_urlsafe(32)}"

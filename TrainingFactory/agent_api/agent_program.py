@@ -23,7 +23,7 @@ from typing import IO, Any
 from pydantic import Field, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, ReportedReward, new_key
+from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, ReportedReward, make_key
 from TrainingFactory.common.images import as_text
 from TrainingFactory.common.options import STRICT, Count, Text, make_from
 from TrainingFactory.common.texts import MAX_ERROR_CHARS, escape_control, redact
@@ -79,8 +79,8 @@ class AgentProgram:
         self.argv = self._parse_argv("environment.command", command)
         verify = self.options.verify
         self.verify_argv = None if verify is None else self._parse_argv("environment.options.verify", verify)
-        if missing := [name for name in self.options.env if name not in os.environ]:
-            raise ValueError(f"environment.options.env: {', '.join(missing)} is not set. Set or remove it")
+        if unset := [name for name in self.options.env if name not in os.environ]:
+            raise ValueError(f"environment.options.env: {', '.join(unset)} is not set. Set or remove it")
         self.workspace = self.options.workspace and Path(self.options.workspace).expanduser().resolve()
         if self.workspace and not self.workspace.is_dir():
             raise ValueError(f"environment.options.workspace: there is no folder {self.workspace}")
@@ -100,9 +100,9 @@ class AgentProgram:
         if self.scores_episodes:
             return row
         columns = self.options.columns
-        visible = {name: row[name] for name in row if name in ("id", "prompt") or name in columns}
+        visible_row = {name: row[name] for name in row if name in ("id", "prompt") or name in columns}
         metadata = {name: value for name, value in row["metadata"].items() if name in columns}
-        return visible | ({"metadata": metadata} if metadata else {})
+        return visible_row | ({"metadata": metadata} if metadata else {})
 
     def _parse_argv(self, key: str, command: str) -> list[str]:
         """Split a command and check that its program exists."""
@@ -110,12 +110,12 @@ class AgentProgram:
             argv = shlex.split(command)
         except ValueError as error:
             raise ValueError(f"{key}={command}: {error}") from error
-        name = argv[0] if argv else ""
-        if shutil.which(str(self.cwd / name) if "/" in name else name) is None:
-            text = f"cannot find the program {name!r} of {key}"
-            raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / name}")
-        if argv and "/" in name:
-            argv[0] = str(self.cwd / name)  # also from the folder of an episode
+        executable = argv[0] if argv else ""
+        if shutil.which(str(self.cwd / executable) if "/" in executable else executable) is None:
+            text = f"cannot find the program {executable!r} of {key}"
+            raise ValueError(f"{text}: it is neither on the PATH nor at {self.cwd / executable}")
+        if argv and "/" in executable:
+            argv[0] = str(self.cwd / executable)  # also from the folder of an episode
         return argv
 
     def __call__(self, task: Task) -> ProgramEpisode:
@@ -148,7 +148,7 @@ class ProgramEpisode(SelfScoredEpisode):
     missing_reason = 'the program neither printed a line of JSON with "reward" nor posted a reward'
 
     def __init__(self, task: Task, program: AgentProgram) -> None:
-        super().__init__(task, program.endpoint, new_key())
+        super().__init__(task, program.endpoint, make_key())
         self._program = program
 
     async def play(self, requests: EpisodeRequests) -> None:
@@ -156,65 +156,67 @@ class ProgramEpisode(SelfScoredEpisode):
         processes are killed at the end, also after an error."""
         program = self._program
         with contextlib.ExitStack() as stack:
-            folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
-            file = Path(stack.enter_context(folder), "task.json")
-            row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
-            task_json = json.dumps(program.visible_columns(row), default=str).encode()
-            file.write_bytes(task_json)
+            task_folder = tempfile.TemporaryDirectory(prefix="tfactory-episode-", ignore_cleanup_errors=True)
+            task_file = Path(stack.enter_context(task_folder), "task.json")
+            task_row = trajectory_to_dict(Trajectory(self.task, group=""))["task"]
+            task_json = json.dumps(program.visible_columns(task_row), default=str).encode()
+            task_file.write_bytes(task_json)
             home = tempfile.TemporaryDirectory(prefix="tfactory-home-", ignore_cleanup_errors=True)
-            work = program.cwd
+            cwd = program.cwd
             if program.workspace:
-                work = file.parent / "work"
-                await in_thread(shutil.copytree, program.workspace, work, True)  # symbolic links stay links
-            values = self._placeholders(work, stack.enter_context(home))
-            env = self._variables(values) | {"TFACTORY_TASK": str(file), "NO_PROXY": "127.0.0.1,localhost"}
-            process = ProgramProcess(_fill(program.argv, values), work, env, task_json)
+                cwd = task_file.parent / "work"
+                await in_thread(shutil.copytree, program.workspace, cwd, True)  # symbolic links stay links
+            values = self._make_placeholders(cwd, stack.enter_context(home))
+            env = self._make_env(values)
+            env |= {"TFACTORY_TASK": str(task_file), "NO_PROXY": "127.0.0.1,localhost"}
+            process = ProgramProcess(_fill_templates(program.argv, values), cwd, env, task_json)
             status, stdout, stderr = await process.run("the program")
             self._set_reward(stdout, requests)
             if program.verify_argv is not None and (
                 status == 0 or requests.turns_exceeded or requests.is_context_full
             ):
-                file = file.with_name("verified_task.json")
-                task_json = json.dumps(row, default=str).encode()
-                file.write_bytes(task_json)
-                env = env | {"TFACTORY_TASK": str(file)}
-                await self._verify(ProgramProcess(_fill(program.verify_argv, values), work, env, task_json))
+                task_file = task_file.with_name("verified_task.json")
+                task_json = json.dumps(task_row, default=str).encode()
+                task_file.write_bytes(task_json)
+                env = env | {"TFACTORY_TASK": str(task_file)}
+                argv = _fill_templates(program.verify_argv, values)
+                await self._run_verifier(ProgramProcess(argv, cwd, env, task_json))
         if status:
             secrets = [self.key, *(env[name] for name in program.options.env if len(env[name]) > 3)]
             lines = redact(stderr, secrets).split("\n")
             last_line = next((line.strip() for line in reversed(lines) if line.strip()), "nothing on stderr")
-            text = f"the program ended with {_exit_reason(status)}: {escape_control(last_line)[-MAX_ERROR_CHARS:]}"
+            text = f"the program ended with {_describe_exit(status)}: {escape_control(last_line)[-MAX_ERROR_CHARS:]}"
             raise ProgramFailed(text)
 
-    def _placeholders(self, work: Path, home: str) -> dict[str, str]:
+    def _make_placeholders(self, cwd: Path, home: str) -> dict[str, str]:
         """Return the values that replace the `PLACEHOLDERS` in the command and the variables."""
         prompt = self.task.prompt
-        text = (
+        prompt_text = (
             prompt if isinstance(prompt, str) else "\n\n".join(as_text(m.content, m.images) for m in prompt)
         )
-        root = self.endpoint.base_url.removesuffix("/v1")
-        endpoint = (self.endpoint.base_url, root, self.key, self.endpoint.model or "policy")
-        return dict(zip(PLACEHOLDERS, (text, str(work), home, *endpoint), strict=True))
+        root_url = self.endpoint.base_url.removesuffix("/v1")
+        endpoint_texts = (self.endpoint.base_url, root_url, self.key, self.endpoint.model or "policy")
+        return dict(zip(PLACEHOLDERS, (prompt_text, str(cwd), home, *endpoint_texts), strict=True))
 
-    def _variables(self, placeholders: dict[str, str]) -> dict[str, str]:
+    def _make_env(self, placeholders: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
         env = inherited_variables(self._program.options.env)
         env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), placeholders["{base_url}"])
         env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), placeholders["{root_url}"])
         env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), self.key)
         variables = self._program.options.variables
-        return env | dict(zip(variables, _fill(variables.values(), placeholders), strict=True))
+        return env | dict(zip(variables, _fill_templates(variables.values(), placeholders), strict=True))
 
-    async def _verify(self, process: ProgramProcess) -> None:
+    async def _run_verifier(self, process: ProgramProcess) -> None:
         """Set the reward that the verifier prints, else 1 if it exits with status 0, and 0 for another status."""
-        status, stdout, _ = await process.run("the verifier")
+        exit_status, stdout, _ = await process.run("the verifier")
         self.reported_reward = None
         if self._read_reward(stdout):
             return
-        if status < 0:
-            self.missing_reason = f"the verifier ended with {_exit_reason(status)}"
+        if exit_status < 0:
+            self.missing_reason = f"the verifier ended with {_describe_exit(exit_status)}"
         else:
-            self.reported_reward = ReportedReward(reward=float(status == 0))
+            self.reported_reward = ReportedReward(reward=float(exit_status == 0))
 
     def _set_reward(self, stdout: str, requests: EpisodeRequests) -> None:
         """Set the reward from the last stdout line with a reward, else the posted reward."""
@@ -239,36 +241,36 @@ class ProgramEpisode(SelfScoredEpisode):
 class ProgramProcess:
     """A process of an episode: the program, or the verifier. Both read the task from stdin."""
 
-    def __init__(self, argv: list[str], cwd: Path, env: dict[str, str], task: bytes) -> None:
-        self._argv, self._cwd, self._env, self._task = argv, cwd, env, task
+    def __init__(self, argv: list[str], cwd: Path, env: dict[str, str], task_json: bytes) -> None:
+        self._argv, self._cwd, self._env, self._task_json = argv, cwd, env, task_json
 
-    async def run(self, subject: str) -> tuple[int, str, str]:
+    async def run(self, program_name: str) -> tuple[int, str, str]:
         """Run the process; return its exit status and the ends of its stdout and stderr."""
         with contextlib.ExitStack() as stack:
             # Unnamed files, not pipes, because a child of the program can keep a pipe open forever.
             stdout, stderr = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
             stdin: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
-            stdin.write(self._task)
+            stdin.write(self._task_json)
             stdin.seek(0)
-            lifeline, write_end = os.pipe()
-            for fd in (lifeline, write_end):
+            read_end, write_end = os.pipe()
+            for fd in (read_end, write_end):
                 stack.callback(os.close, fd)
             try:
-                status = await self._run(lifeline, stdin, stdout, stderr)
+                exit_status = await self._run(read_end, stdin, stdout, stderr)
             except OSError as error:
-                raise ProgramFailed(f"{subject} cannot be started: {error.strerror}") from error
-            return status, _read_tail(stdout), _read_tail(stderr)
+                raise ProgramFailed(f"{program_name} cannot be started: {error.strerror}") from error
+            return exit_status, _read_tail(stdout), _read_tail(stderr)
 
-    async def _run(self, lifeline: int, stdin: Any, *outputs: Any) -> int:
+    async def _run(self, read_end: int, stdin: Any, *outputs: Any) -> int:
         """Run the process and return its exit status. Kill its process group at the end. The group is also killed if
-        this process dies, because that closes the pipe `lifeline`."""
+        this process dies, because that closes the pipe `read_end`."""
         from TrainingFactory.common.workers.child import kill_at_hangup  # not available on Windows
 
-        options: dict[str, Any] = {"cwd": self._cwd, "env": self._env, "pass_fds": [lifeline]}
+        options: dict[str, Any] = {"cwd": self._cwd, "env": self._env, "pass_fds": [read_end]}
         args = (self._argv, -1, None, stdin, *outputs)
         process = subprocess.Popen(*args, **options, start_new_session=True)  # in its own process group
         try:
-            kill_at_hangup(lifeline, process.pid)
+            kill_at_hangup(read_end, process.pid)
             while process.poll() is None:
                 await asyncio.sleep(POLL_SECONDS)
                 if any(os.fstat(file.fileno()).st_size > MAX_OUTPUT_BYTES for file in outputs):
@@ -277,31 +279,31 @@ class ProgramProcess:
         finally:
             try:
                 async with asyncio.timeout(KILL_SECONDS):
-                    await in_thread(_kill, process, self._env["TFACTORY_TASK"])
+                    await in_thread(_kill_processes, process, self._env["TFACTORY_TASK"])
             except TimeoutError:
                 log.warning("process %d of environment.command cannot be killed", process.pid)
 
 
-def _fill(templates: Iterable[str], placeholders: Mapping[str, str]) -> list[str]:
+def _fill_templates(templates: Iterable[str], placeholders: Mapping[str, str]) -> list[str]:
     """Replace the placeholders in texts, each once, so that a value with a placeholder's name stays as it is."""
     pattern = "|".join(map(re.escape, placeholders))
     return [re.sub(pattern, lambda match: placeholders[match[0]], template) for template in templates]
 
 
-def _exit_reason(status: int) -> str:
+def _describe_exit(status: int) -> str:
     return f"status {status}" if status > 0 else SIGNAL_NAMES.get(-status, f"signal {-status}")
 
 
-def _kill(process: subprocess.Popen[bytes], task_file: str) -> None:
+def _kill_processes(process: subprocess.Popen[bytes], task_file: str) -> None:
     """Kill the program's process group. On systems with /proc, also kill processes that left the group, found by their
     TFACTORY_TASK."""
     ignore_errors = contextlib.suppress(OSError)  # the process has ended, or belongs to another user
     with ignore_errors:
         os.killpg(process.pid, signal.SIGKILL)
-    for environ in glob.glob("/proc/[0-9]*/environ"):
+    for environ_path in glob.glob("/proc/[0-9]*/environ"):
         with ignore_errors:
-            if f"TFACTORY_TASK={task_file}".encode() in Path(environ).read_bytes().split(b"\0"):
-                os.kill(int(environ.split("/")[2]), signal.SIGKILL)
+            if f"TFACTORY_TASK={task_file}".encode() in Path(environ_path).read_bytes().split(b"\0"):
+                os.kill(int(environ_path.split("/")[2]), signal.SIGKILL)
     process.wait()
 
 
@@ -320,7 +322,7 @@ class ProgramRun(EpisodeRun):
     async def _play_turns(self, environment: Any) -> None:
         endpoint, trajectory, problem = environment.endpoint, self.trajectory, None
         requests = EpisodeRequests(
-            self.rules, self._sampler, self.session, self.seed_of, endpoint.counts, endpoint.model
+            self.rules, self._sampler, self.session, self.seed_of, endpoint.event_counts, endpoint.model
         )
         with endpoint.admitted(environment.key, requests):
             play_task = asyncio.ensure_future(environment.play(requests))

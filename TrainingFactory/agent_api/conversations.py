@@ -22,7 +22,7 @@ class RequestNode:
     turn: Turn
     messages: list[Message]  # of the request, then the answer
     tools: list[ToolSpec]
-    reason: str
+    prompt_reason: str
     parent: RequestNode | None = None
     replies: list[Message] = field(default_factory=list)
     session: SamplingSession | None = None
@@ -35,7 +35,7 @@ class Conversations:
         self._chat = chat
         self.answered_nodes: list[RequestNode] = []
 
-    def begin(self, messages: list[Message], tools: list[ToolSpec]) -> RequestNode:
+    def make_node(self, messages: list[Message], tools: list[ToolSpec]) -> RequestNode:
         """Return the node of a request, with its prompt tokens; raise ValueError if the chat template cannot render
         it."""
         parent, reason = self._find_parent(messages, tools)
@@ -49,7 +49,7 @@ class Conversations:
                 reason = "template"
         return RequestNode(Turn(self._chat.render(messages, tools), *no_answer), messages, tools, reason)
 
-    def add(
+    def add_answer(
         self, node: RequestNode, completion: Completion, message: Message, session: SamplingSession
     ) -> None:
         turn, messages = Turn(node.turn.prompt_ids, completion, message), [*node.messages, message]
@@ -80,15 +80,15 @@ class Conversations:
         """Return the longest conversation that the messages continue, or None and the reason why there is none."""
         shorter_nodes = [node for node in self.answered_nodes if len(node.messages) < len(messages)]
         shorter_nodes.sort(key=lambda node: -len(node.messages))
-        prefixes = [node for node in shorter_nodes if _starts_with(messages, node.messages)]
+        prefix_nodes = [node for node in shorter_nodes if _starts_with(messages, node.messages)]
         is_assistant = [message.role == "assistant" for message in messages]
-        if same_tools := [node for node in prefixes if node.tools == tools]:
-            parent = same_tools[0]
+        if same_tool_nodes := [node for node in prefix_nodes if node.tools == tools]:
+            parent = same_tool_nodes[0]
             if any(is_assistant[len(parent.messages) :]):
                 return None, "rewritten"  # with a turn that was not sampled here, or was edited
             return (parent, "") if parent.turn.completion.finish == "stop" else (None, "cut")
-        if prefixes or any(_starts_with(messages, node.messages, False) for node in shorter_nodes):
-            return None, "tools" if prefixes else "arguments"
+        if prefix_nodes or any(_starts_with(messages, node.messages, False) for node in shorter_nodes):
+            return None, "tools" if prefix_nodes else "arguments"
         if any(is_assistant) or any(_is_summary_of(messages, node.messages) for node in self.answered_nodes):
             return None, "rewritten"
         return None, "begun"
@@ -112,10 +112,10 @@ def _is_summary_of(messages: Sequence[Message], previous: Sequence[Message]) -> 
     first_answer = roles.index("assistant")
     if num_common == len(messages) or "system" in roles[num_common:first_answer]:
         return False  # asks the same question again, or has another system prompt
-    quotable = [message.content for message in previous[first_answer:] if len(message.content) >= MIN_QUOTE]
-    quotable += [message.content for message in previous[:first_answer] if message.role == "user"][-1:]
+    quotes = [message.content for message in previous[first_answer:] if len(message.content) >= MIN_QUOTE]
+    quotes += [message.content for message in previous[:first_answer] if message.role == "user"][-1:]
     new_text = "\n".join(message.content for message in messages[num_common:])
-    return num_common >= first_answer or any(text and text in new_text for text in quotable)
+    return num_common >= first_answer or any(text and text in new_text for text in quotes)
 
 
 def _is_same_message(recorded: Message, received: Message, with_arguments: bool) -> bool:
@@ -123,10 +123,10 @@ def _is_same_message(recorded: Message, received: Message, with_arguments: bool)
     field, and add an agent's name to a sampled message. The JSON of arguments may have other spaces and escapes, but
     must have the same keys in the same order and the same numbers."""
 
-    def fields(message: Message) -> list[object]:
+    def list_fields(message: Message) -> list[object]:
         calls = [(c.id, c.name, with_arguments and json.dumps(c.arguments)) for c in message.tool_calls]
         return [message.role, message.content, message.images, message.tool_call_id, calls]
 
-    same_name = recorded.name == received.name or (recorded.role == "assistant" and recorded.name is None)
-    same_reasoning = (received.reasoning or None) in (None, recorded.reasoning)
-    return same_name and same_reasoning and fields(recorded) == fields(received)
+    is_same_name = recorded.name == received.name or (recorded.role == "assistant" and recorded.name is None)
+    is_same_reasoning = (received.reasoning or None) in (None, recorded.reasoning)
+    return is_same_name and is_same_reasoning and list_fields(recorded) == list_fields(received)

@@ -26,7 +26,7 @@ from TrainingFactory.rewards.rules.answers import ReferenceRule
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.workers.distributed import RewardWorkerPool
 from TrainingFactory.rewards.workers.process import RewardProcess
-from TrainingFactory.training.preflight import group_too_small
+from TrainingFactory.training.preflight import group_size_error
 from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.types import Task
 
@@ -89,7 +89,7 @@ def check_group_size(reward: RewardFunction | None, group_size: int) -> None:
     """Raise if the reward compares the episodes of a group and groups have one episode."""
     if group_size < 2 and compares(reward):
         remedy = "; or use a reward of single episodes, such as a judge whose verdict is score"
-        raise group_too_small(group_size, 2, "the reward", remedy)
+        raise group_size_error(group_size, 2, "the reward", remedy)
 
 
 def check_tasks(

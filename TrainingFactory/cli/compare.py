@@ -1,4 +1,4 @@
-"""`tfactory compare`: paired comparison of models on the same tasks."""
+"""`tfactory compare`: pair_up comparison of models on the same tasks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _budget_of(name: str) -> Budget | None:
 def _run_evaluations(sides: Sequence[ComparedModel]) -> int:
     """Run the evaluations that have no record yet, and return the exit status."""
     for side in sides:
-        for evaluation in filter(None, side.pending):
+        for evaluation in filter(None, side.evaluations):
             if status := run_evaluation(evaluation, f"{side.name} {evaluation.request.entry or ''}".rstrip()):
                 return status
         side.collect_records()
@@ -101,17 +101,17 @@ def _run_evaluations(sides: Sequence[ComparedModel]) -> int:
 
 
 def _print_comparison(comparison: Comparison, num_shown: int) -> None:
-    better, worse, estimate = comparison.better, comparison.worse, comparison.difference
+    better, worse, estimate = comparison.wins, comparison.losses, comparison.difference
     names = f"{comparison.second.name} with {comparison.first.name}"
     rows = [
-        ("compared", f"{names}, {show.pluralize(comparison.tasks, 'task')}"),
+        ("compared", f"{names}, {show.pluralize(comparison.num_tasks, 'task')}"),
         ("difference", f"{estimate.value:+.3f} (95 % interval {estimate.low:+.3f} to {estimate.high:+.3f})"),
         ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
     ]
     directions = ("better on", better), ("worse on", worse)
     rows += [(name, _task_ids(flips)) for name, flips in directions if flips]
     show.table(rows)
-    for flip, episodes in comparison.episodes([*better[:num_shown], *worse[:num_shown]]):
+    for flip, episodes in comparison.load_episodes([*better[:num_shown], *worse[:num_shown]]):
         _print_episodes(comparison, flip, episodes)
     for text in comparison.notes:
         show.note(f"note: {text}")

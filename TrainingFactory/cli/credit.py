@@ -18,7 +18,7 @@ from TrainingFactory.apps.reports.credit_view import (
 )
 from TrainingFactory.cli import show
 from TrainingFactory.common.texts import escape_control
-from TrainingFactory.runs.episode_texts import content_text, reward_text
+from TrainingFactory.runs.episode_texts import format_content, reward_text
 
 GREEN, RED, PALE = (64, 190, 100), (245, 95, 95), (238, 238, 238)
 
@@ -40,7 +40,7 @@ def _print_group(credit: Credit, group: GroupCredit) -> None:
     console, grid = show.console(stderr=False), show.message_grid()
     console.print(Rule(Text(escape_control(f"task {group.task}")), align="left"))
     for message in group.episodes[0].trajectory.prompt:
-        grid.add_row(Text(message.role, style="dim"), show.literal_text(content_text(message), "dim"))
+        grid.add_row(Text(message.role, style="dim"), show.literal_text(format_content(message), "dim"))
     console.print(grid)
     for episode in group.episodes:
         console.print()
@@ -61,7 +61,7 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
         grid.add_row("", _coloured_text(turn, credit))
         for reply in turn.turn.replies:
             grid.add_row(
-                Text(reply.role, style="dim"), show.literal_text(content_text(reply) or "(no text)", "dim")
+                Text(reply.role, style="dim"), show.literal_text(format_content(reply) or "(no text)", "dim")
             )
     console.print(grid)
 

@@ -37,11 +37,11 @@ def doctor(
 
         config = read_config(config_or_model, overrides)
     else:
-        from TrainingFactory.evaluation.evaluation import config_sections, overrides_of
+        from TrainingFactory.evaluation.evaluation import make_overrides, make_sections
         from TrainingFactory.resolve.model_names import find_model
 
-        sections = {"model": config_sections(find_model(config_or_model))["model"]}
-        config = load_config(None, [*overrides_of(sections), *overrides])
+        sections = {"model": make_sections(find_model(config_or_model))["model"]}
+        config = load_config(None, [*make_overrides(sections), *overrides])
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.apps.doctor.examination import examine, forecast
     from TrainingFactory.runs.tracking import PlainLines

@@ -70,7 +70,7 @@ def evaluate(
         return _evaluate_suite(model, suite, options, as_json)
     request = ask(model, options, env, show.note, *storage_paths(options))
     evaluation = RecordedEvaluation(request, out, replay, show.note)
-    with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
+    with Display(evaluation.num_episodes, loads_model=evaluation.loads_model) as display:
         result = evaluation.run(display.episode)
     return _print_result(evaluation, result, as_json)
 
@@ -78,17 +78,17 @@ def evaluate(
 def _evaluate_suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
     """Evaluate the model on every entry of the suite, print the table and return the exit status."""
     from TrainingFactory.evaluation.requests import make_model_request
-    from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
+    from TrainingFactory.evaluation.suites import check_overrides, load_suite, make_suite_evaluations
 
     check_overrides(overrides)
     suite, folder = load_suite(source)
     request = make_model_request(model, overrides, *storage_paths(overrides))
     records = []
-    for evaluation in suite_evaluations(suite, request, folder, show.note):
+    for evaluation in make_suite_evaluations(suite, request, folder, show.note):
         if status := run_evaluation(evaluation, str(evaluation.request.entry)):
             return status
         records.append(evaluation.record)
-    total = suite.total(records)
+    total = suite.estimate_total(records)
     if as_json:
         entries = {str(record.entry): record.metrics | {"record": record.id} for record in records}
         summary = {"model": model, "suite": suite.name, "total": total.value}
@@ -99,14 +99,14 @@ def _evaluate_suite(model: str, source: str, overrides: list[str], as_json: bool
         for record, entry in zip(records, suite.entries, strict=True)
     ]
     show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(total)]])
-    show.note(f"recorded in {request.records}")
+    show.note(f"recorded in {request.records_file}")
     return 0
 
 
 def run_evaluation(evaluation: RecordedEvaluation, name: str) -> int:
     """Run one of several evaluations and return the exit status: 0 if it was recorded."""
     show.note(f"{name}: {show.pluralize(len(evaluation.tasks), 'task')}")
-    with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
+    with Display(evaluation.num_episodes, loads_model=evaluation.loads_model) as display:
         result = evaluation.run(display.episode)
     if evaluation.record is not None:
         return 0
@@ -172,7 +172,7 @@ def _print_result(evaluation: RecordedEvaluation, result: RolloutReport, as_json
     if episodes:
         show.note(f"saved {show.pluralize(len(episodes), 'episode')} to {evaluation.path}")
     if record is not None:
-        show.note(f"recorded as {record.id} in {evaluation.request.records}")
+        show.note(f"recorded as {record.id} in {evaluation.request.records_file}")
     if result.interrupted:
         return show.INTERRUPTED
     if "success" not in metrics:

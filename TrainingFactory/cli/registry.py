@@ -208,7 +208,7 @@ def promote(
     show.columns(["passed", "check", "result"], rows)
     if comparison is not None:
         change = comparison.difference
-        counts = f"{len(comparison.better)} better, {len(comparison.worse)} worse"
+        counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
         print(f"all evaluated tasks: {interval}, {counts}, exact McNemar p = {comparison.p:.3g}")
     verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
@@ -220,7 +220,7 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
     show.note(f"{name}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
-    with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
+    with Display(evaluation.num_episodes, loads_model=evaluation.loads_model) as display:
         if evaluation.run(display.episode).interrupted:
             raise KeyboardInterrupt
 

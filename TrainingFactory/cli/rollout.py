@@ -49,14 +49,14 @@ def rollout(
         show.note(f"note: {text}")
     group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     rollouts = Rollouts(config, out, group_size, replay=replay, notify=show.note)
-    with Display(rollouts.total, loads_model=rollouts.loads_model) as display:
+    with Display(rollouts.num_episodes, loads_model=rollouts.loads_model) as display:
         report = rollouts.run(display.episode)
     count = len(report.trajectories)
     for number, trajectory in enumerate(report.trajectories[:show_episodes], start=1):
         title = f"episode {number} of {count}: task {trajectory.task.id}, member {trajectory.member}"
         show.episode(trajectory, title)
     if report.interrupted:
-        show.note(f"interrupted: {count} of {rollouts.total} episodes finished")
+        show.note(f"interrupted: {count} of {rollouts.num_episodes} episodes finished")
     if count:
         show.table(summary_rows(report.metrics, report.trajectories))
         show.note(f"saved {show.pluralize(count, 'episode')} to {rollouts.path}")

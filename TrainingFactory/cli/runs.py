@@ -228,7 +228,7 @@ def stop(name: RunName, *, runs_folder: RunsFolder = "runs") -> None:
     from TrainingFactory.runs import stopping
 
     run = RunFolder.find(name, runs_folder)
-    pid = stopping.stop(run)
+    pid = stopping.stop_run(run)
     show.note(f"asked process {pid} to stop; after it has exited, resume with: {run.resume_command}")
 
 

@@ -107,7 +107,7 @@ def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> in
 
     stop_reason, interrupted, metrics = None, False, dict[str, float]()
     try:
-        with Display(teaching.total - teaching.num_finished, loads_model=False) as display:
+        with Display(teaching.num_episodes - teaching.num_finished, loads_model=False) as display:
             report = teaching.run(display.episode)
         interrupted, metrics = report.interrupted, report.metrics
     except EndpointStopped as error:

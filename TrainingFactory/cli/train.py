@@ -59,7 +59,7 @@ def train(
 def train_with_display(training: Training, display: Display) -> int:
     """Train with the display open, print the result and return the exit status."""
     run = training.run
-    show.note(f"run {run.name} in {run.path}: {show.pluralize(training.total, 'step')}")
+    show.note(f"run {run.name} in {run.path}: {show.pluralize(training.num_steps, 'step')}")
     with display:
         report = training.train()
     if report.state == "interrupted":

@@ -21,7 +21,7 @@ from TrainingFactory.evaluation.records import (
     read_records,
 )
 from TrainingFactory.evaluation.requests import RecordedEvaluation, ask, make_model_request
-from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
+from TrainingFactory.evaluation.suites import check_overrides, load_suite, make_suite_evaluations
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import is_run
 from TrainingFactory.types import Trajectory
@@ -38,37 +38,37 @@ class StoredRecord(NamedTuple):
 
 @dataclass(slots=True)
 class ComparedModel:
-    """One model of a comparison. `stored` has an evaluation record for each entry of the suite; without a suite, one
-    record. A record is None if the evaluation at the same index of `pending` has not run yet."""
+    """One model of a comparison. `stored_records` has an evaluation record for each entry of the suite; without a
+    suite, one record. A record is None if the evaluation at the same index of `evaluations` has not run yet."""
 
     name: str
-    stored: list[StoredRecord | None] = field(default_factory=list)
-    pending: list[RecordedEvaluation | None] = field(default_factory=list)
+    stored_records: list[StoredRecord | None] = field(default_factory=list)
+    evaluations: list[RecordedEvaluation | None] = field(default_factory=list)
 
-    def add(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
+    def add_evaluation(self, evaluation: RecordedEvaluation, rerun: bool = False) -> None:
         """Reuse an earlier record under the same conditions unless `rerun` is set, or schedule the evaluation."""
         earlier_record = None if rerun else _find_earlier_record(evaluation)
         if earlier_record is not None:
             evaluation.discard()
-        self.stored.append(earlier_record)
-        self.pending.append(None if earlier_record else evaluation)
+        self.stored_records.append(earlier_record)
+        self.evaluations.append(None if earlier_record else evaluation)
 
     def play(self) -> None:
         """Run the scheduled evaluations and add their records."""
-        for evaluation in self.pending:
+        for evaluation in self.evaluations:
             if evaluation is not None:
                 evaluation.run()
         self.collect_records()
 
     def collect_records(self) -> None:
         """Add the records of scheduled evaluations that have run."""
-        for index, evaluation in enumerate(self.pending):
+        for index, evaluation in enumerate(self.evaluations):
             if evaluation is not None and evaluation.record is not None:
-                self.stored[index] = StoredRecord(evaluation.request.records, evaluation.record)
+                self.stored_records[index] = StoredRecord(evaluation.request.records_file, evaluation.record)
 
     @property
     def records(self) -> list[EvaluationRecord]:
-        return [entry.record for entry in self.stored if entry is not None]
+        return [stored_record.record for stored_record in self.stored_records if stored_record is not None]
 
 
 class Flip(NamedTuple):
@@ -88,9 +88,9 @@ class Comparison:
     second: ComparedModel
     difference: statistics.Estimate
     p: float  # of McNemar's exact test
-    tasks: int
-    better: list[Flip]
-    worse: list[Flip]
+    num_tasks: int
+    wins: list[Flip]
+    losses: list[Flip]
     notes: list[str]
 
     def as_json(self) -> dict[str, Any]:
@@ -98,17 +98,17 @@ class Comparison:
             "first": self.first.name,
             "second": self.second.name,
             "records": [[record.id for record in side.records] for side in (self.first, self.second)],
-            "tasks": self.tasks,
+            "tasks": self.num_tasks,
             "difference": self.difference.value,
             "difference_low": self.difference.low,
             "difference_high": self.difference.high,
             "p": self.p,
-            "better": [flip.task for flip in self.better],
-            "worse": [flip.task for flip in self.worse],
+            "better": [flip.task for flip in self.wins],
+            "worse": [flip.task for flip in self.losses],
             "notes": self.notes,
         }
 
-    def episodes(self, flips: Iterable[Flip]) -> list[tuple[Flip, list[Trajectory | None]]]:
+    def load_episodes(self, flips: Iterable[Flip]) -> list[tuple[Flip, list[Trajectory | None]]]:
         """Return each flip with the episodes of both sides; an episode is None if it was not saved."""
         flips = list(flips)
         episodes_by_side = [_load_episodes(self.first, flips, 0), _load_episodes(self.second, flips, 1)]
@@ -141,10 +141,10 @@ def sides(
         check_overrides(overrides)
         loaded_suite, folder = load_suite(suite)
         for side in sides:
-            for evaluation in suite_evaluations(
+            for evaluation in make_suite_evaluations(
                 loaded_suite, make_model_request(side.name, overrides, runs), folder, notify
             ):
-                side.add(evaluation, again)
+                side.add_evaluation(evaluation, again)
         return sides, [entry.weight for entry in loaded_suite.entries]
     if model_names:
         trained_by_name = {
@@ -154,12 +154,12 @@ def sides(
         reference = ask([*sampling_names, *trained_by_name, *model_names][0], overrides, env, notify, runs)
     for side in sides:
         if side.name in records_by_name:
-            side.stored.append(records_by_name[side.name])
-            side.pending.append(None)
+            side.stored_records.append(records_by_name[side.name])
+            side.evaluations.append(None)
         else:
             assert reference is not None
             request = make_model_request(side.name, overrides, runs).with_conditions(reference.config)
-            side.add(RecordedEvaluation(request, notify=notify), again)
+            side.add_evaluation(RecordedEvaluation(request, notify=notify), again)
     return sides, [1.0]
 
 
@@ -171,27 +171,28 @@ def compare(first: ComparedModel, second: ComparedModel, weights: Sequence[float
     """Compare two sides task by task, on the tasks that both have scored."""
     strata, notes, flips, num_tasks = [], [], list[Flip](), 0
     records = zip(weights, first.records, second.records, strict=True)
-    for index, (weight, a, b) in enumerate(records):
-        pairs = paired(a, b)
+    for index, (weight, record, other_record) in enumerate(records):
+        pairs = pair_up(record, other_record)
         if not pairs:
             raise ValueError(
-                f"{first.name} and {second.name} have no scored task in common: {a.id} has {len(a.outcomes)} "
-                f"tasks of {a.conditions.environment}, {b.id} has {len(b.outcomes)} tasks of "
-                f"{b.conditions.environment}. Evaluate both with the same --env and --tasks"
+                f"{first.name} and {second.name} have no scored task in common: {record.id} has "
+                f"{len(record.outcomes)} tasks of {record.conditions.environment}, {other_record.id} has "
+                f"{len(other_record.outcomes)} tasks of {other_record.conditions.environment}. "
+                "Evaluate both with the same --env and --tasks"
             )
-        notes += _compare_conditions(a, b, len(pairs))
+        notes += _compare_conditions(record, other_record, len(pairs))
         changes = [success_rate(after) - success_rate(before) for before, after in pairs]
         strata.append((weight, changes))
         num_tasks += len(pairs)
-        flips += [_flip(index, *pair) for pair, change in zip(pairs, changes, strict=True) if change]
-    better = [flip for flip in flips if flip.success_rates[1] > flip.success_rates[0]]
-    worse = [flip for flip in flips if flip.success_rates[1] < flip.success_rates[0]]
+        flips += [_make_flip(index, *pair) for pair, change in zip(pairs, changes, strict=True) if change]
+    wins = [flip for flip in flips if flip.success_rates[1] > flip.success_rates[0]]
+    losses = [flip for flip in flips if flip.success_rates[1] < flip.success_rates[0]]
     if len(flips) < MIN_FLIPS:
         notes.append(
             f"only {len(flips)} of {num_tasks} tasks flipped, too few for significance; use more tasks"
         )
-    p = statistics.exact_test(len(better), len(worse))
-    return Comparison(first, second, statistics.bootstrap(strata), p, num_tasks, better, worse, notes)
+    p = statistics.compute_p_value(len(wins), len(losses))
+    return Comparison(first, second, statistics.bootstrap(strata), p, num_tasks, wins, losses, notes)
 
 
 def _get_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | None:
@@ -212,7 +213,7 @@ def _get_record(name: str, runs: str | Path, notify: Notify) -> StoredRecord | N
 
 def _find_earlier_record(evaluation: RecordedEvaluation) -> StoredRecord | None:
     """Return the latest record of the same model under the same conditions; None if there is none."""
-    file, model = evaluation.request.records, evaluation.model
+    file, model = evaluation.request.records_file, evaluation.model
     for record in reversed(read_records(file)):
         recorded_model = record.model
         is_same_model = recorded_model.digest == model.digest
@@ -230,7 +231,7 @@ def _find_earlier_record(evaluation: RecordedEvaluation) -> StoredRecord | None:
     return None
 
 
-def paired(record: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
+def pair_up(record: EvaluationRecord, other: EvaluationRecord) -> list[tuple[TaskOutcome, TaskOutcome]]:
     """Return pairs of the two records' outcomes, for all tasks that both have scored."""
     other_outcomes = {
         (outcome.task, outcome.digest): outcome for outcome in other.outcomes if outcome.scored_episodes
@@ -242,7 +243,7 @@ def paired(record: EvaluationRecord, other: EvaluationRecord) -> list[tuple[Task
 def _compare_conditions(record: EvaluationRecord, other: EvaluationRecord, num_paired: int) -> list[str]:
     """Return one note for each difference between two records other than their models."""
     notes = []
-    if differences := record.conditions.differences(other.conditions):
+    if differences := record.conditions.list_differences(other.conditions):
         texts = [text for text in differences if not text.startswith(("tasks ", "count "))]
         if any(text.startswith("rest ") for text in texts):
             texts = [text for text in texts if not text.startswith("rest ")]
@@ -257,7 +258,7 @@ def success_rate(outcome: TaskOutcome) -> float:
     return sum(outcome.scored_episodes) / len(outcome.scored_episodes)
 
 
-def _flip(entry_index: int, outcome: TaskOutcome, other: TaskOutcome) -> Flip:
+def _make_flip(entry_index: int, outcome: TaskOutcome, other: TaskOutcome) -> Flip:
     has_improved = success_rate(other) > success_rate(outcome)
 
     def find_member(outcome: TaskOutcome, success: bool) -> int:
@@ -272,11 +273,11 @@ def _load_episodes(
 ) -> dict[tuple[int, str], Trajectory]:
     """Load the episodes of `flips` from the files that the records of a side name; `side_index` is 0 or 1."""
     episodes: dict[tuple[int, str], Trajectory] = {}
-    for index, stored in enumerate(model.stored):
+    for index, stored_record in enumerate(model.stored_records):
         keys = {(flip.task, flip.members[side_index]) for flip in flips if flip.entry_index == index}
-        if not keys or stored is None or stored.record.episodes_file is None:
+        if not keys or stored_record is None or stored_record.record.episodes_file is None:
             continue
-        path = stored.file.parent / stored.record.episodes_file
+        path = stored_record.file.parent / stored_record.record.episodes_file
         if path.is_file():
             for episode in load_trajectories(path):
                 if (episode.task.id, episode.member) in keys:

@@ -42,35 +42,35 @@ class Evaluation(Rollouts):
         return report
 
 
-def config_sections(resolved: ResolvedModel) -> dict[str, dict[str, Any]]:
+def make_sections(resolved_model: ResolvedModel) -> dict[str, dict[str, Any]]:
     """Return the config sections for evaluating a model; for a run's checkpoint these include the run's own options."""
-    if resolved.run is None:
-        return {"model": resolved.section}
-    training_config = with_original_paths(resolved.run.config, resolved.run.run_info)
+    if resolved_model.run is None:
+        return {"model": resolved_model.section}
+    training_config = with_original_paths(resolved_model.run.config, resolved_model.run.run_info)
     checkpoint_options = {"tools_format", "chat_template"}
-    model = training_config.model.model_dump(exclude_unset=True, exclude=checkpoint_options)
-    sections = {"model": model | resolved.section}
+    model_options = training_config.model.model_dump(exclude_unset=True, exclude=checkpoint_options)
+    sections = {"model": model_options | resolved_model.section}
     for section in ("environment", "data", "sampling"):
         sections[section] = getattr(training_config, section).model_dump()
     if training_config.tools:
-        sections["tools"] = {str(n): entry.model_dump() for n, entry in enumerate(training_config.tools)}
-    data = sections["data"]
-    data |= {
+        sections["tools"] = {str(i): entry.model_dump() for i, entry in enumerate(training_config.tools)}
+    data_options = sections["data"]
+    data_options |= {
         "split": "heldout",
-        "tasks": data["heldout"] if data["dataset"] is None else None,
-        "dataset_split": data["heldout_split"],
-        "count": data["heldout_count"],
+        "tasks": data_options["heldout"] if data_options["dataset"] is None else None,
+        "dataset_split": data_options["heldout_split"],
+        "count": data_options["heldout_count"],
         "dataset": None,
     }
     return sections
 
 
-def overrides_of(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def make_overrides(sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the options of sections as overrides for `load_config`."""
     return [key_value(f"{s}.{key}", value) for s, keys in sections.items() for key, value in keys.items()]
 
 
-def training_task_options(run: TrainedBy) -> dict[str, Any]:
+def get_task_options(run: TrainedBy) -> dict[str, Any]:
     """Return the data options that select a run's training tasks. The result is empty if the run has no file of tasks,
     if it has held-out tasks or a dataset, or if its environment generates tasks."""
     config = with_original_paths(run.config, run.run_info)
@@ -82,7 +82,7 @@ def training_task_options(run: TrainedBy) -> dict[str, Any]:
     return {"tasks": data.tasks, "dataset_split": data.dataset_split}
 
 
-def run_reward(run: TrainedBy) -> RewardSection | None:
+def load_run_reward(run: TrainedBy) -> RewardSection | None:
     """Return the reward section of a run with absolute file paths; None if its reward was a Python object."""
     if "reward" in run.run_info.get("objects", []):
         return None
@@ -95,5 +95,5 @@ def run_reward(run: TrainedBy) -> RewardSection | None:
     if reward.type == "learned" and not reward.parts:
         return reward.model_copy(update=with_model_folder(reward.model))
     learned_parts = {name: part for name, part in reward.parts.items() if part.get("type") == "learned"}
-    parts = {name: part | with_model_folder(part.get("model")) for name, part in learned_parts.items()}
-    return reward.model_copy(update={"parts": reward.parts | parts})
+    new_parts = {name: part | with_model_folder(part.get("model")) for name, part in learned_parts.items()}
+    return reward.model_copy(update={"parts": reward.parts | new_parts})

@@ -16,7 +16,7 @@ from TrainingFactory.evaluation.records import TaskOutcome
 
 Metric = Literal["success", "reward", "tool_success", "turns", "tokens"]
 LOWER_IS_BETTER = ("turns", "tokens")  # lower is better for these, higher for the others
-KEYS = f"entry, not_worse, alpha, round and guards ({docs_page('REGISTRY.md')})"
+GATE_KEYS = f"entry, not_worse, alpha, round and guards ({docs_page('REGISTRY.md')})"
 
 
 class Guard(Section):
@@ -33,7 +33,7 @@ class Guard(Section):
     at_most: float | None = None
     """Maximum, independent of the champion."""
 
-    def limits(self) -> str:
+    def format_limits(self) -> str:
         """Return the limits as text; empty if none is set."""
         limits = {
             "worse than the champion's by at most": self.worse_by,
@@ -64,18 +64,17 @@ class Gate(Section):
         """Return the value that the mean difference in success must exceed."""
         return 0.0 - (self.not_worse or 0.0)
 
-    def problems(self, entries: Sequence[str]) -> list[Problem]:
+    def find_problems(self, entries: Sequence[str]) -> list[Problem]:
         """Return a problem for each guard without a limit or with an entry that is not in `entries`, the suite's."""
         references = [(("gate", "entry"), self.entry)]
-        references += [(("gate", "guards", n, "entry"), guard.entry) for n, guard in enumerate(self.guards)]
+        references += [(("gate", "guards", i, "entry"), guard.entry) for i, guard in enumerate(self.guards)]
         message = f"is not an entry of the suite. Its entries: {', '.join(entries)}"
-        unknown = [(key, name) for key, name in references if name is not None and name not in entries]
-        problems = [Problem(key, message, name) for key, name in unknown]
+        problems = [Problem(key, message, name) for key, name in references if name not in (None, *entries)]
         message = "has no limit. Set worse_by, at_least or at_most"
-        unlimited = [n for n, guard in enumerate(self.guards) if not guard.limits()]
-        return problems + [Problem(("gate", "guards", n), message) for n in unlimited]
+        unlimited_guards = [i for i, guard in enumerate(self.guards) if not guard.format_limits()]
+        return problems + [Problem(("gate", "guards", i), message) for i in unlimited_guards]
 
-    def required_guards(self, is_first: bool) -> list[Guard]:
+    def pick_guards(self, is_first: bool) -> list[Guard]:
         """Return the guards to check. For the first champion these are the guards with an absolute limit."""
         return [
             guard for guard in self.guards if not is_first or (guard.at_least, guard.at_most) != (None, None)
@@ -83,7 +82,7 @@ class Gate(Section):
 
     def describe(self, main: str, is_first: bool) -> list[str]:
         """Return the conditions of the gate as text; `main` is the entry that decides."""
-        guards = [f"{g.metric} on {g.entry or main}: {g.limits()}" for g in self.required_guards(is_first)]
+        guards = [f"{g.metric} on {g.entry or main}: {g.format_limits()}" for g in self.pick_guards(is_first)]
         if is_first:
             return guards or ["no condition for the first champion: no guard has at_least or at_most"]
         criterion = f"not worse by {self.not_worse:g}" if self.not_worse else "better"
@@ -102,31 +101,31 @@ class GateCheck:
         return f"{self.name}: {self.found}"
 
 
-def mean_metric(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
+def compute_mean(outcomes: Sequence[TaskOutcome], metric: Metric) -> float | None:
     """Return the mean of a metric over all episodes; None if no episode has it."""
     episodes = [episode for task in outcomes for episode in task.episodes]
     if metric == "tool_success":
-        calls = sum(episode.tool_calls for episode in episodes)
-        return sum(episode.tool_successes for episode in episodes) / calls if calls else None
+        num_calls = sum(episode.tool_calls for episode in episodes)
+        return sum(episode.tool_successes for episode in episodes) / num_calls if num_calls else None
     values = [getattr(episode, metric) for episode in episodes if getattr(episode, metric) is not None]
     return sum(values) / len(values) if values else None
 
 
 def check_guard(
-    guard: Guard, main: str, outcomes: Sequence[TaskOutcome], baseline: Sequence[TaskOutcome] | None
+    guard: Guard, main_entry: str, outcomes: Sequence[TaskOutcome], baseline: Sequence[TaskOutcome] | None
 ) -> GateCheck:
     """Check a guard on outcomes of the challenger and, if not None, the champion (`baseline`) on the same tasks."""
-    value = mean_metric(outcomes, guard.metric)
-    baseline_mean = None if baseline is None else mean_metric(baseline, guard.metric)
-    name = f"{guard.metric} on {guard.entry or main}"
-    if value is None and baseline_mean is None and guard.at_least is None:
-        return GateCheck(name, True, f"no values; limit: {guard.limits()}")
-    if value is None:
-        return GateCheck(name, False, f"the challenger has no values; limit: {guard.limits()}")
+    mean = compute_mean(outcomes, guard.metric)
+    baseline_mean = None if baseline is None else compute_mean(baseline, guard.metric)
+    check_name = f"{guard.metric} on {guard.entry or main_entry}"
+    if mean is None and baseline_mean is None and guard.at_least is None:
+        return GateCheck(check_name, True, f"no values; limit: {guard.format_limits()}")
+    if mean is None:
+        return GateCheck(check_name, False, f"the challenger has no values; limit: {guard.format_limits()}")
     sign = 1 if guard.metric in LOWER_IS_BETTER else -1
-    drop = 0.0 if baseline_mean is None else (value - baseline_mean) * sign
+    drop = 0.0 if baseline_mean is None else (mean - baseline_mean) * sign
     is_met = guard.worse_by is None or drop <= guard.worse_by + 1e-9  # tolerance for rounding errors
-    is_met = is_met and (guard.at_least is None or value >= guard.at_least)
-    is_met = is_met and (guard.at_most is None or value <= guard.at_most)
+    is_met = is_met and (guard.at_least is None or mean >= guard.at_least)
+    is_met = is_met and (guard.at_most is None or mean <= guard.at_most)
     champion_note = "" if baseline_mean is None else f", the champion's {baseline_mean:.4g}"
-    return GateCheck(name, is_met, f"{value:.4g}{champion_note}; limit: {guard.limits()}")
+    return GateCheck(check_name, is_met, f"{mean:.4g}{champion_note}; limit: {guard.format_limits()}")

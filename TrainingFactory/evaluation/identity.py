@@ -12,13 +12,13 @@ from TrainingFactory.common.user_code import is_file_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ModelSection
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
-from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_of, tasks_digest
+from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_json, digest_tasks
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
-from TrainingFactory.registry.store import digest_of as sums_digest
+from TrainingFactory.registry.store import digest_of as digest_checksums
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 
-SUFFIXES = (".safetensors", ".bin", ".gguf")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 # Options that change the outputs.
 OUTPUT_OPTIONS = ("family", "tools_format", "dtype", "max_length", "thinking", "quantization")
 # Sampling options that change only the speed or the shapes of the engine.
@@ -27,7 +27,7 @@ SPEED_OPTIONS = {"slots", "deterministic"}
 ENVIRONMENT_OPTIONS = {"command", "options", "context", "user"}
 
 
-def identity(
+def identify_model(
     model: ModelSection,
     name: str,
     run: RunFolder | None = None,
@@ -37,19 +37,19 @@ def identity(
     """Return a model's name, options, run and step, and the digest of its weights if these are saved."""
     options = {key: value for key in OUTPUT_OPTIONS if (value := getattr(model, key)) is not None}
     if model.chat_template is not None:
-        options["chat_template"] = _content_id(model.chat_template)
+        options["chat_template"] = _identify_file(model.chat_template)
     run_info = {} if run is None else {"run": run.name, "run_id": run.run_info.get("id"), "step": step}
     return ModelIdentity(
-        name=name, digest=model_digest(model) if is_saved else None, options=options, **run_info
+        name=name, digest=digest_model(model) if is_saved else None, options=options, **run_info
     )
 
 
-def conditions(
+def make_conditions(
     config: TrainingConfig, tasks: Sequence[Task], episodes: int, extra_inputs: Sequence[str | None] = ()
 ) -> Conditions:
     """Return the conditions that two evaluations must share to be comparable. Files are identified by their contents,
     and Python objects that the config does not name by `extra_inputs`."""
-    hashed_config = map_files(config, _content_id)
+    hashed_config = map_files(config, _identify_file)
     environment = config.environment.environment_id
     if environment is not None and is_file_name(environment):
         environment = Path(environment).name
@@ -59,56 +59,58 @@ def conditions(
     settings = section.model_dump(include=ENVIRONMENT_OPTIONS, exclude_defaults=True)
     return Conditions(
         environment=environment,
-        tasks=tasks_digest(tasks),
+        tasks=digest_tasks(tasks),
         count=len(tasks),
         seed=config.training.seed,
         episodes=episodes,
         sampling=config.sampling.model_dump(exclude=SPEED_OPTIONS)
         | {"max_turns": config.environment.max_turns},
-        rest=digest_of(
+        rest=digest_json(
             [section.system_prompt, reward, section.environment_id, tools, *extra_inputs]
             + ([settings] if settings else [])  # without options, the digest is that of earlier versions
         ),
     )
 
 
-def model_digest(model: ModelSection) -> str:
+def digest_model(model: ModelSection) -> str:
     """Return the digest of local weights; for others, the name and revision of the model."""
-    base_digest = _base_digest(model)
+    base_digest = _digest_base(model)
     if model.adapter is None:
         return base_digest
-    adapter_digest = weights_digest(Path(model.adapter).expanduser())
+    adapter_digest = digest_weights(Path(model.adapter).expanduser())
     return f"sha256:{hashlib.sha256(f'{base_digest} {adapter_digest}'.encode()).hexdigest()}"
 
 
-def weights_digest(folder: Path) -> str:
+def digest_weights(folder: Path) -> str:
     """Return the digest of the weight files in a folder, from its checksum file if it has one."""
     checksums = read_checksums(folder)
     files = [
-        path for path in folder.iterdir() if path.suffix in SUFFIXES and path.name not in TRAINING_STATE_FILES
+        path
+        for path in folder.iterdir()
+        if path.suffix in WEIGHT_SUFFIXES and path.name not in TRAINING_STATE_FILES
     ]
-    return f"sha256:{sums_digest({p.name: checksums.get(p.name) or file_digest(p) for p in files})}"
+    return f"sha256:{digest_checksums({p.name: checksums.get(p.name) or file_digest(p) for p in files})}"
 
 
-def _base_digest(model: ModelSection) -> str:
+def _digest_base(model: ModelSection) -> str:
     if is_endpoint(model.name):
         return f"endpoint:{find_endpoint(model.name).endpoint().identity}"
-    target, path = resolve_model_name(model.name), Path(model.name).expanduser()
+    model_name, path = resolve_model_name(model.name), Path(model.name).expanduser()
     if path.is_dir():
-        return weights_digest(path)
+        return digest_weights(path)
     if path.is_file():
         return f"sha256:{file_digest(path)}"
-    if target in BUILTINS:
-        return f"{target}@{model.revision or 0}"
-    if target.startswith("package:"):
-        return target
+    if model_name in BUILTINS:
+        return f"{model_name}@{model.revision or 0}"
+    if model_name.startswith("package:"):
+        return model_name
     from huggingface_hub import try_to_load_from_cache
 
     revision = model.revision or "main"
-    cached_path = try_to_load_from_cache(target, "config.json", revision=revision)
-    return f"hub:{target}@{Path(cached_path).parent.name if isinstance(cached_path, str) else revision}"
+    cached_path = try_to_load_from_cache(model_name, "config.json", revision=revision)
+    return f"hub:{model_name}@{Path(cached_path).parent.name if isinstance(cached_path, str) else revision}"
 
 
-def _content_id(name: str) -> str:
+def _identify_file(name: str) -> str:
     path = Path(name).expanduser()
     return f"{path.name} {file_digest(path)}" if path.is_file() else name

@@ -24,7 +24,7 @@ try:
 except ImportError:  # Windows: without a lock, two processes can write at the same time
     fcntl = None
 
-VERSION = 1
+RECORD_VERSION = 1
 Notify = Callable[[str], None]
 
 
@@ -46,15 +46,15 @@ class EpisodeOutcome(_FrozenModel):
 
     @classmethod
     def from_trajectory(cls, episode: Trajectory) -> EpisodeOutcome:
-        results = [result.ok for turn in episode.turns for result in turn.tool_results]
+        successes = [result.ok for turn in episode.turns for result in turn.tool_results]
         reward = episode.reward
         return cls(
             member=episode.member,
             reward=None if reward is None else reward.outcome + sum(reward.steps),
             success=None if reward is None else reward.outcome > 0,
             turns=len(episode.turns),
-            tool_calls=len(results),
-            tool_successes=sum(results),
+            tool_calls=len(successes),
+            tool_successes=sum(successes),
             tokens=sum(turn.sampled_tokens for turn in episode.turns),
             status=episode.status,
         )
@@ -94,18 +94,18 @@ class Conditions(_FrozenModel):
     sampling: dict[str, Any]
     rest: str  # digest of environment, tools, reward and the files that they name
 
-    def differences(self, other: Conditions) -> list[str]:
+    def list_differences(self, other: Conditions) -> list[str]:
         """Return a text for each key that differs."""
-        own_values, other_values = _flatten(self), _flatten(other)
+        self_values, other_values = _flatten_conditions(self), _flatten_conditions(other)
         return [
-            f"{key} is {own_values.get(key)} and {other_values.get(key)}"
-            for key in own_values | other_values
-            if own_values.get(key) != other_values.get(key)
+            f"{key} is {self_values.get(key)} and {other_values.get(key)}"
+            for key in self_values | other_values
+            if self_values.get(key) != other_values.get(key)
         ]
 
 
 class EvaluationRecord(_FrozenModel):
-    version: int = VERSION
+    version: int = RECORD_VERSION
     id: str = ""
     time: str
     by: Literal["eval", "training"]
@@ -132,66 +132,68 @@ def make_record(
     **fields: Any,
 ) -> EvaluationRecord:
     """Summarise episodes in a record, with `metrics` added to the metrics that are computed from them."""
-    by_task: dict[str, list[Trajectory]] = {}
+    episodes_by_task: dict[str, list[Trajectory]] = {}
     for episode in episodes:
-        by_task.setdefault(episode.task.id, []).append(episode)
+        episodes_by_task.setdefault(episode.task.id, []).append(episode)
     outcomes = [
         TaskOutcome(
-            task=name,
-            digest=task_digest(group[0].task),
+            task=task_id,
+            digest=digest_task(group[0].task),
             episodes=list(map(EpisodeOutcome.from_trajectory, group)),
         )
-        for name, group in by_task.items()
+        for task_id, group in episodes_by_task.items()
     ]
     scored_episodes = [outcome.scored_episodes for outcome in outcomes if outcome.scored_episodes]
     record = EvaluationRecord(
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         model=model,
         conditions=conditions,
-        metrics=metrics | rollout_metrics(episodes) | success_metrics(scored_episodes, conditions.episodes),
+        metrics=metrics
+        | rollout_metrics(episodes)
+        | compute_success_metrics(scored_episodes, conditions.episodes),
         outcomes=outcomes,
         **fields,
     )
-    return record.model_copy(update={"id": f"eval-{_digest(record.model_dump(), 5)}"})
+    return record.model_copy(update={"id": f"eval-{_hash_json(record.model_dump(), 5)}"})
 
 
-def success_metrics(successes: Sequence[Sequence[bool]], episodes: int) -> dict[str, float]:
+def compute_success_metrics(successes: Sequence[Sequence[bool]], episodes_per_task: int) -> dict[str, float]:
     """Return the success rate with its interval; with several episodes per task also pass@k and pass^k."""
     if not successes:
         return {}
     rate = statistics.estimate_success(successes)
     metrics = {"success": rate.value, "success_low": rate.low, "success_high": rate.high}
-    for k in statistics.reported_ks(episodes) if episodes > 1 else ():
-        for name, value in (
-            (f"pass@{k}", statistics.pass_at(k, successes)),
-            (f"pass^{k}", statistics.pass_all(k, successes)),
+    for k in statistics.choose_ks(episodes_per_task) if episodes_per_task > 1 else ():
+        for metric_name, value in (
+            (f"pass@{k}", statistics.estimate_pass_at(k, successes)),
+            (f"pass^{k}", statistics.estimate_pass_all(k, successes)),
         ):
             if value is not None:
-                metrics[name] = value
+                metrics[metric_name] = value
     return metrics
 
 
-def task_digest(task: Task) -> str:
+def digest_task(task: Task) -> str:
     prompt = task.prompt if isinstance(task.prompt, str) else [repr(message) for message in task.prompt]
-    return _digest([task.id, prompt, task.answer, task.metadata], 8)
+    return _hash_json([task.id, prompt, task.answer, task.metadata], 8)
 
 
-def tasks_digest(tasks: Iterable[Task]) -> str:
+def digest_tasks(tasks: Iterable[Task]) -> str:
     """Return a digest of all tasks, independent of their order, because seeds depend only on task and member."""
-    return _digest(sorted(map(task_digest, tasks)), 16)
+    return _hash_json(sorted(map(digest_task, tasks)), 16)
 
 
-def digest_of(value: Any) -> str:
-    return _digest(value, 16)
+def digest_json(value: Any) -> str:
+    return _hash_json(value, 16)
 
 
-def _digest(value: Any, num_bytes: int) -> str:
+def _hash_json(value: Any, num_bytes: int) -> str:
     # A value that is not JSON, such as a user's object as the answer, is represented by its type.
     text = json.dumps(value, sort_keys=True, default=lambda value_object: type(value_object).__name__)
     return blake2b(text.encode(errors="surrogatepass"), digest_size=num_bytes).hexdigest()
 
 
-def _flatten(conditions: Conditions) -> dict[str, Any]:
+def _flatten_conditions(conditions: Conditions) -> dict[str, Any]:
     fields = conditions.model_dump()
     return {f"sampling.{key}": value for key, value in fields.pop("sampling").items()} | fields
 
@@ -206,8 +208,8 @@ def append_record(path: Path, record: EvaluationRecord) -> None:
     with naming_file_on_error(path), path.open("a+b") as file:
         if fcntl is not None:
             fcntl.flock(file, fcntl.LOCK_EX)
-        if size := file.seek(0, os.SEEK_END):
-            file.seek(size - 1)
+        if num_bytes := file.seek(0, os.SEEK_END):
+            file.seek(num_bytes - 1)
             if file.read(1) != b"\n":
                 line = b"\n" + line
         file.write(line)
@@ -234,9 +236,9 @@ def _parse_record(line: bytes) -> EvaluationRecord:
     try:
         row = json.loads(line)
         version = row["version"]
-        if isinstance(version, int) and version > VERSION:
+        if isinstance(version, int) and version > RECORD_VERSION:
             raise ValueError(
-                f"record version {version} is newer than the supported {VERSION}. Update TrainingFactory"
+                f"record version {version} is newer than the supported {RECORD_VERSION}. Update TrainingFactory"
             )
         return EvaluationRecord.model_validate(row)
     except (

@@ -15,13 +15,13 @@ from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.names import full_key
 from TrainingFactory.evaluation import evaluation as evaluations
 from TrainingFactory.evaluation.evaluation import Evaluation
-from TrainingFactory.evaluation.identity import conditions, identity
+from TrainingFactory.evaluation.identity import identify_model, make_conditions
 from TrainingFactory.evaluation.records import (
     EvaluationRecord,
     Notify,
     append_record,
+    digest_tasks,
     make_record,
-    tasks_digest,
 )
 from TrainingFactory.evaluation.rollouts import RolloutReport
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
@@ -52,14 +52,14 @@ class EvaluationRequest:
     registry: Path | None = None  # the registry's file
 
     @property
-    def records(self) -> Path:
+    def records_file(self) -> Path:
         """Return the JSONL file to which the evaluation's record is appended."""
         folder = Path(self.config.logging.output_dir).expanduser() if self.run is None else self.run.path
         return folder / EVALUATIONS
 
     def save_record(self, record: EvaluationRecord) -> None:
         """Append the record to its file, and to the registry if the model is registered."""
-        append_record(self.records, record)
+        append_record(self.records_file, record)
         if self.version is not None and self.registry is not None:
             Catalogue(self.registry).add_evaluation(str(self.version), record.model_dump(mode="json"))
 
@@ -83,20 +83,20 @@ class RecordedEvaluation(Evaluation):
     ) -> None:
         super().__init__(request.config, out, replay, notify)
         self.request, self.record = request, None
-        self.conditions = conditions(request.config, self.tasks, self.group_size)
-        self.model = identity(request.config.model, request.name, request.run, request.step)
+        self.conditions = make_conditions(request.config, self.tasks, self.group_size)
+        self.model = identify_model(request.config.model, request.name, request.run, request.step)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
         if report.interrupted or "success" not in report.metrics:
             return report
         request = self.request
-        episodes_file = os.path.relpath(self.path.resolve(), request.records.parent.resolve())
+        episodes_file = os.path.relpath(self.path.resolve(), request.records_file.parent.resolve())
         task_ids = {episode.task.id for episode in report.trajectories}
         tasks = [task for task in self.tasks if task.id in task_ids]  # not all if a test stopped early
-        actual = self.conditions.model_copy(update={"tasks": tasks_digest(tasks), "count": len(tasks)})
+        conditions = self.conditions.model_copy(update={"tasks": digest_tasks(tasks), "count": len(tasks)})
         self.record: EvaluationRecord | None = make_record(
-            report.trajectories, self.model, actual, report.metrics, by="eval", scored_by=self.scored_by,
+            report.trajectories, self.model, conditions, report.metrics, by="eval", scored_by=self.scored_by,
             suite=request.suite, entry=request.entry, episodes_file=episodes_file,
         )  # fmt: skip
         report.metrics = self.record.metrics
@@ -112,9 +112,9 @@ def append_training_record(
     objects that replace parts of the config. They have no digest, so the conditions then include the run's id and
     match no other run."""
     extra_inputs = [*object_kinds, run.run_info.get("id")] if object_kinds else []
-    model = identity(config.model, f"{run.name}@step-{step}", run, step, is_saved=False)
+    model = identify_model(config.model, f"{run.name}@step-{step}", run, step, is_saved=False)
     scored_by = "a reward from Python" if "reward" in object_kinds else scored_by
-    evaluation_conditions = conditions(config, tasks, 1, extra_inputs)
+    evaluation_conditions = make_conditions(config, tasks, 1, extra_inputs)
     record = make_record(episodes, model, evaluation_conditions, metrics, by="training", scored_by=scored_by)
     append_record(run.path / EVALUATIONS, record)
 
@@ -124,9 +124,10 @@ def make_model_request(
 ) -> EvaluationRequest:
     """Return a request with only the model's own options; a suite or another request adds the conditions."""
     resolved = find_model(model, runs, registry)
-    model_defaults = evaluations.overrides_of({"model": evaluations.config_sections(resolved)["model"]})
-    overrides = [option for option in overrides if _option_key(option).startswith(MODEL_KEYS)]
-    return _request(resolved, load_config(None, [*model_defaults, *overrides]), registry_path(runs, registry))
+    model_defaults = evaluations.make_overrides({"model": evaluations.make_sections(resolved)["model"]})
+    overrides = [option for option in overrides if _get_option_key(option).startswith(MODEL_KEYS)]
+    config = load_config(None, [*model_defaults, *overrides])
+    return _make_request(resolved, config, registry_path(runs, registry))
 
 
 def ask(
@@ -136,41 +137,41 @@ def ask(
     """Return a request to evaluate a model on held-out tasks. For the checkpoint of a run, the defaults of environment,
     tasks, sampling and reward are those of the run."""
     sections: dict[str, dict[str, Any]] = {"data": {"split": "heldout", "count": 64}}
-    resolved, task_options = find_model(model, runs, registry), {}
-    sections |= evaluations.config_sections(resolved)
-    if resolved.run is not None:
-        replaces_reward = any(_option_key(option) in REWARD_KEYS for option in overrides)
-        sections |= _reward_section(resolved.run, replaces_reward, notify)
-        task_options = evaluations.training_task_options(resolved.run) if env is None else {}
+    resolved_model, task_options = find_model(model, runs, registry), {}
+    sections |= evaluations.make_sections(resolved_model)
+    if resolved_model.run is not None:
+        replaces_reward = any(_get_option_key(option) in REWARD_KEYS for option in overrides)
+        sections |= _make_reward_section(resolved_model.run, replaces_reward, notify)
+        task_options = evaluations.get_task_options(resolved_model.run) if env is None else {}
         sections["data"] |= task_options
-    defaults = evaluations.overrides_of(sections)
+    default_overrides = evaluations.make_overrides(sections)
     if env is not None:
-        defaults.append(key_value("environment.environment_id", env))
-    config = load_config(None, [*defaults, *overrides])
-    if resolved.run is not None:
-        _check_objects(resolved.run, config, env is not None)
+        default_overrides.append(key_value("environment.environment_id", env))
+    config = load_config(None, [*default_overrides, *overrides])
+    if resolved_model.run is not None:
+        _check_objects(resolved_model.run, config, env is not None)
     if task_options and config.data.tasks == task_options["tasks"]:
         notify("note: the run has no held-out tasks, so its training tasks are used. To change: --tasks FILE")
-    return _request(resolved, config, registry_path(runs, registry))
+    return _make_request(resolved_model, config, registry_path(runs, registry))
 
 
-def _option_key(option: str) -> str:
+def _get_option_key(option: str) -> str:
     """Return the full config key of a key=value option."""
     return full_key(option.partition("=")[0].strip())
 
 
-def _request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
+def _make_request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
     run, step_match = model.run, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
         return EvaluationRequest(model.requested, config, version=model.version, registry=registry)
     return EvaluationRequest(model.requested, config, run, int(step_match[1]) if step_match else None)
 
 
-def _reward_section(run: TrainedBy, is_replaced: bool, notify: Notify) -> dict[str, dict[str, Any]]:
+def _make_reward_section(run: TrainedBy, is_replaced: bool, notify: Notify) -> dict[str, dict[str, Any]]:
     """Return the run's config section `reward`; empty if the user replaced it or it was a Python object."""
     for name in changed_files(run.run_info):
         notify(f"note: {name} has changed since run {run.name} was started")
-    reward = None if is_replaced else evaluations.run_reward(run)
+    reward = None if is_replaced else evaluations.load_run_reward(run)
     if reward is None and not is_replaced:
         notify(
             f"note: the reward of run {run.name} was a Python object, which cannot be restored here. The environment's "
@@ -187,9 +188,9 @@ def _check_objects(run: TrainedBy, config: TrainingConfig, has_other_environment
         "tools": config.tools or has_other_environment,
         "tasks": config.data.tasks or environment,
     }
-    objects = [kind for kind in run.run_info.get("objects", []) if kind in replacements]
-    if missing_options := [OPTIONS[kind] for kind in objects if not replacements[kind]]:
+    object_kinds = [kind for kind in run.run_info.get("objects", []) if kind in replacements]
+    if missing_options := [OPTIONS[kind] for kind in object_kinds if not replacements[kind]]:
         raise ValueError(
-            f"run {run.name} was started from Python with its own {' and '.join(objects)}, which cannot be restored "
-            f"from its folder. Add to the command: {' '.join(missing_options)}"
+            f"run {run.name} was started from Python with its own {' and '.join(object_kinds)}, which cannot be "
+            f"restored from its folder. Add to the command: {' '.join(missing_options)}"
         )

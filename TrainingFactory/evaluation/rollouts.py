@@ -25,7 +25,7 @@ from TrainingFactory.assembly.run_tools import RunTools, recording_beside
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.assembly.vision import with_vision
 from TrainingFactory.common.endpoints.names import is_endpoint
-from TrainingFactory.common.event_loop import run as run_anywhere
+from TrainingFactory.common.event_loop import run as run_loop
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import check_tasks, save_trajectories
@@ -33,7 +33,7 @@ from TrainingFactory.protocols import ChatFormat, EnvironmentFactory, RewardFunc
 from TrainingFactory.resolve import factories
 from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.rollout import rollout_metrics
-from TrainingFactory.runs.folder import short_name, unused_path
+from TrainingFactory.runs.folder import find_unused_path, shorten_name
 from TrainingFactory.tools.recording import CALLS_FILE
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.training.dataset import UserObjects, make_tasks
@@ -66,7 +66,7 @@ class Rollouts:
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = factories.resolve_ids(config, notify)
-        objects = factories.with_dataset_rows(config, UserObjects(), notify)
+        user_objects = factories.with_dataset_rows(config, UserObjects(), notify)
         self.config = config = with_resolved_model(config)
         self.group_size, self._select_reward, self._notify = group_size, select_reward, notify
         self.tools = RunTools(config, tools, replay)
@@ -74,7 +74,7 @@ class Rollouts:
         check_group_size(select_reward(reward_section), group_size)
         self.environment: EnvironmentFactory = make_environment(config, self.tools.is_needed, notify)
         with factories.listing_searched_places("datasets"):
-            self.tasks = list(objects.tasks or ()) or make_tasks(config, self.environment)
+            self.tasks = list(user_objects.tasks or ()) or make_tasks(config, self.environment)
         self.config = config = with_vision(config, self.environment, self.tasks)
         build_rewards.check_tasks(reward_section, self.tasks)
         check_self_play(config, self.environment, reward_section)
@@ -83,12 +83,12 @@ class Rollouts:
         # A partition of the tasks. Rounds run one after the other until `should_stop` returns True.
         self.rounds: Sequence[Sequence[Task]] = [self.tasks]
         self.should_stop: Callable[[Sequence[Trajectory]], bool] = lambda _: False
-        self.total = len(self.tasks) * group_size
-        file_stem = short_name(config.environment.environment_id or "tools")
+        self.num_episodes = len(self.tasks) * group_size
+        file_stem = shorten_name(config.environment.environment_id or "tools")
         folder = Path(config.logging.output_dir).expanduser() / "rollouts"
-        self.path = out.expanduser() if out is not None else unused_path(folder, file_stem, ".jsonl")
+        self.path = out.expanduser() if out is not None else find_unused_path(folder, file_stem, ".jsonl")
         self._target_path = self.path.resolve()  # replace the target of a link, not the link
-        self._recording_folder = self._new_recording()
+        self._recording_folder = self._choose_recording_folder()
         self._partial_file = create_part_file(self._target_path)
         self._interrupts = Interrupts(lambda _: None)
         self._ended_episodes: list[Trajectory] = []
@@ -99,12 +99,12 @@ class Rollouts:
 
     def run(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes; after Ctrl-C, save and report the finished ones."""
-        return run_anywhere(lambda: self.run_async(on_episode), self._interrupts.request_stop)
+        return run_loop(lambda: self.run_async(on_episode), self._interrupts.request_stop)
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         """Sample all episodes on the running event loop."""
         start_time = time.perf_counter()
-        interrupted = False
+        was_interrupted = False
         try:
             async with AsyncExitStack() as stack:
                 stack.push_async_callback(self.tools.close)
@@ -112,21 +112,21 @@ class Rollouts:
                 with self._interrupts.watching():
                     start_time = await self._interrupts.interruptible(self._run_episodes(stack, on_episode))
         except StopRequested:
-            interrupted = True
+            was_interrupted = True
         except EndpointStopped as error:
-            saved_note = f", saved to {self.path}" if self._ended_episodes else ""
-            progress = f"{len(self._ended_episodes)} of {pluralize(self.total, 'episode')}{saved_note}"
+            note = f", saved to {self.path}" if self._ended_episodes else ""
+            progress = f"{len(self._ended_episodes)} of {pluralize(self.num_episodes, 'episode')}{note}"
             raise EndpointStopped(f"{error}. Finished: {progress}") from error
         finally:
             seconds = time.perf_counter() - start_time
-            await in_thread(self._finish)
+            await in_thread(self._save_episodes)
             _release_gpu()
         metrics = rollout_metrics(self._ended_episodes) | self.tools.metrics() | judge_metrics(self._reward)
         metrics |= endpoint_metrics(self._ended_episodes)
         if self._endpoint is not None:
             metrics |= self._endpoint.metrics
         metrics |= {"seconds": seconds, "tokens_per_second": metrics["sampled_tokens"] / seconds}
-        return RolloutReport(self._ended_episodes, metrics, interrupted)
+        return RolloutReport(self._ended_episodes, metrics, was_interrupted)
 
     async def _run_episodes(self, stack: AsyncExitStack, on_episode: Callable[[Trajectory], None]) -> float:
         """Create environment, sampler and reward, and run the episodes. Return the start time of the first one."""
@@ -168,12 +168,12 @@ class Rollouts:
         return not is_endpoint(self.config.model.name)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
-        return make_sampler(self.config, self.total, self._notify)
+        return make_sampler(self.config, self.num_episodes, self._notify)
 
-    def _new_recording(self) -> Path | None:
+    def _choose_recording_folder(self) -> Path | None:
         """Return the folder for recorded tool calls; None unless logging.record_tools is set to true."""
-        options = self.config.logging
-        if not (options.record_tools and "record_tools" in options.model_fields_set):
+        logging_options = self.config.logging
+        if not (logging_options.record_tools and "record_tools" in logging_options.model_fields_set):
             return None
         folder = recording_beside(self._target_path)
         if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
@@ -193,7 +193,7 @@ class Rollouts:
         """Remove the temporary file of episodes."""
         self._partial_file.unlink(missing_ok=True)
 
-    def _finish(self) -> None:
+    def _save_episodes(self) -> None:
         """Write the episodes to the target file, sorted by task and member."""
         task_order = {task.id: position for position, task in enumerate(self.tasks)}
         self._ended_episodes.sort(key=lambda trajectory: (task_order[trajectory.task.id], trajectory.member))

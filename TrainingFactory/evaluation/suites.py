@@ -56,18 +56,18 @@ class SuiteEntry(Section):
     def title(self) -> str:
         return self.name or self.environment or Path(self.tasks or "tools").stem
 
-    def config(self, base: TrainingConfig) -> TrainingConfig:
-        """Return a config with the model of `base` and the sections of this entry."""
+    def make_config(self, base_config: TrainingConfig) -> TrainingConfig:
+        """Return a config with the model of `base_config` and the sections of this entry."""
         tasks, split = self.tasks, self.split or ("test" if self.tasks else "heldout")
-        data = {"tasks": tasks, "count": self.count or (None if tasks else 64), "seed": self.task_seed}
-        data["dataset_split" if tasks else "split"] = split
-        environment = {"environment_id": self.environment, "max_turns": self.max_turns}
-        environment["system_prompt"] = self.system_prompt
-        return base.model_copy(
+        data_update = {"tasks": tasks, "count": self.count or (None if tasks else 64), "seed": self.task_seed}
+        data_update["dataset_split" if tasks else "split"] = split
+        environment_update = {"environment_id": self.environment, "max_turns": self.max_turns}
+        environment_update["system_prompt"] = self.system_prompt
+        return base_config.model_copy(
             update={
-                "environment": base.environment.model_copy(update=environment),
-                "data": base.data.model_copy(update=data),
-                "training": base.training.model_copy(update={"group_size": self.episodes}),
+                "environment": base_config.environment.model_copy(update=environment_update),
+                "data": base_config.data.model_copy(update=data_update),
+                "training": base_config.training.model_copy(update={"group_size": self.episodes}),
                 "tools": self.tools,
                 "reward": self.reward,
                 "sampling": self.sampling,
@@ -83,16 +83,16 @@ class Suite(Section):
     gate: Gate | None = None
     """Conditions for the promotion of a model."""
 
-    def requests(self, model: EvaluationRequest, folder: Path | None = None) -> list[EvaluationRequest]:
+    def make_requests(self, model: EvaluationRequest, folder: Path | None = None) -> list[EvaluationRequest]:
         """Return one request per entry. Files are searched in the current folder and in the suite's `folder`."""
         requests = []
         for entry in self.entries:
-            config = entry.config(model.config)
+            config = entry.make_config(model.config)
             config = config if folder is None else with_files_beside(config, folder)
             requests.append(model.with_conditions(config, self.name, entry.title))
         return requests
 
-    def total(self, records: Sequence[EvaluationRecord]) -> statistics.Estimate:
+    def estimate_total(self, records: Sequence[EvaluationRecord]) -> statistics.Estimate:
         """Return the weighted mean of the entries' success rates, with an interval over tasks."""
         strata = [
             (entry.weight, [sum(successes) / len(successes) for successes in record.scored_episodes.values()])
@@ -102,28 +102,28 @@ class Suite(Section):
 
 
 ENVIRONMENTS = ("calculator", "search", "text2sql")
-BUILTIN: dict[str, dict[str, Any]] = {
+BUILTIN_SUITES: dict[str, dict[str, Any]] = {
     name: {"name": name, "entries": [{"environment": env, "count": count} for env in ENVIRONMENTS]}
     for name, count in (("builtin", 64), ("quick", 8))
 }
 
 
-def load_suite(source: str) -> tuple[Suite, Path | None]:
+def load_suite(name_or_file: str) -> tuple[Suite, Path | None]:
     """Load a suite by name or file; return it and its folder (None if it is built in). Raise ConfigError if it is
     invalid."""
-    path, known_names = Path(source).expanduser(), ", ".join(BUILTIN)
-    if source in BUILTIN and not path.exists():
-        return Suite(**BUILTIN[source]), None
+    path, builtin_names = Path(name_or_file).expanduser(), ", ".join(BUILTIN_SUITES)
+    if name_or_file in BUILTIN_SUITES and not path.exists():
+        return Suite(**BUILTIN_SUITES[name_or_file]), None
     if not path.exists() and path.suffix not in (".yaml", ".yml"):
-        hint = did_you_mean(nearest(source, BUILTIN))
+        hint = did_you_mean(nearest(name_or_file, BUILTIN_SUITES))
         raise ValueError(
-            f"there is no suite {source!r}. Use a YAML file or a built-in suite: {known_names}{hint}"
+            f"there is no suite {name_or_file!r}. Use a YAML file or a built-in suite: {builtin_names}{hint}"
         )
     problems: list[Problem] = []
     locations: dict[Key, str] = {}
-    content = read_yaml(path, locations, problems, "a list `entries:`, each with an environment or tasks")
+    fields = read_yaml(path, locations, problems, "a list `entries:`, each with an environment or tasks")
     try:
-        suite = Suite(**{str(key): value for key, value in content.items()})
+        suite = Suite(**{str(key): value for key, value in fields.items()})
         problems += _find_problems(suite)
         if not problems:
             return suite.model_copy(update={"name": suite.name or path.stem}), path.parent
@@ -143,25 +143,25 @@ def _find_problems(suite: Suite) -> list[Problem]:
         if entry.title in titles:
             problems.append(Problem(key, f"has the same name as another entry: {entry.title}. Set `name`"))
         titles.append(entry.title)
-    return problems if suite.gate is None else problems + suite.gate.problems(titles)
+    return problems if suite.gate is None else problems + suite.gate.find_problems(titles)
 
 
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ValueError if an override would change the conditions of a suite."""
     keys = [full_key(option.partition("=")[0].strip()) for option in overrides]
-    if invalid := [key for key in keys if not key.startswith(MODEL_KEYS)]:
+    if invalid_keys := [key for key in keys if not key.startswith(MODEL_KEYS)]:
         raise ValueError(
-            f"cannot set {', '.join(invalid)} with --suite: the suite's entries define it. Only model.*, logging.* and "
-            "training.seed can be set"
+            f"cannot set {', '.join(invalid_keys)} with --suite: the suite's entries define it. Only model.*, "
+            "logging.* and training.seed can be set"
         )
 
 
-def suite_evaluations(
+def make_suite_evaluations(
     suite: Suite, model: EvaluationRequest, folder: Path | None = None, notify: Notify = lambda _: None
 ) -> list[RecordedEvaluation]:
     """Return an evaluation for each entry of a suite; raise ValueError with the name of an invalid entry."""
     evaluations: list[RecordedEvaluation] = []
-    for request in suite.requests(model, folder):
+    for request in suite.make_requests(model, folder):
         try:
             evaluations.append(RecordedEvaluation(request, notify=notify))
         except ValueError as error:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.evaluation.comparison import ComparedModel, Comparison, compare
-from TrainingFactory.evaluation.gate import KEYS, Gate, GateCheck, Guard, check_guard
+from TrainingFactory.evaluation.gate import GATE_KEYS, Gate, GateCheck, Guard, check_guard
 from TrainingFactory.evaluation.records import EvaluationRecord, Notify, TaskOutcome
 from TrainingFactory.evaluation.requests import RecordedEvaluation, make_model_request
-from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
+from TrainingFactory.evaluation.suites import check_overrides, load_suite, make_suite_evaluations
 from TrainingFactory.promotion import sequential
 from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import check_name
@@ -98,7 +98,7 @@ class Promotion:
             )
         self.suite, folder = load_suite(suite)
         if self.suite.gate is None:
-            raise ValueError(f"suite {suite} has no gate. Add a section `gate:` with {KEYS}")
+            raise ValueError(f"suite {suite} has no gate. Add a section `gate:` with {GATE_KEYS}")
         self.gate = self.suite.gate
         entries = {entry.title: entry for entry in self.suite.entries}
         self.main_entry = self.gate.entry or self.suite.entries[0].title
@@ -111,8 +111,8 @@ class Promotion:
         ]
         for side in self.sides:
             model = make_model_request(side.name, options, runs, registry.path)
-            for evaluation in suite_evaluations(required_suite, model, folder, notify):
-                side.add(evaluation)
+            for evaluation in make_suite_evaluations(required_suite, model, folder, notify):
+                side.add_evaluation(evaluation)
         self.criteria = self.gate.describe(self.main_entry, first)
 
     def run(self, play: Play | None = None) -> Decision:
@@ -124,11 +124,9 @@ class Promotion:
                 for index in range(len(self.titles)):
                     for model in self.sides:
                         self._run_entry(model, index, play)
-                checks += [
-                    self._check_guard(guard) for guard in self.gate.required_guards(self.champion is None)
-                ]
+                checks += [self._check_guard(guard) for guard in self.gate.pick_guards(self.champion is None)]
         finally:
-            for evaluation in (evaluation for model in self.sides for evaluation in model.pending):
+            for evaluation in (evaluation for model in self.sides for evaluation in model.evaluations):
                 if evaluation is not None and evaluation.record is None:
                     evaluation.discard()
         return self._decide(checks)
@@ -142,7 +140,7 @@ class Promotion:
             score = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
             reason = f"{champion.name} already solves {score}, so no challenger can pass the test"
             return GateCheck(self.criteria[0], False, f"{reason}; use more or harder tasks, or set not_worse")
-        if (evaluation := challenger.pending[0]) is not None:
+        if (evaluation := challenger.evaluations[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
             ordered = [tasks[task] for task in sequential_test.task_order]
             evaluation.rounds = [ordered[start : start + size] for start in range(0, len(ordered), size)]
@@ -173,11 +171,11 @@ class Promotion:
 
     def _run_entry(self, model: ComparedModel, index: int, play: Play) -> None:
         """Evaluate a model on the suite entry at `index`, unless the evaluation is recorded."""
-        evaluation = model.pending[index]
-        if model.stored[index] is None and evaluation is not None:
+        evaluation = model.evaluations[index]
+        if model.stored_records[index] is None and evaluation is not None:
             play(model.name, evaluation)
             model.collect_records()
-            if model.stored[index] is None:
+            if model.stored_records[index] is None:
                 raise ValueError(
                     f"no decision: the evaluation of {model.name} on {self.titles[index]} was interrupted, or no "
                     "episode could be scored"
@@ -186,8 +184,12 @@ class Promotion:
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
         failed_checks = [str(check) for check in checks if not check.holds]
-        recorded = [i for i in range(len(self.titles)) if all(model.stored[i] for model in self.sides)]
-        models = [ComparedModel(model.name, [model.stored[i] for i in recorded]) for model in self.sides]
+        recorded = [
+            i for i in range(len(self.titles)) if all(model.stored_records[i] for model in self.sides)
+        ]
+        models = [
+            ComparedModel(model.name, [model.stored_records[i] for i in recorded]) for model in self.sides
+        ]
         comparison = compare(models[0], models[1], [1.0] * len(recorded)) if recorded and models[1:] else None
         evidence = {
             "suite": self.suite.name,
@@ -214,7 +216,7 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
 
 
 def _outcomes_by_task(model: ComparedModel, index: int) -> dict[str, TaskOutcome]:
-    stored_record = model.stored[index]
+    stored_record = model.stored_records[index]
     assert stored_record is not None
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 

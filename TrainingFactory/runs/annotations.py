@@ -13,7 +13,7 @@ from TrainingFactory.runs.folder import RunFolder
 
 ANNOTATIONS = "annotations.json"
 TAG_NAME = re.compile(r"[^\W_][\w.+-]{0,63}")
-MAX_TAG, MAX_NOTE = 200, 20_000  # characters of a tag's value and of a note
+MAX_TAG_CHARS, MAX_NOTE_CHARS = 200, 20_000  # characters of a tag's value and of a note
 _write_lock = threading.Lock()
 
 
@@ -42,21 +42,21 @@ def annotate(
     *,
     archived: bool | None = None,
     tags: Mapping[str, str] | None = None,
-    removed: Iterable[str] = (),
+    removed_tags: Iterable[str] = (),
     note: str | None = None,
 ) -> Annotations:
-    """Change the annotations of a run: archive it, set `tags`, remove the tags named in `removed`, and replace the
+    """Change the annotations of a run: archive it, set `tags`, remove the tags named in `removed_tags`, and replace the
     note."""
     for name, value in (tags or {}).items():
         check_tag(name, value)
-    if note is not None and len(note) > MAX_NOTE:
-        raise ValueError(f"the note has {len(note)} characters; shorten it to {MAX_NOTE}")
+    if note is not None and len(note) > MAX_NOTE_CHARS:
+        raise ValueError(f"the note has {len(note)} characters; shorten it to {MAX_NOTE_CHARS}")
     with _write_lock:
         annotations = read_annotations(run)
-        if unknown := [name for name in removed if name not in annotations.tags]:
-            existing = ", ".join(annotations.tags) or "none"
-            raise ValueError(f"run {run.name} has no tag {unknown[0]!r}. Existing tags: {existing}")
-        remaining = {name: value for name, value in annotations.tags.items() if name not in set(removed)}
+        if unknown_tags := [name for name in removed_tags if name not in annotations.tags]:
+            existing_tags = ", ".join(annotations.tags) or "none"
+            raise ValueError(f"run {run.name} has no tag {unknown_tags[0]!r}. Existing tags: {existing_tags}")
+        remaining = {name: value for name, value in annotations.tags.items() if name not in set(removed_tags)}
         annotations.tags = remaining | dict(tags or {})
         if archived is not None:
             annotations.archived = archived
@@ -77,5 +77,5 @@ def check_tag(name: str, value: str) -> None:
         raise ValueError(
             f"invalid tag {name!r}: use at most 64 letters, digits and . _ + -, starting with a letter or digit"
         )
-    if len(value) > MAX_TAG or any(not char.isprintable() for char in value):
-        raise ValueError(f"invalid value of tag {name}: use one line of at most {MAX_TAG} characters")
+    if len(value) > MAX_TAG_CHARS or any(not char.isprintable() for char in value):
+        raise ValueError(f"invalid value of tag {name}: use one line of at most {MAX_TAG_CHARS} characters")

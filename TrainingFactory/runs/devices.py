@@ -26,8 +26,8 @@ CHECK_DEVICE = (
 
 def device_failure(error: BaseException) -> str | None:
     """Return a message with a remedy if the error is a device failure, here or in a worker process; else None."""
-    from_worker = type(error) is OSError and error.errno is None
-    message = str(error) if from_worker or isinstance(error, RuntimeError | SamplersLost) else ""
+    is_from_worker = type(error) is OSError and error.errno is None
+    message = str(error) if is_from_worker or isinstance(error, RuntimeError | SamplersLost) else ""
     detail = _HINTS.sub("", message) if isinstance(error, RuntimeError) else " ".join(message.split())
     for pattern, problem, remedy in (
         (_OUT_OF_MEMORY, "the device has too little memory", SAVE_MEMORY),

@@ -9,19 +9,19 @@ from TrainingFactory.common.images import as_text, label
 from TrainingFactory.types import Message, Reward, Trajectory
 
 
-def content_text(message: Message) -> str:
+def format_content(message: Message) -> str:
     """Return the text of a message, with labels for its images."""
     return as_text(message.content, message.images, label)
 
 
 def message_lines(message: Message) -> list[tuple[str, str]]:
     """Return a message as (speaker, text) lines: its content, with labels for images, then its tool calls."""
-    content = content_text(message)
+    content = format_content(message)
     lines = [(str(message.role), content)] if content or not message.tool_calls else []
-    return lines + _call_lines(message)
+    return lines + _format_calls(message)
 
 
-def _call_lines(message: Message) -> list[tuple[str, str]]:
+def _format_calls(message: Message) -> list[tuple[str, str]]:
     lines = []
     for call in message.tool_calls:
         arguments = json.dumps(call.arguments, ensure_ascii=False)
@@ -31,20 +31,20 @@ def _call_lines(message: Message) -> list[tuple[str, str]]:
 
 def conversation_lines(episode: Trajectory) -> list[tuple[str, str]]:
     """Return (speaker, text) lines for all messages except the system prompt."""
-    return [line for message in _messages(episode) for line in message_lines(message)]
+    return [line for message in _list_messages(episode) for line in message_lines(message)]
 
 
 def conversation_with_images(episode: Trajectory) -> list[tuple[str, str | Message]]:
     """Return the lines of `conversation_lines`, with messages instead of texts so that pages can show images."""
     lines: list[tuple[str, str | Message]] = []
-    for message in _messages(episode):
+    for message in _list_messages(episode):
         if message.content or message.images or not message.tool_calls:
             lines.append((str(message.role), message))
-        lines += _call_lines(message)
+        lines += _format_calls(message)
     return lines
 
 
-def _messages(episode: Trajectory) -> list[Message]:
+def _list_messages(episode: Trajectory) -> list[Message]:
     messages = [message for message in episode.prompt if message.role != "system"]
     for turn in episode.turns:
         messages += [turn.message, *turn.replies]
@@ -57,8 +57,8 @@ def reward_text(reward: Reward | None) -> str:
         return "not scored"
     text = f"reward {reward.outcome + sum(reward.steps):g}"
     if any(reward.steps):
-        steps = " ".join(f"{value:+g}" for value in reward.steps)
-        text += f" (outcome {reward.outcome:g}, steps {steps})"
+        step_texts = " ".join(f"{value:+g}" for value in reward.steps)
+        text += f" (outcome {reward.outcome:g}, steps {step_texts})"
     return text + "".join(f", {name} {value:g}" for name, value in reward.parts.items())
 
 
@@ -67,9 +67,9 @@ def best_and_worst(episodes: Sequence[Trajectory]) -> dict[str, Trajectory]:
     scored = [(e.reward.outcome + sum(e.reward.steps), e) for e in episodes if e.reward]
     if not scored:
         return {"not scored": episodes[0]} if episodes else {}
-    ranked = sorted(scored, key=lambda pair: -pair[0])
-    are_equal = ranked[0][0] == ranked[-1][0]
-    return {"all alike": ranked[0][1]} if are_equal else {"best": ranked[0][1], "worst": ranked[-1][1]}
+    ranking = sorted(scored, key=lambda pair: -pair[0])
+    are_equal = ranking[0][0] == ranking[-1][0]
+    return {"all alike": ranking[0][1]} if are_equal else {"best": ranking[0][1], "worst": ranking[-1][1]}
 
 
 def ending_text(episode: Trajectory) -> str:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from TrainingFactory.runs.findings import Finding, FindingChange
 from TrainingFactory.types import Trajectory
 
-STEPS = 3  # consecutive steps before a finding is reported, and before it is reported as gone
+FINDING_STEPS = 3  # consecutive steps before a finding is reported, and before it is reported as gone
 START_STEPS = 5  # first steps of the run, used as a baseline
-BEFORE_STEPS = 20  # steps before the last ones, used as a baseline
-MIN_CALLED = 0.01  # share of a step's episodes that call a tool; at or below it, `no_tool_called` fires
+BASELINE_STEPS = 20  # steps before the last ones, used as a baseline
+MIN_CALL_SHARE = 0.01  # share of a step's episodes that call a tool; at or below it, `no_tool_called` fires
 # Common formats of a tool call: tags, special tokens, JSON, and the keywords of ReAct.
 CALL_PATTERN = re.compile(
     r"<\|?/?(tool_call|function|invoke|python_tag|tool▁call)|\[TOOL_CALLS\]|\"(name|function|tool|action)\"\s*:"
@@ -37,13 +37,13 @@ class StepWindow:
     episodes: Sequence[Trajectory]  # of the last step
     max_logprob_diff: float
 
-    def series(self, metric: str) -> list[float]:
+    def collect(self, metric: str) -> list[float]:
         """Return the metric's values in the last steps; an empty list if a step lacks the metric."""
-        series = _series(self.recent, metric)
-        return series if len(series) == len(self.recent) else []
+        values = _collect(self.recent, metric)
+        return values if len(values) == len(self.recent) else []
 
-    def mean(self, metric: str) -> float:
-        return fmean(self.series(metric) or [0.0])
+    def compute_mean(self, metric: str) -> float:
+        return fmean(self.collect(metric) or [0.0])
 
 
 class FindingRule(NamedTuple):
@@ -56,17 +56,20 @@ class FindingRule(NamedTuple):
 
 
 class FindingTracker:
-    """Tracker that reports each finding once, until `steps` consecutive steps do not show it.
+    """Tracker that reports each finding once, until `num_steps` consecutive steps do not show it.
 
     `earlier_metrics` are the metrics of steps before a resume, so that a resumed run reports the same findings as an
-    uninterrupted one. `updates` is the number of optimizer updates in a step: with more than one, a larger difference
-    between the log-probs of learner and sampler is normal."""
+    uninterrupted one. `num_updates` is the number of optimizer updates in a step: with more than one, a larger
+    difference between the log-probs of learner and sampler is normal."""
 
     def __init__(
-        self, earlier_metrics: Sequence[StepMetrics] = (), updates: int = 1, steps: int = STEPS
+        self,
+        earlier_metrics: Sequence[StepMetrics] = (),
+        num_updates: int = 1,
+        num_steps: int = FINDING_STEPS,
     ) -> None:
-        self._steps = steps
-        self._max_logprob_diff = 0.05 if updates == 1 else 0.2
+        self._num_steps = num_steps
+        self._max_logprob_diff = 0.05 if num_updates == 1 else 0.2
         self._first_steps: list[StepMetrics] = []
         self._recent_steps: list[StepMetrics] = []
         self._absent_steps: dict[str, int] = {}  # name of a reported finding -> consecutive steps without it
@@ -77,12 +80,12 @@ class FindingTracker:
         """Add the metrics of a step; return the findings that appeared and those that disappeared."""
         if "seconds/step" not in metrics:  # an evaluation before the first step
             return []
-        self._recent_steps = [*self._recent_steps, metrics][-(self._steps + BEFORE_STEPS) :]
+        self._recent_steps = [*self._recent_steps, metrics][-(self._num_steps + BASELINE_STEPS) :]
         if len(self._first_steps) < START_STEPS:
             self._first_steps.append(metrics)
-        if len(self._recent_steps) < self._steps:
+        if len(self._recent_steps) < self._num_steps:
             return []
-        recent, earlier = self._recent_steps[-self._steps :], self._recent_steps[: -self._steps]
+        recent, earlier = self._recent_steps[-self._num_steps :], self._recent_steps[: -self._num_steps]
         window = StepWindow(recent, self._first_steps, earlier, episodes, self._max_logprob_diff)
         last_window = replace(window, recent=recent[-1:])
         changes: list[FindingChange] = []
@@ -92,10 +95,10 @@ class FindingTracker:
                     changes.append(FindingChange(step, rule.name, Finding(rule.name, sentence, rule.remedy)))
                 self._absent_steps[rule.name] = 0
             elif rule.name in self._absent_steps:
-                # One step without the problem interrupts the windows of `steps` steps, but it is not a recovery.
+                # One step without the problem interrupts the windows of `num_steps` steps, but it is not a recovery.
                 is_absent = rule.detect(last_window) is None
                 self._absent_steps[rule.name] = self._absent_steps[rule.name] + 1 if is_absent else 0
-                if self._absent_steps[rule.name] == self._steps:
+                if self._absent_steps[rule.name] == self._num_steps:
                     del self._absent_steps[rule.name]
                     changes.append(FindingChange(step, rule.name))
         return changes
@@ -117,10 +120,10 @@ def find_unparsed_call(episodes: Sequence[Trajectory]) -> str | None:
 def _detect_no_tool_call(window: StepWindow) -> str | None:
     if not all(row.get("tools_offered") for row in window.recent):
         return None
-    if any(row.get("episodes/called", 0) > MIN_CALLED * row.get("episodes", 0) for row in window.recent):
+    if any(row.get("episodes/called", 0) > MIN_CALL_SHARE * row.get("episodes", 0) for row in window.recent):
         return None
-    called, episodes = (sum(_series(window.recent, name)) for name in ("episodes/called", "episodes"))
-    subject = f"Only {called:.0f} of {episodes:.0f} episodes" if called else "No episode"
+    num_called, total = (sum(_collect(window.recent, name)) for name in ("episodes/called", "episodes"))
+    subject = f"Only {num_called:.0f} of {total:.0f} episodes" if num_called else "No episode"
     example = find_unparsed_call(window.episodes)
     if example is not None:
         return f"{subject} called a tool, but this reply looks like a call that was not parsed: {example!r}"
@@ -135,12 +138,12 @@ def _detect_truncation(window: StepWindow) -> str | None:
 
 def _detect_ties(window: StepWindow) -> str | None:
     rewards = [episode.reward for episode in window.episodes if episode.reward is not None]
-    distinct = {(reward.outcome, *reward.steps) for reward in rewards}
-    are_equal = len(distinct) < 2 and not any(row.get("reward_std", 1.0) for row in window.recent)
-    is_solved = window.mean("accuracy") > 0.9 and len(window.earlier) >= START_STEPS
+    distinct_rewards = {(reward.outcome, *reward.steps) for reward in rewards}
+    are_equal = len(distinct_rewards) < 2 and not any(row.get("reward_std", 1.0) for row in window.recent)
+    is_solved = window.compute_mean("accuracy") > 0.9 and len(window.earlier) >= START_STEPS
     if (
         is_solved
-        or not window.series("reward")
+        or not window.collect("reward")
         or (not are_equal and any(row.get("rows") for row in window.recent))
     ):
         return None
@@ -151,24 +154,24 @@ def _detect_ties(window: StepWindow) -> str | None:
 
 
 def _detect_wrong_rewarded(window: StepWindow) -> str | None:
-    right, wrong = window.series("reward_right"), window.series("reward_wrong")
+    right, wrong = window.collect("reward_right"), window.collect("reward_wrong")
     if right and wrong and all(bad > good / 2 > 0 for good, bad in zip(right, wrong, strict=True)):
         return f"Episodes with a wrong outcome get a mean reward of {wrong[-1]:.3g}, correct ones {right[-1]:.3g}"
 
 
 def _detect_entropy_drop(window: StepWindow) -> str | None:
-    entropies, base = window.series("entropy"), _series(window.initial, "entropy")
+    entropies, base = window.collect("entropy"), _collect(window.initial, "entropy")
     if not entropies or not base or not window.earlier or "reward" not in window.recent[-1]:
         return None
-    accuracy = window.mean("accuracy")
+    accuracy = window.compute_mean("accuracy")
     if accuracy < 0.8 and max(entropies) < 0.1 * median(base):
         return f"Entropy fell from {median(base):.3g} to {entropies[-1]:.3g} at an accuracy of {accuracy:.0%}"
 
 
 def _detect_length_jump(window: StepWindow) -> str | None:
-    tokens, earlier = window.series("length"), _series(window.earlier, "length")
-    earlier_rewards = _series(window.earlier, "reward") or [0.0]
-    if len(earlier) < START_STEPS or window.mean("reward") > fmean(earlier_rewards):
+    tokens, earlier = window.collect("length"), _collect(window.earlier, "length")
+    earlier_rewards = _collect(window.earlier, "reward") or [0.0]
+    if len(earlier) < START_STEPS or window.compute_mean("reward") > fmean(earlier_rewards):
         return None
     if tokens and min(tokens) > 2 * median(earlier):
         return f"Sampled tokens per episode rose from {median(earlier):.0f} to {tokens[-1]:.0f} without a higher reward"
@@ -177,60 +180,60 @@ def _detect_length_jump(window: StepWindow) -> str | None:
 def _detect_logprob_gap(window: StepWindow) -> str | None:
     # With policy lag, tokens of older weights differ anyway and importance weights correct for it.
     metric = "mismatch" if "staleness_gap" in window.recent[-1] else "logprob_diff"
-    if (gaps := window.series(metric)) and min(gaps) > (limit := window.max_logprob_diff):
-        return f"Log-probs of sampler and learner differ by {gaps[-1]:.3g} per token (limit {limit:g})"
+    if (gaps := window.collect(metric)) and min(gaps) > (max_gap := window.max_logprob_diff):
+        return f"Log-probs of sampler and learner differ by {gaps[-1]:.3g} per token (limit {max_gap:g})"
 
 
 def _detect_gradient_jump(window: StepWindow) -> str | None:
     if all(row.get("skipped") for row in window.recent):
         return "The gradient is not finite, so the optimizer skips every update"
-    norms, earlier = window.series("grad_norm"), _series(window.earlier, "grad_norm")
-    if not norms or len(earlier) < START_STEPS:
+    norms, earlier_norms = window.collect("grad_norm"), _collect(window.earlier, "grad_norm")
+    if not norms or len(earlier_norms) < START_STEPS:
         return None
-    baseline = max(median(earlier), median(_series(window.initial, "grad_norm") or [0.0]))
+    baseline = max(median(earlier_norms), median(_collect(window.initial, "grad_norm") or [0.0]))
     if min(norms) > 5 * baseline:
         return f"The gradient norm rose from {baseline:.3g} to {norms[-1]:.3g}"
 
 
 def _detect_judge_failures(window: StepWindow) -> str | None:
-    totals = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.recent]
+    requests = [row.get("judge/requests", 0.0) + row.get("judge/cached", 0.0) for row in window.recent]
     failures = [sum(v for k, v in row.items() if k.startswith("judge/failed_")) for row in window.recent]
-    if all(total and num_failed > 0.2 * total for num_failed, total in zip(failures, totals, strict=True)):
-        return f"{failures[-1]:.0f} of {totals[-1]:.0f} judge requests failed"
+    if all(total and num_failed > 0.2 * total for num_failed, total in zip(failures, requests, strict=True)):
+        return f"{failures[-1]:.0f} of {requests[-1]:.0f} judge requests failed"
 
 
 def _detect_filtering(window: StepWindow) -> str | None:
-    if (shares := window.series("filters/dropped")) and min(shares) > 0.5:
+    if (shares := window.collect("filters/dropped")) and min(shares) > 0.5:
         return f"training.filters dropped {shares[-1]:.0%} of the episodes"
 
 
 def _detect_tool_success_drop(window: StepWindow) -> str | None:
-    shares = window.series("tool_success")
-    earlier = [_series(rows, "tool_success") for rows in (window.initial, window.earlier)]
-    baselines = [fmean(series) for series in earlier if series]
+    shares = window.collect("tool_success")
+    earlier_shares = [_collect(rows, "tool_success") for rows in (window.initial, window.earlier)]
+    baselines = [fmean(shares_before) for shares_before in earlier_shares if shares_before]
     if shares and baselines and len(window.earlier) >= START_STEPS and max(shares) < max(baselines) - 0.25:
         return f"The share of successful tool calls fell from {max(baselines):.0%} to {shares[-1]:.0%}"
 
 
 def _detect_failing_tools(window: StepWindow) -> str | None:
-    if (shares := window.series("tool_success")) and max(shares) < 0.1:
+    if (shares := window.collect("tool_success")) and max(shares) < 0.1:
         return f"Only {shares[-1]:.0%} of the tool calls succeeded"
 
 
 def _detect_crashes(window: StepWindow) -> str | None:
-    if (counts := window.series("environment/crashes")) and min(counts) > 0:
+    if (counts := window.collect("environment/crashes")) and min(counts) > 0:
         return (
             f"{counts[-1]:.0f} processes of the environment crashed in the last step; their episodes are lost"
         )
 
 
 def _detect_task_loss(window: StepWindow) -> str | None:
-    if (counts := window.series("fold/task_lost")) and min(counts) > 0:
+    if (counts := window.collect("fold/task_lost")) and min(counts) > 0:
         return f"{counts[-1]:.0f} folds of the last step removed the user's task from the conversation"
 
 
 def _detect_folds_every_turn(window: StepWindow) -> str | None:
-    if (shares := window.series("fold/every_turn")) and min(shares) > 0.5:
+    if (shares := window.collect("fold/every_turn")) and min(shares) > 0.5:
         return (
             f"In {shares[-1]:.0%} of the episodes that were folded repeatedly, every later turn was folded: each turn "
             "is a training row of its own"
@@ -238,31 +241,31 @@ def _detect_folds_every_turn(window: StepWindow) -> str | None:
 
 
 def _detect_summary_growth(window: StepWindow) -> str | None:
-    lengths = window.series("fold/summary_tokens")
-    earlier = _series(window.earlier, "fold/summary_tokens")
+    lengths = window.collect("fold/summary_tokens")
+    earlier = _collect(window.earlier, "fold/summary_tokens")
     if lengths and len(earlier) >= START_STEPS and min(lengths) > 1.5 * median(earlier):
         return f"Summaries grew from {median(earlier):.0f} to {lengths[-1]:.0f} tokens"
-    if (cut_shares := window.series("fold/summaries_cut")) and min(cut_shares) > 0.5:
+    if (cut_shares := window.collect("fold/summaries_cut")) and min(cut_shares) > 0.5:
         return f"{cut_shares[-1]:.0%} of the summaries were cut at environment.context.summary_tokens"
 
 
 def _detect_dropped_forks(window: StepWindow) -> str | None:
-    counts = window.series("branching/dropped")
+    counts = window.collect("branching/dropped")
     if counts and min(counts) > 0:
         return f"{counts[-1]:.0f} forks of the last step were dropped because their environment could not be forked"
-    if counts and not _series(window.recent, "branching/forks"):
+    if counts and not _collect(window.recent, "branching/forks"):
         return "training.branching is set, but no episode forked"
 
 
 def _detect_budget_excess(window: StepWindow) -> str | None:
-    if ratios := window.series("budget_excess"):
+    if ratios := window.collect("budget_excess"):
         return (
             f"The largest forward pass had {ratios[-1]:.3g} times training.token_budget tokens: a row, or an episode "
             "that this algorithm trains in one pass, is longer than the budget"
         )
 
 
-def _series(rows: Sequence[StepMetrics], metric: str) -> list[float]:
+def _collect(rows: Sequence[StepMetrics], metric: str) -> list[float]:
     return [row[metric] for row in rows if metric in row]
 
 

@@ -69,20 +69,20 @@ try:
 except ImportError:  # Windows: without a lock, two processes can write the same run
     fcntl = None
 
-DIGEST = re.compile(rb'"digest": ?"([0-9a-f]{64})"')  # of an image
+IMAGE_DIGEST = re.compile(rb'"digest": ?"([0-9a-f]{64})"')  # of an image
 METRICS, CONSUMED, TRAJECTORIES, KEPT = "metrics.jsonl", "consumed.jsonl", "trajectories.jsonl", "kept.jsonl"
 FINDINGS, EVALUATIONS = "findings.jsonl", "evaluations.jsonl"
-APPEND_ONLY = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
+APPEND_ONLY_FILES = (METRICS, CONSUMED, TRAJECTORIES, KEPT, FINDINGS, EVALUATIONS, CALLS_FILE)
+LOGGED_PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors", "numpy")
 CONFIG, ENVIRONMENT, STATUS = "config.yaml", "environment.json", "status.json"
 CHAT_TEMPLATE = "chat_template.jinja"  # copy of the file that `model.chat_template` names
-RESOLVED = "resolved"  # key of environment.json: what the config's ids and model resolved to, a line each
+NOTES_KEY = "resolved"  # key of environment.json: what the config's ids and model resolved to, a line each
 SECRET_IN_CONFIG = (
     "contains a secret, which would be saved in the run's config. Put the secret into an environment variable and set "
     "the option that ends in _env to its name, or write ${NAME} in options of tools"
 )
 # old name of a metric -> present name
-OLD_METRICS = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
+NEW_NAMES = {"clipped": "clip_fraction", "sampler_gap": "logprob_diff", "explained": "explained_variance"}
 State = Literal["running", "finished", "interrupted", "failed", "killed"]
 
 
@@ -97,7 +97,7 @@ class Status:
     seconds: float = 0.0
 
 
-_STATUS = TypeAdapter(Status)  # built once, because building it takes longer than reading a file
+_STATUS_ADAPTER = TypeAdapter(Status)  # built once, because building it takes longer than reading a file
 
 
 class RunFolder:
@@ -136,7 +136,7 @@ class RunFolder:
         config: TrainingConfig,
         name: str,
         run_info: dict[str, Any],
-        steps: int = 0,
+        num_steps: int = 0,
         chat_template: str | None = None,
     ) -> RunFolder:
         """Create and lock a new run. `run_info` is added to the `fingerprint` in environment.json, and `chat_template`
@@ -146,8 +146,8 @@ class RunFolder:
         path = Path(config.logging.output_dir).expanduser() / name
         options = config.model_dump()
         if path.is_dir() and any(path.iterdir()):
-            resume = f"resume it: {cls(path).resume_command}"
-            remedy = resume if is_run(path) else "remove the folder, which is not a run"
+            resume_hint = f"resume it: {cls(path).resume_command}"
+            remedy = resume_hint if is_run(path) else "remove the folder, which is not a run"
             raise ValueError(f"run {name} already exists in {path}. Choose another --name, or {remedy}")
         if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in secrets_in(options)]:
             raise config.wrong(problems)
@@ -161,7 +161,7 @@ class RunFolder:
             )
             if chat_template is not None:
                 write_atomically(run.path / CHAT_TEMPLATE, chat_template)
-            run.write_status(Status("running", steps=steps))
+            run.write_status(Status("running", steps=num_steps))
             os.rename(run.path, path)
             sync(path.parent)
         except OSError as error:
@@ -180,8 +180,8 @@ class RunFolder:
             raise ValueError(
                 f"{path} is not a complete run: {CONFIG} or {ENVIRONMENT} is missing. Restore or remove it"
             )
-        known_names = ", ".join(run.name for run in list_runs(runs)) or "none"
-        raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {known_names}")
+        run_names = ", ".join(run.name for run in list_runs(runs)) or "none"
+        raise ValueError(f"there is no run {name!r} in {runs}. Existing runs: {run_names}")
 
     def lock(self) -> None:
         """Lock the run against other writers; the operating system releases the lock when this process exits."""
@@ -233,41 +233,41 @@ class RunFolder:
     def status(self) -> Status:
         """Return the contents of status.json; if it is damaged, a status derived from the metrics and the config."""
         with contextlib.suppress(OSError, ValueError):
-            return _STATUS.validate_json(read_small_file(self.path / STATUS))
-        step = max((row.get("step", 0) for row in self._rows(METRICS)), default=0)
+            return _STATUS_ADAPTER.validate_json(read_small_file(self.path / STATUS))
+        step = max((row.get("step", 0) for row in self._read_rows(METRICS)), default=0)
         steps = self.config.training.max_steps or 0
         return Status("running", step, steps, f"cannot read {STATUS}; the step is taken from {METRICS}")
 
     @property
     def state(self) -> State:
-        status = self.status.status
-        return "killed" if status == "running" and not self._is_locked() else status
+        saved_state = self.status.status
+        return "killed" if saved_state == "running" and not self._is_locked() else saved_state
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return one row of metrics per step, with present names for metrics that older versions recorded."""
-        rows = self._rows(METRICS)
-        return [{OLD_METRICS.get(name, name): value for name, value in row.items()} for row in rows]
+        rows = self._read_rows(METRICS)
+        return [{NEW_NAMES.get(name, name): value for name, value in row.items()} for row in rows]
 
     def findings(self) -> list[dict[str, Any]]:
         """Return the rows of findings.jsonl: one when a finding appeared, and one with `gone` when it disappeared."""
-        return self._rows(FINDINGS)
+        return self._read_rows(FINDINGS)
 
-    def consumed(self) -> dict[int, list[str]]:
+    def consumed_tasks(self) -> dict[int, list[str]]:
         """Return the task ids of each step."""
-        return {row["step"]: row["tasks"] for row in self._rows(CONSUMED)}
+        return {row["step"]: row["tasks"] for row in self._read_rows(CONSUMED)}
 
     def ledger(self) -> list[dict[str, Any]]:
         """Return one row per step, with its `tasks` and the number, attempt and place of each of its `groups`."""
-        return self._rows(CONSUMED)
+        return self._read_rows(CONSUMED)
 
     def episodes(self, step: int) -> list[Trajectory]:
         """Return the episodes of a step, counted from 1; the names of groups count steps from 0."""
         return list(load_trajectories(self.path / TRAJECTORIES, f"{step - 1}/", is_growing=True))
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
+    def _read_rows(self, file_name: str) -> list[dict[str, Any]]:
         """Return the rows of a .jsonl file. Invalid lines are skipped, such as the last line of a killed process."""
         rows = []
-        for line in read_lines(self.path / name):
+        for line in read_lines(self.path / file_name):
             with contextlib.suppress(ValueError, RecursionError):
                 rows.append(json.loads(line))
         return [row for row in rows if isinstance(row, dict)]
@@ -275,13 +275,13 @@ class RunFolder:
     def checkpoints(self) -> list[Path]:
         """Return the complete checkpoints, oldest first. An incomplete checkpoint has a name with a leading dot."""
         paths = (self.path / "checkpoints").glob("step-*")
-        return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=_step_of)
+        return sorted((path for path in paths if re.fullmatch(r"step-\d+", path.name)), key=_parse_step)
 
     def best(self) -> Path | None:
         """Return the existing checkpoint with the best held-out score; None if no checkpoint has one."""
-        folders = {_step_of(path): path for path in self.checkpoints()}
-        best = Scores.from_rows(row for row in self.metrics() if row.get("step") in folders).best
-        return None if best is None else folders[best[0]]
+        checkpoints = {_parse_step(path): path for path in self.checkpoints()}
+        best_score = Scores.from_rows(row for row in self.metrics() if row.get("step") in checkpoints).best
+        return None if best_score is None else checkpoints[best_score[0]]
 
     # writing
 
@@ -292,33 +292,33 @@ class RunFolder:
         """Add lines to the notes of environment.json. Skip lines that it already has, because a resumed run adds them
         again."""
         run_info = self.run_info
-        recorded = run_info.setdefault(RESOLVED, [])
-        if new_notes := [note for note in notes if note not in recorded]:
-            recorded += new_notes
+        recorded_notes = run_info.setdefault(NOTES_KEY, [])
+        if new_notes := [note for note in notes if note not in recorded_notes]:
+            recorded_notes += new_notes
             write_atomically(self.path / ENVIRONMENT, json.dumps(redact_environment(run_info), indent=1))
 
-    def append(self, name: str, row: dict[str, Any]) -> None:
+    def append(self, file_name: str, row: dict[str, Any]) -> None:
         with (
-            naming_file_on_error(path := self.path / name),
+            naming_file_on_error(path := self.path / file_name),
             path.open("a", encoding="utf-8", newline="\n") as file,
         ):
             file.write(json.dumps(row) + "\n")
 
-    def append_trajectories(self, trajectories: Iterable[Trajectory], name: str = TRAJECTORIES) -> None:
-        save_trajectories(self.path / name, trajectories, append=True)
+    def append_trajectories(self, trajectories: Iterable[Trajectory], file_name: str = TRAJECTORIES) -> None:
+        save_trajectories(self.path / file_name, trajectories, append=True)
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step:06d}"
 
-    def offsets(self) -> dict[str, int]:
+    def sync_files(self) -> dict[str, int]:
         """Flush the append-only files to disk and return their sizes in bytes, 0 for a missing one."""
-        sizes: dict[str, int] = dict.fromkeys(APPEND_ONLY, 0)
-        for name in APPEND_ONLY:
-            if (path := self.path / name).exists():
+        file_sizes: dict[str, int] = dict.fromkeys(APPEND_ONLY_FILES, 0)
+        for file_name in APPEND_ONLY_FILES:
+            if (path := self.path / file_name).exists():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-                sizes[name] = path.stat().st_size
-        return sizes
+                file_sizes[file_name] = path.stat().st_size
+        return file_sizes
 
     def prune(
         self, keep_last: int, keep_every: int | None, keep_best: bool = False, states: str = "all"
@@ -327,7 +327,7 @@ class RunFolder:
         remove the others. If `states` is "newest", remove the optimizer state of all but the newest."""
         best_checkpoint = self.best() if keep_best else None
         for checkpoint in self.checkpoints()[:-keep_last]:
-            if checkpoint != best_checkpoint and (keep_every is None or _step_of(checkpoint) % keep_every):
+            if checkpoint != best_checkpoint and (keep_every is None or _parse_step(checkpoint) % keep_every):
                 remove_folder(checkpoint)
         if states == "newest":
             for checkpoint in self.checkpoints()[:-1]:
@@ -336,8 +336,8 @@ class RunFolder:
     def rewind(self, offsets: dict[str, int]) -> None:
         """Truncate the append-only files to the `offsets` of a checkpoint (files not in it: to 0 bytes) and remove
         incomplete checkpoints."""
-        for name in APPEND_ONLY:
-            path, offset = self.path / name, offsets.get(name, 0)
+        for file_name in APPEND_ONLY_FILES:
+            path, offset = self.path / file_name, offsets.get(file_name, 0)
             size = path.stat().st_size if path.exists() else 0
             if size < offset:
                 raise ValueError(
@@ -345,10 +345,10 @@ class RunFolder:
                     "a new run"
                 )
             if size > offset:
-                requested = self._requested_evaluations(offset) if name == EVALUATIONS else b""
+                requested_lines = self._requested_evaluations(offset) if file_name == EVALUATIONS else b""
                 os.truncate(path, offset)
                 with path.open("ab") as file:
-                    file.write(requested)
+                    file.write(requested_lines)
         for leftover in (self.path / "checkpoints").glob(".*"):
             shutil.rmtree(leftover, ignore_errors=True)
         self.remove_unused_images()
@@ -360,7 +360,7 @@ class RunFolder:
         used_digests: set[str] = set()
         for path in self.path.glob("*.jsonl*"):  # also files that an evaluation is writing
             with path.open("rb") as file:
-                used_digests.update(digest.decode() for line in file for digest in DIGEST.findall(line))
+                used_digests.update(digest.decode() for line in file for digest in IMAGE_DIGEST.findall(line))
         return self.images.remove_unused(used_digests)
 
     def _requested_evaluations(self, offset: int) -> bytes:
@@ -409,7 +409,7 @@ class TrainingReport:
         """Return the report for a notebook: a table and charts by step."""
         facts = [("run", self.run), ("state", self.state), ("steps", self.steps)]
         facts += [] if self.version is None else [("registered as", self.version)]
-        facts += [("last step", line)] if (line := metrics_line(self.metrics)) else []
+        facts += [("last step", metrics_text)] if (metrics_text := metrics_line(self.metrics)) else []
         return run_html(f"Run {self.run.name}", facts, self.rows)
 
 
@@ -429,18 +429,18 @@ def list_runs(runs: str | Path = "runs") -> list[RunFolder]:
     return [RunFolder(path) for path in sorted(paths, key=lambda path: (path / CONFIG).stat().st_mtime)]
 
 
-def new_name(config: TrainingConfig) -> str:
+def pick_name(config: TrainingConfig) -> str:
     """Return a name such as grpo-search-20260131-120000."""
     folder = Path(config.logging.output_dir).expanduser()
     environment = config.environment.environment_id or "custom"
-    return unused_path(folder, f"{config.training.algorithm}-{short_name(environment)}").name
+    return find_unused_path(folder, f"{config.training.algorithm}-{shorten_name(environment)}").name
 
 
-def short_name(environment: str) -> str:
+def shorten_name(environment: str) -> str:
     return Path(environment).name.partition(".py")[0]
 
 
-def unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
+def find_unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
     """Return an unused path in the folder, with the present time in its name."""
     stem = f"{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     path = folder / f"{stem}{suffix}"
@@ -454,7 +454,7 @@ def unused_path(folder: Path, stem: str, suffix: str = "") -> Path:
 def fingerprint() -> dict[str, Any]:
     """Return the run's dependencies besides its config: software versions, platform, commit and date."""
     versions = {"python": platform.python_version(), "training-factory": __version__}
-    for package in PACKAGES:
+    for package in LOGGED_PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             versions[package] = version(package)
     return {
@@ -462,13 +462,13 @@ def fingerprint() -> dict[str, Any]:
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
-        "commit": _git_commit(),
+        "commit": _find_git_commit(),
         "day": date.today().isoformat(),  # some chat templates print the date; a resumed run keeps the first one
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
 
 
-def _git_commit() -> str | None:
+def _find_git_commit() -> str | None:
     """Return the git commit of the current folder; None outside of a repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -478,5 +478,5 @@ def _git_commit() -> str | None:
     return result.stdout.strip() or None if result.returncode == 0 else None
 
 
-def _step_of(checkpoint: Path) -> int:
+def _parse_step(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))

@@ -31,16 +31,16 @@ class ChartMetrics(NamedTuple):
     top: float | None = None
 
 
-CHARTS = (
+CHART_METRICS = (
     ChartMetrics("reward", {"reward": "training"}),
     ChartMetrics("held-out success", {"eval/success": "held-out"}, 0.0, 1.0),
     ChartMetrics("loss", {"loss": "training", "eval/loss": "held-out"}),
     ChartMetrics("tool-call success", {"tool_success": "training"}, 0.0, 1.0),
 )
 MAX_CHARTS = 3
-TABLE = "border-collapse:collapse;margin:.3em 0;max-width:100%"
-CELL = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0;overflow-wrap:break-word;white-space:normal"
-GRID = (
+TABLE_STYLE = "border-collapse:collapse;margin:.3em 0;max-width:100%"
+CELL_STYLE = "text-align:left;vertical-align:top;padding:.15em .8em .15em 0;overflow-wrap:break-word;white-space:normal"
+GRID_STYLE = (
     "display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,400px),1fr));gap:.8em;max-width:960px"
 )
 
@@ -60,13 +60,13 @@ class NotebookHtml:
 
 def table_html(rows: Sequence[Sequence[object]], headers: Sequence[str] = ()) -> Markup:
     """Return rows as an HTML table; the first cell of each row is the row's header."""
-    header = "".join(f'<th style="{CELL}">{_escape(name)}</th>' for name in headers)
-    body = ""
-    for name, *cells in rows:
-        cells_html = "".join(f'<td style="{CELL}">{_escape(cell)}</td>' for cell in cells)
-        body += f'<tr><th scope="row" style="{CELL}">{_escape(name)}</th>{cells_html}</tr>'
-    rows_html = f"<tr>{header}</tr>{body}" if header else body
-    return Markup(f'<div style="overflow-x:auto"><table style="{TABLE}">{rows_html}</table></div>')
+    header_html = "".join(f'<th style="{CELL_STYLE}">{_escape(row_header)}</th>' for row_header in headers)
+    body_html = ""
+    for row_header, *cells in rows:
+        cells_html = "".join(f'<td style="{CELL_STYLE}">{_escape(cell)}</td>' for cell in cells)
+        body_html += f'<tr><th scope="row" style="{CELL_STYLE}">{_escape(row_header)}</th>{cells_html}</tr>'
+    rows_html = f"<tr>{header_html}</tr>{body_html}" if header_html else body_html
+    return Markup(f'<div style="overflow-x:auto"><table style="{TABLE_STYLE}">{rows_html}</table></div>')
 
 
 def _escape(value: object) -> str:
@@ -75,27 +75,27 @@ def _escape(value: object) -> str:
 
 def run_html(title: str, facts: Sequence[tuple[str, object]], rows: Rows, notes: Sequence[str] = ()) -> str:
     """Return a run as HTML: its facts as a table, notes, and its most important metrics as charts by step."""
-    charts = "".join(f"<div>{chart.svg()}{_legend(chart)}</div>" for chart in run_charts(rows))
-    grid = f'<div style="{GRID}">{charts}</div>' if charts else ""
-    table = table_html(facts) if facts else ""
-    note_lines = "".join(f'<div style="overflow-wrap:anywhere">{_escape(note)}</div>' for note in notes)
-    return f"<div><strong>{_escape(title)}</strong>{table}{note_lines}{grid}</div>"
+    charts_html = "".join(f"<div>{chart.svg()}{_render_legend(chart)}</div>" for chart in make_charts(rows))
+    grid_html = f'<div style="{GRID_STYLE}">{charts_html}</div>' if charts_html else ""
+    facts_html = table_html(facts) if facts else ""
+    notes_html = "".join(f'<div style="overflow-wrap:anywhere">{_escape(note)}</div>' for note in notes)
+    return f"<div><strong>{_escape(title)}</strong>{facts_html}{notes_html}{grid_html}</div>"
 
 
-def run_charts(rows: Rows) -> list[Chart]:
+def make_charts(rows: Rows) -> list[Chart]:
     charts = []
-    for spec in CHARTS:
-        curves = [Curve(label, _points(rows, name)) for name, label in spec.metrics.items()]
+    for chart_metrics in CHART_METRICS:
+        curves = [Curve(label, _list_points(rows, name)) for name, label in chart_metrics.metrics.items()]
         if any(curve.points for curve in curves):
-            charts.append(Chart(spec.title, curves, spec.bottom, spec.top))
+            charts.append(Chart(chart_metrics.title, curves, chart_metrics.bottom, chart_metrics.top))
     return charts[:MAX_CHARTS]
 
 
-def _points(rows: Rows, name: str) -> list[tuple[float, float]]:
+def _list_points(rows: Rows, name: str) -> list[tuple[float, float]]:
     return [(row.get("step", position), row[name]) for position, row in enumerate(rows, 1) if name in row]
 
 
-def _legend(chart: Chart) -> str:
+def _render_legend(chart: Chart) -> str:
     """Return the names of a chart's curves in their colours; nothing for a single curve."""
     if len(chart.lines) < 2:
         return ""
@@ -141,16 +141,16 @@ class NotebookWatcher:
         self._rows.append({"step": float(step), **metrics})
         self._progress = f"step {step} of {total}: {metrics_line(metrics)}"
         if step == total or time.monotonic() - self._drawn_at >= REDRAW_SECONDS:
-            self._draw()
+            self._draw_charts()
 
     def say(self, text: str) -> None:
         self._notes.append(text)
-        self._draw()
+        self._draw_charts()
 
     def html(self) -> str:
         return run_html(self._progress or self._phase or "starting", [], self._rows, self._notes)
 
-    def _draw(self) -> None:
+    def _draw_charts(self) -> None:
         from IPython.core.display import HTML  # pyright: ignore[reportMissingImports]
         from IPython.core.display_functions import display  # pyright: ignore[reportMissingImports]
 
@@ -161,7 +161,7 @@ class NotebookWatcher:
             self._display_handle.update(HTML(self.html()))
 
 
-def in_notebook() -> bool:
+def is_notebook() -> bool:
     """Return whether this process is the kernel of a notebook, which can display HTML."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -169,4 +169,4 @@ def in_notebook() -> bool:
 
 
 def default_watcher() -> Watcher:
-    return NotebookWatcher() if in_notebook() else PlainLines()
+    return NotebookWatcher() if is_notebook() else PlainLines()

@@ -24,10 +24,10 @@ class Scores:
     ) -> Scores:
         scores = cls(stop_when or {})
         for row in rows:
-            scores.add(row)
+            scores.add_row(row)
         return scores
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add_row(self, row: Mapping[str, Any]) -> None:
         """Add the metrics of a step; ignore steps without an evaluation."""
         if self.measure is None:
             self.measure = next((name for name in MEASURES if name in row), None)
@@ -45,14 +45,14 @@ class Scores:
         if self.best is None or not self.stop_when:
             return None
         step, value = self.best
-        if (target := self.stop_when.get("target")) is not None:
+        if (target_score := self.stop_when.get("target")) is not None:
             if MEASURES[self.measure or ""] < 0:
                 raise ValueError(
                     "training.stop_when.target is a success rate or an accuracy, but this run reports only "
                     f"{self.measure}. Use training.stop_when.patience instead"
                 )
-            if value >= target:
-                return f"{self.measure} reached {value:.3f} at step {step} (training.stop_when.target={target:g})"
+            if value >= target_score:
+                return f"{self.measure} reached {value:.3f} at step {step} (training.stop_when.target={target_score:g})"
         evaluations_since = len(self.points) - 1 - self.points.index((step, value))
         if (patience := self.stop_when.get("patience")) is not None and evaluations_since >= patience:
             return (

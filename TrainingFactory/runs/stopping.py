@@ -10,7 +10,7 @@ import psutil
 from TrainingFactory.runs.folder import RunFolder
 
 
-def stop(run: RunFolder, signalled: set[psutil.Process] | None = None) -> int:
+def stop_run(run: RunFolder, signalled: set[psutil.Process] | None = None) -> int:
     """Send SIGINT to the process that trains the run, so that it saves a checkpoint and exits; return its process id.
     Add the process to `signalled`. Send nothing to a process that is already in `signalled`, because a second SIGINT
     aborts the run."""

@@ -19,36 +19,36 @@ from typing import Any
 import psutil
 
 GB = 1e9
-MIN_INTERVAL = (
+MIN_INTERVAL_SECONDS = (
     0.2  # seconds between two readings; quicker steps share one, so that reading costs no step time
 )
-GPU_INTERVAL = 1.0  # seconds between two readings of the GPUs during a step
+GPU_INTERVAL_SECONDS = 1.0  # seconds between two readings of the GPUs during a step
 
 
 class SystemMonitor:
-    """Monitor of the machine between two calls of `read`; `start` begins the first interval."""
+    """Monitor of the machine between two calls of `read_metrics`; `start` begins the first interval."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._last_reading = 0.0  # time of the last reading
+        self._last_reading_time = 0.0  # time of the last reading
         self._gpu_samples: list[dict[str, float]] = []
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._gpu_thread: threading.Thread | None = None
 
     def start(self) -> None:
         psutil.cpu_percent()
         self._process.cpu_percent()
-        self._last_reading = time.monotonic()
-        if self._gpu_thread is None and _cuda() is not None:
+        self._last_reading_time = time.monotonic()
+        if self._gpu_thread is None and _get_cuda() is not None:
             self._gpu_thread = threading.Thread(target=self._sample_gpus, daemon=True, name="system-metrics")
             self._gpu_thread.start()
 
-    def read(self) -> dict[str, float]:
-        """Return the metrics since the last reading; none if it was less than MIN_INTERVAL ago."""
+    def read_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last reading; none if it was less than MIN_INTERVAL_SECONDS ago."""
         now = time.monotonic()
-        if now - self._last_reading < MIN_INTERVAL:
+        if now - self._last_reading_time < MIN_INTERVAL_SECONDS:
             return {}
-        self._last_reading = now
+        self._last_reading_time = now
         with self._process.oneshot():
             process_cpu, process_memory = self._process.cpu_percent(), self._process.memory_info().rss
         metrics = {
@@ -57,23 +57,23 @@ class SystemMonitor:
             "system/memory": psutil.virtual_memory().used / GB,
             "system/process_memory": process_memory / GB,
         }
-        return metrics | self._gpu_means()
+        return metrics | self._average_gpu_samples()
 
     def close(self) -> None:
-        self._stopped.set()
+        self._stop_event.set()
 
     def _sample_gpus(self) -> None:
-        while not self._stopped.wait(GPU_INTERVAL):
-            self._gpu_samples.append(gpu_metrics(_cuda()))
+        while not self._stop_event.wait(GPU_INTERVAL_SECONDS):
+            self._gpu_samples.append(read_gpu_metrics(_get_cuda()))
 
-    def _gpu_means(self) -> dict[str, float]:
+    def _average_gpu_samples(self) -> dict[str, float]:
         samples, self._gpu_samples = self._gpu_samples, []
-        if self._gpu_thread is not None and not samples:  # the step was shorter than GPU_INTERVAL
-            samples = [gpu_metrics(_cuda())]
+        if self._gpu_thread is not None and not samples:  # the step was shorter than GPU_INTERVAL_SECONDS
+            samples = [read_gpu_metrics(_get_cuda())]
         return _average_samples(samples)
 
 
-def gpu_metrics(cuda: Any) -> dict[str, float]:
+def read_gpu_metrics(cuda: Any) -> dict[str, float]:
     """Return the utilization and memory of the visible GPUs; `cuda` is torch.cuda. The function does not call the CUDA
     runtime, because a call from another thread could break the capture of a CUDA graph."""
     metrics: dict[str, float] = {}
@@ -93,7 +93,7 @@ def _average_samples(samples: list[dict[str, float]]) -> dict[str, float]:
     return {name: fmean(sample[name] for sample in samples if name in sample) for name in metric_names}
 
 
-def _cuda() -> Any:
+def _get_cuda() -> Any:
     """Return torch.cuda if this process uses a GPU, else None. Torch is not imported for it."""
     torch = sys.modules.get("torch")
     return torch.cuda if torch is not None and torch.cuda.is_initialized() else None

@@ -47,11 +47,11 @@ def metrics_line(metrics: dict[str, float]) -> str:
     if "episodes/unscored" in metrics and "reward" not in metrics:
         fields.insert(0, "no episode could be scored")
     elif "episodes/unscored" in metrics:
-        if unscored := int(metrics["episodes/unscored"]):
-            fields.append(f"{unscored} of {int(metrics['episodes'])} unscored")
+        if num_unscored := int(metrics["episodes/unscored"]):
+            fields.append(f"{num_unscored} of {int(metrics['episodes'])} unscored")
         if not metrics.get("rows"):
-            groups = "all groups of scored episodes" if unscored else "all groups"
-            fields.append(f"equal rewards in {groups}, nothing to learn")
+            groups_text = "all groups of scored episodes" if num_unscored else "all groups"
+            fields.append(f"equal rewards in {groups_text}, nothing to learn")
     if num_lost := int(metrics.get("episodes/tool_failure", 0)):
         fields.append(f"{pluralize(num_lost, 'episode')} lost to unavailable tools")
     return "  ".join(fields)

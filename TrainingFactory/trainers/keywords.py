@@ -39,12 +39,12 @@ def group_by_section(options: Mapping[str, Any], algorithm: str) -> dict[str, An
 def find_sections(key: str, algorithm: str) -> list[str]:
     """Return the names of the sections that have a plain key. If the algorithm's own section has it, return only that
     one."""
-    known_sections = sections()
-    if key in known_sections[algorithm].model_fields:
+    all_sections = sections()
+    if key in all_sections[algorithm].model_fields:
         return [algorithm]
-    common = known_sections.keys() - set(ALGORITHMS)
+    common_names = all_sections.keys() - set(ALGORITHMS)
     return [
-        name for name, section in known_sections.items() if name in common and key in section.model_fields
+        name for name, section in all_sections.items() if name in common_names and key in section.model_fields
     ]
 
 

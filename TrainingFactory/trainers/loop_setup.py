@@ -67,7 +67,7 @@ class PreparedRun:
     watcher: Watcher
     interrupts: Interrupts
 
-    def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
+    def load_model(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         """Load the model to train and its chat format. `day` is the date that templates print."""
         loaded_model = build_sampler.load_trainable(self.config, self.watcher.say)
         return loaded_model, build_sampler.make_chat(self.config, loaded_model, day, self.watcher.say)
@@ -86,31 +86,31 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     config, run, tools, watcher = training.config, training.run, training.tools, training.watcher
     environment = None if training.data.environment is None else await tools.equip(training.data.environment)
     watcher.phase("load")
-    load = partial(training.load, date.fromisoformat(run.run_info["day"]))
+    load = partial(training.load_model, date.fromisoformat(run.run_info["day"]))
     loaded_model, chat = await training.learners.load(load, config, exit_stack, run.path, training.interrupts)
     run.record_notes(loaded_model.notes)
-    dataset, heldout = await in_thread(_tokenize, training, loaded_model, chat)
+    dataset, heldout_dataset = await in_thread(_tokenize_datasets, training, loaded_model, chat)
     # The number of rows, and with it that of steps, is known only now: rows that are too long are gone.
     order = training.order if dataset is None else make_order(config, len(dataset))
-    steps = count_steps(config, order)
+    num_steps = count_steps(config, order)
 
     algorithm = make_algorithm(config)
     replayed_run = tools.sampled_ahead  # set to train on recorded groups again instead of sampling
-    samples = environment is not None and replayed_run is None
-    local_policy, policy = await training.learners.policy(loaded_model, algorithm, steps, samples)
+    is_sampling = environment is not None and replayed_run is None
+    local_policy, policy = await training.learners.policy(loaded_model, algorithm, num_steps, is_sampling)
     exit_stack.push_async_callback(policy.close)
-    for rows in (dataset, heldout):
-        if rows is not None and "precomputed" in algorithm.needs:
-            rows.references = await reference_logprobs(
-                policy, algorithm, rows, config.training.batch_size, watcher
+    for split in (dataset, heldout_dataset):
+        if split is not None and "precomputed" in algorithm.needs:
+            split.references = await reference_logprobs(
+                policy, algorithm, split, config.training.batch_size, watcher
             )
     is_async = config.optimization.effective_max_staleness > 0
-    progress = await restore_progress(run, policy, order, steps, training.resuming, is_async, watcher.say)
+    progress = await restore_progress(run, policy, order, num_steps, training.resuming, is_async, watcher.say)
     if config.logging.record_tools:
         tools.record_to(run.path)
 
     setup = None
-    if samples:
+    if is_sampling:
         assert environment is not None
         setup = await _make_rollout_setup(training, environment, chat, loaded_model, local_policy, exit_stack)
         if (check_every := config.training.router_check_every) is not None:
@@ -118,11 +118,11 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
 
             local_policy.before_step = make_router_check(setup.sampler, local_policy, check_every).measure
     if replayed_run is None:
-        source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, steps)
+        source = _make_source(training, algorithm, order, progress.ledger, setup, dataset, num_steps)
     else:
         filters = EpisodeFilters(config.training.filters)
-        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.done, filters)
-        steps = min(steps, source.steps)
+        source = RecordedSource(replayed_run, algorithm, config.reward.max_unscored, progress.steps, filters)
+        num_steps = min(num_steps, source.steps)
         training_section = config.training.model_copy(update={"eval_every": None})
         config = config.model_copy(update={"training": training_section})
 
@@ -131,20 +131,20 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     exit_stack.callback(trackers.close)
     return TrainingLoop(
         config=config,
-        total=steps,
+        num_steps=num_steps,
         policy=policy,
         sampler=None if setup is None else setup.sampler,
-        counts=_sampler_metrics(setup),
+        sampler_metrics=_get_sampler_metrics(setup),
         source=source,
         algorithm=algorithm,
         order=order,
         run=run,
         tools=tools,
-        heldout=_make_heldout(training, setup, heldout),
+        heldout=_make_heldout_data(training, setup, heldout_dataset),
         guards=Guards(
             config.reward.max_equal_steps,
             has_rewards=any("reward" in row for row in earlier_metrics),
-            replayed=tools.replayed is not None,
+            is_replay=tools.replayed is not None,
             max_mismatch=config.optimization.max_mismatch,
             state_groups=config.grpo.state_groups if config.training.algorithm == "grpo" else 0.0,
         ),
@@ -153,13 +153,13 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         trackers=trackers,
         interrupts=training.interrupts,
         progress=progress,
-        stop_forecast=_forecast_stop(training, local_policy, steps, earlier_metrics),
+        stop_forecast=_forecast_stop(training, local_policy, num_steps, earlier_metrics),
         scores=Scores.from_rows(earlier_metrics, config.training.stop_when),
-        saved_step=progress.done or -1,
+        saved_step=progress.steps or -1,
     )
 
 
-def _tokenize(
+def _tokenize_datasets(
     training: PreparedRun, loaded_model: LoadedModel, chat: Any
 ) -> tuple[TokenizedDataset | None, TokenizedDataset | None]:
     """Tokenize the dataset and the held-out rows, then free their texts."""
@@ -201,16 +201,16 @@ async def _make_rollout_setup(
     exit_stack: AsyncExitStack,
 ) -> RolloutSetup:
     config, notify = training.config, training.watcher.say
-    samples = KINDS[config.training.algorithm].samples
-    max_staleness = config.optimization.effective_max_staleness if samples else 0
-    open_episodes = config.training.batch_size * max_leaves(config) * (1 + max_staleness)
+    is_sampling = KINDS[config.training.algorithm].samples
+    max_staleness = config.optimization.effective_max_staleness if is_sampling else 0
+    max_open_episodes = config.training.batch_size * max_leaves(config) * (1 + max_staleness)
     log_folder = training.run.path / "engines"
     sampler = await in_thread(
         build_sampler.make_training_sampler,
         config,
         loaded_model,
         policy,
-        open_episodes,
+        max_open_episodes,
         max_staleness > 0,
         notify,
         log_folder,
@@ -274,10 +274,10 @@ def _make_source(
     if not max_staleness:
         return SampledSource(*arguments, **options)
     by_arrival = config.optimization.async_order == "arrival"
-    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, total=steps)
+    return AsyncSource(*arguments, **options, max_staleness=max_staleness, by_arrival=by_arrival, steps=steps)
 
 
-def _sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float]]:
+def _get_sampler_metrics(setup: RolloutSetup | None) -> Callable[[], dict[str, float]]:
     from TrainingFactory.sampling import NativeEngine
 
     if setup is None or not isinstance(setup.sampler, Fleet | NativeEngine):
@@ -301,30 +301,30 @@ def _make_rollouts(
     )
 
 
-def _make_heldout(
+def _make_heldout_data(
     training: PreparedRun, setup: RolloutSetup | None, dataset: TokenizedDataset | None
 ) -> HeldoutData:
     if setup is None:
         return HeldoutData(dataset=dataset)
     rollouts = _make_rollouts(training, setup, setup.heldout_reward)
     tasks = training.data.heldout
-    objects = [kind for kind in training.objects.object_names if kind in ("environment", "reward", "tools")]
-    record = partial(append_training_record, training.config, training.run, tasks, setup.scored_by, objects)
-    return HeldoutData(tasks, rollouts, setup.reward, dataset, record)
+    kinds = [kind for kind in training.objects.object_names if kind in ("environment", "reward", "tools")]
+    append = partial(append_training_record, training.config, training.run, tasks, setup.scored_by, kinds)
+    return HeldoutData(tasks, rollouts, setup.reward, dataset, append)
 
 
 def _forecast_stop(
-    training: PreparedRun, policy: LocalPolicy, steps: int, earlier_metrics: list[dict[str, Any]]
+    training: PreparedRun, policy: LocalPolicy, num_steps: int, earlier_metrics: list[dict[str, Any]]
 ) -> StopForecast:
     """Warn if the checkpoints will not fit on the disk. Forecast how long it takes to stop the run, from the size of a
     checkpoint and the time of earlier updates."""
     from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
 
-    run, sizes = training.run, checkpoint_bytes(policy.learner)
+    run, checkpoint_sizes = training.run, checkpoint_bytes(policy.learner)
     used_bytes = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
-    space = CheckpointSpace(training.config.logging, steps, *sizes)
-    warning = space.warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))
+    checkpoint_space = CheckpointSpace(training.config.logging, num_steps, *checkpoint_sizes)
+    warning = checkpoint_space.make_warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))
     if warning is not None:
         training.watcher.say(f"WARNING {warning}")
     update_seconds = earlier_metrics[-1].get("seconds/update", 0.0) if earlier_metrics else 0.0
-    return StopForecast(sum(sizes) / DISK_SPEED, update_seconds)
+    return StopForecast(sum(checkpoint_sizes) / DISK_SPEED, update_seconds)

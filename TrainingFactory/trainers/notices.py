@@ -15,10 +15,10 @@ from TrainingFactory.rewards.rules.tool_verified import make_rule_or_verifier
 ASYNC_KEYS = ("async_rollout", "max_staleness", "async_order")
 
 
-def notices(config: TrainingConfig, *, rewarded: bool = False) -> list[str]:
-    """Return one line for each option that is not implemented, or not supported by this reward. `rewarded`: the
+def notices(config: TrainingConfig, *, has_reward: bool = False) -> list[str]:
+    """Return one line for each option that is not implemented, or not supported by this reward. `has_reward`: the
     caller's reward replaces the config's."""
-    return [*unimplemented_notices(config), *_process_notices(config, rewarded)]
+    return [*unimplemented_notices(config), *_list_process_notices(config, has_reward)]
 
 
 def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:
@@ -27,9 +27,9 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
     lines = [
-        (changed_keys(config, other), f"options of {other}, but this run trains with {name}")
-        for other in KINDS
-        if other != name
+        (changed_keys(config, other_name), f"options of {other_name}, but this run trains with {name}")
+        for other_name in KINDS
+        if other_name != name
     ]
     if not kind.samples:
         group_keys = [key for key in changed_keys(config, "training") if key == "training.group_size"]
@@ -55,16 +55,16 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
     elif not config.optimization.async_rollout:
         lines.append((async_keys, "only used with optimization.async_rollout=true"))
     if importance_cap(config) is None:
-        keys = [
+        option_keys = [
             key for key in changed_keys(config, "optimization") if "importance" in key or "mismatch" in key
         ]
         reason = "the learner itself samples, so no correction is applied without optimization.importance_cap"
-        lines.append((keys, reason if kind.samples else f"{name} does not train on sampled episodes"))
+        lines.append((option_keys, reason if kind.samples else f"{name} does not train on sampled episodes"))
     if config.compute.backend != "ray":
         local_keys = {f"compute.{key}" for key in ("allocation_id", "start_timeout", "learners", "num_gpus")}
         ray_keys = [key for key in changed_keys(config, "compute") if key not in local_keys]
         lines.append((ray_keys, "only used with compute.backend=ray"))
-        remote_keys = [f"tools.{number}.remote" for number, entry in enumerate(config.tools) if entry.remote]
+        remote_keys = [f"tools.{number}.remote" for number, tool in enumerate(config.tools) if tool.remote]
         lines.append((remote_keys, "without compute.backend=ray tools run in the run's process"))
     if config.compute.learners == 1 or (config.compute.learners is None and launched_process() is None):
         offload_keys = [
@@ -80,11 +80,11 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         lines.append((shape_keys, "model.adapter keeps the shape that it was trained with"))
     elif not config.lora.enabled:
         lines.append((changed_keys(config, "lora"), "there is no adapter without lora.enabled=true"))
-    lines += _branching_notices(config)
-    return [f"{', '.join(keys)}: {text}" for keys, text in lines if keys]
+    lines += _list_branching_notices(config)
+    return [f"{', '.join(option_keys)}: {text}" for option_keys, text in lines if option_keys]
 
 
-def _branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
+def _list_branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
     """Return the options of training.branching that have no effect, because they belong to another value of `at`."""
     branching = config.training.branching
     if branching is None:
@@ -96,27 +96,27 @@ def _branching_notices(config: TrainingConfig) -> list[tuple[list[str], str]]:
     ]
 
 
-def _process_notices(config: TrainingConfig, rewarded: bool) -> list[str]:
+def _list_process_notices(config: TrainingConfig, has_reward: bool) -> list[str]:
     """Return a line about rewards that cannot run in worker processes although `distributed_reward` is set."""
     optimization, section = config.optimization, config.reward
     if not optimization.distributed_reward:
         unused_key = "optimization.reward_workers: only used with optimization.distributed_reward=true"
         return [unused_key] if optimization.reward_workers is not None else []
-    parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
-    typed_options = [(part.get("type", ""), part.get("options") or {}) for part in parts]
+    reward_parts = [*section.parts.values()] or [{"type": section.type, "options": section.options}]
+    typed_options = [(part.get("type", ""), part.get("options") or {}) for part in reward_parts]
     local_types = [kind for kind, options in typed_options if not _can_run_in_worker(kind, options)]
-    if rewarded or not local_types:
+    if has_reward or not local_types:
         return []
-    kinds = ", ".join(dict.fromkeys(local_types))
+    types = ", ".join(dict.fromkeys(local_types))
     return [
-        f"optimization.distributed_reward: rewards of the type {kinds} stay in the run's process, because they call an "
-        "endpoint, or need its tools, models or environments"
+        f"optimization.distributed_reward: rewards of the type {types} stay in the run's process, because they call "
+        "an endpoint, or need its tools, models or environments"
     ]
 
 
-def _can_run_in_worker(kind: str, options: Any) -> bool:
-    if kind not in ("rule_based", "tool_verified"):
-        return kind in ("function", "process_reward")
+def _can_run_in_worker(reward_type: str, options: Any) -> bool:
+    if reward_type not in ("rule_based", "tool_verified"):
+        return reward_type in ("function", "process_reward")
     try:
         return not isinstance(make_rule_or_verifier(options), ToolRule)
     except ValueError:

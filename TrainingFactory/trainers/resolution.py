@@ -20,7 +20,7 @@ from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.endpoints.names import is_endpoint
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import Problem
-from TrainingFactory.models.names import resolve_model_name as resolve_model
+from TrainingFactory.models.names import resolve_model_name
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import RewardFunction
 from TrainingFactory.registry.rows import check_name
@@ -52,7 +52,7 @@ def resolve_config(
     per decision."""
     notes: list[str] = []
 
-    def note(text: str) -> None:
+    def add_note(text: str) -> None:
         notes.append(text)
         notify(text)
 
@@ -61,17 +61,17 @@ def resolve_config(
         if run is not None:
             check_original_model(run)
         config = with_original_files(config, run)
-        config = factories.resolve_ids(config, note)
+        config = factories.resolve_ids(config, add_note)
         _reject_endpoints(config)
-        allocation = allocation or factories.find_allocation(config, note)
-        config = factories.with_allocation(config, allocation, note)
+        allocation = allocation or factories.find_allocation(config, add_note)
+        config = factories.with_allocation(config, allocation, add_note)
         config = with_gpu_division(config, notify)
         written_config = with_learner_count(config, notify)
-        objects = factories.with_dataset_rows(written_config, objects, note)
+        objects = factories.with_dataset_rows(written_config, objects, add_note)
         config = (
             with_resolved_model(written_config) if run is None else with_original_model(run, written_config)
         )
-        _note_model(written_config, config, note)
+        _note_model(written_config, config, add_note)
     except BaseException:
         if allocation is not None:
             allocation.release()
@@ -85,17 +85,17 @@ def _reject_endpoints(config: TrainingConfig) -> None:
         raise config.wrong([Problem(("model", "name"), problem, config.model.name)])
 
 
-def _note_model(written_config: TrainingConfig, config: TrainingConfig, note: Notify) -> None:
+def _note_model(written_config: TrainingConfig, config: TrainingConfig, add_note: Notify) -> None:
     model = config.model
-    if written_config.model.name != (resolved_name := resolve_model(model.name)):
+    if written_config.model.name != (resolved_name := resolve_model_name(model.name)):
         adapter_note = f" under the adapter {model.adapter}" if model.adapter else ""
-        note(f"model.name {written_config.model.name} is {resolved_name}{adapter_note}")
+        add_note(f"model.name {written_config.model.name} is {resolved_name}{adapter_note}")
 
 
-def validate(resolved: ResolvedConfig) -> RewardFunction | None:
+def validate_config(resolved_config: ResolvedConfig) -> RewardFunction | None:
     """Raise for every part of the config that the run could not execute, before anything is loaded. Return the reward,
     so that tasks can be checked against it."""
-    config, objects = resolved.config, resolved.objects
+    config, objects = resolved_config.config, resolved_config.objects
     check_config(config, config.data.dataset is not None or objects.examples is not None)
     make_branching(config)  # raises if its function cannot be loaded
     check_engines(config)
@@ -112,10 +112,10 @@ def validate(resolved: ResolvedConfig) -> RewardFunction | None:
 
 def check_registry(config: TrainingConfig) -> None:
     """Raise if the trained model could not be registered after the run."""
-    section = config.registry
-    if section.name is not None:
+    registry_section = config.registry
+    if registry_section.name is not None:
         try:
-            check_name(section.name)
+            check_name(registry_section.name)
         except ValueError as error:
             raise config.wrong([Problem(("registry", "name"), str(error))]) from error
-        ModelRegistry(section.path, config.logging.output_dir).names()
+        ModelRegistry(registry_section.path, config.logging.output_dir).names()

@@ -18,7 +18,7 @@ async def restore_progress(
     policy: Policy,
     order: TaskOrder,
     steps: int,
-    resuming: bool,
+    is_resumed: bool,
     is_async: bool,
     notify: Callable[[str], None],
 ) -> Progress:
@@ -32,16 +32,16 @@ async def restore_progress(
             ledger = Ledger.from_state(order, state)
         except ValueError as error:
             raise ValueError(f"run {run.name} {error}") from error
-        if ledger.unfinished and not is_async:
+        if ledger.unfinished_groups and not is_async:
             raise ValueError(
-                f"run {run.name} used async rollouts and has {len(ledger.unfinished)} unfinished groups: resume it "
-                "with optimization.async_rollout=true and optimization.max_staleness above 0"
+                f"run {run.name} used async rollouts and has {len(ledger.unfinished_groups)} unfinished groups: "
+                "resume it with optimization.async_rollout=true and optimization.max_staleness above 0"
             )
         progress = Progress(ledger, state["step"], state["seconds"], state.get("unlogged"))
         offsets = state["offsets"]
     await in_thread(run.rewind, offsets)
-    if resuming:
-        notify(f"resuming after step {progress.done} of {steps}" + ("" if state else ": no checkpoint yet"))
+    if is_resumed:
+        notify(f"resuming after step {progress.steps} of {steps}" + ("" if state else ": no checkpoint yet"))
     return progress
 
 

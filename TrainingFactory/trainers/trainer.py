@@ -87,35 +87,35 @@ class Trainer:
         self._notes = trl.notes
         if isinstance(options.get("tool_cache"), ToolCache):
             self.objects.cache = options.pop("tool_cache")
-        keys = self._group_by_section(options)
-        merge_into_section(keys, "training", {"algorithm": self.algorithm})
+        config_keys = self._group_by_section(options)
+        merge_into_section(config_keys, "training", {"algorithm": self.algorithm})
         if model is not None:
-            merge_into_section(keys, "model", _as_section(model))
-        self._take_reward(reward_function, keys)
+            merge_into_section(config_keys, "model", _as_section(model))
+        self._take_reward(reward_function, config_keys)
         if allocation_id is not None:
-            merge_into_section(keys, "compute", {"allocation_id": allocation_id})
+            merge_into_section(config_keys, "compute", {"allocation_id": allocation_id})
             self.objects.allocation = None if isinstance(allocation_id, str) else allocation_id
-        self._take_tools([*self._take_environment(environment, keys), *as_list(tools)], keys)
+        self._take_tools([*self._take_environment(environment, config_keys), *as_list(tools)], config_keys)
         for key, value in {"tasks": tasks, "dataset": dataset, "heldout": heldout}.items():
             if isinstance(value, str | Path):
-                merge_into_section(keys, "data", {key: value})
+                merge_into_section(config_keys, "data", {key: value})
         self._tasks, self._dataset, self._heldout = map(_as_rows, (tasks, dataset, heldout))
         self._name, self._resume, self._replay = name, resume, replay
         self._watcher = watcher
         self._run: Path | None = None
-        self._use_config(with_options(config, keys))
+        self._use_config(with_options(config, config_keys))
 
     def train(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train and return a report. Options in `config` override those of the trainer. Works in a script, in a
         notebook and inside a running event loop."""
-        self._override(config)
+        self._override_config(config)
         report = serve_rank(self.config) or self._make_training().train()
         self._run = report.run
         return report
 
     async def train_async(self, config: TrainingConfig | Mapping[str, Any] | None = None) -> TrainingReport:
         """Train on the running event loop, for tools and rewards that belong to it."""
-        self._override(config)
+        self._override_config(config)
         report = serve_rank(self.config) or await self._make_training().train_async()
         self._run = report.run
         return report
@@ -130,21 +130,21 @@ class Trainer:
         return export(str(self._run), path if path is not None else self._run / "model", merge)
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={value!r}" for name, value in self._main_settings())
+        settings = ", ".join(f"{name}={value!r}" for name, value in self._list_settings())
         return f"{type(self).__name__}({settings})"
 
     def _repr_html_(self) -> str:
         """Return the trainer for a notebook: a table of what it trains, and charts of its run."""
         rows = RunFolder(self._run).metrics() if self._run is not None else []
-        return run_html(type(self).__name__, self._main_settings(), rows)
+        return run_html(type(self).__name__, self._list_settings(), rows)
 
-    def _main_settings(self) -> list[tuple[str, str]]:
+    def _list_settings(self) -> list[tuple[str, str]]:
         """Return the main settings as (name, value as text)."""
         config, objects = self.config, self.objects
         environment = config.environment.environment_id
         if objects.environment is not None:
             environment = getattr(objects.environment, "__name__", type(objects.environment).__name__)
-        tools = [entry.name for entry in config.tools] + [_tool_name(entry) for entry in objects.tools]
+        tools = [tool.name for tool in config.tools] + [_get_tool_name(tool) for tool in objects.tools]
         settings = {
             "model": config.model.name,
             "environment": environment,
@@ -156,15 +156,15 @@ class Trainer:
         }
         return [(name, str(value)) for name, value in settings.items() if value]
 
-    def _override(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
+    def _override_config(self, config: TrainingConfig | Mapping[str, Any] | None) -> None:
         if config is not None:
             self._use_config(with_options(self.config, self._group_by_section(config)))
 
     def _make_training(self) -> Training:
         """Return the run that `train()` executes: a new one, or with `resume` the existing run of that name."""
         watcher = self._watcher or default_watcher()
-        for text in self.notices:
-            watcher.say(f"note: {text}")
+        for notice in self.notices:
+            watcher.say(f"note: {notice}")
         run, config = None, self.config
         if self._resume:
             if self._name is None:
@@ -178,7 +178,8 @@ class Trainer:
         training = Training(
             config, name=self._name, run=run, objects=self.objects, watcher=watcher, replay=self._replay
         )
-        watcher.say(f"run {training.run.name} in {training.run.path}: {pluralize(training.total, 'step')}")
+        steps = pluralize(training.num_steps, "step")
+        watcher.say(f"run {training.run.name} in {training.run.path}: {steps}")
         return training
 
     def _group_by_section(self, config: TrainingConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +211,7 @@ class Trainer:
         has_environment = objects.environment is not None or bool(objects.tools)
         self.notices = [
             *self._notes,
-            *notices(config, rewarded=has_reward),
+            *notices(config, has_reward=has_reward),
             *unused_options(config, has_episodes=has_environment, heldout=self._heldout is not None),
         ]
         runs_in_process = has_reward and move_object(objects.reward, config) is objects.reward
@@ -260,7 +261,7 @@ class Trainer:
         self.objects.tools = [as_tool(entry) for entry in tools if not isinstance(entry, str | Mapping)]
 
 
-def _tool_name(tool: Tool | ToolSource) -> str:
+def _get_tool_name(tool: Tool | ToolSource) -> str:
     return tool.spec.name if isinstance(tool, Tool) else type(tool).__name__
 
 
@@ -274,14 +275,14 @@ def _pop_object(options: dict[str, Any], key: str, default: Any) -> Any:
     return options.pop(key)
 
 
-def _as_rows(source: Any) -> Any:
+def _as_rows(rows: Any) -> Any:
     """Return rows that the caller passed as Python objects, as a collection that can be read twice; None for the name
     of a dataset."""
-    if isinstance(source, str | Path):
+    if isinstance(rows, str | Path):
         return None
-    if hasattr(source, "dataset_id"):
-        source = rows_of(source)
-    return list(source) if isinstance(source, Iterator) else source
+    if hasattr(rows, "dataset_id"):
+        rows = rows_of(rows)
+    return list(rows) if isinstance(rows, Iterator) else rows
 
 
 def _as_section(model: ModelLike) -> Mapping[str, Any]:

@@ -16,17 +16,17 @@ from TrainingFactory.assembly.rewards import check_tasks
 from TrainingFactory.assembly.run_tools import RunTools
 from TrainingFactory.assembly.sampler import check_chat_template
 from TrainingFactory.assembly.vision import with_vision
-from TrainingFactory.common.event_loop import run as run_anywhere
+from TrainingFactory.common.event_loop import run as run_loop
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve import factories
-from TrainingFactory.runs.folder import RESOLVED, RunFolder, TrainingReport, new_name
+from TrainingFactory.runs.folder import NOTES_KEY, RunFolder, TrainingReport, pick_name
 from TrainingFactory.runs.notebook_view import default_watcher
 from TrainingFactory.runs.tracking import Watcher
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.trainers.loop_setup import PreparedRun, count_steps, make_loop, make_order
-from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate
+from TrainingFactory.trainers.resolution import ResolvedConfig, resolve_config, validate_config
 from TrainingFactory.training.dataset import UserObjects, check_unchanged, gather_data
 from TrainingFactory.training.interrupts import Interrupts
 from TrainingFactory.training.preflight import check_steps
@@ -61,14 +61,14 @@ class Training(PreparedRun):
         self.objects = resolved.objects
         self.allocation = resolved.allocation
         try:
-            reward = validate(resolved)
+            reward = validate_config(resolved)
             self.tools = RunTools(self.config, self.objects.tools, replay, self.objects.cache)
             with factories.listing_searched_places("datasets"):
                 self.data = gather_data(self.config, self.objects, self._load_environment(resolved))
             self.config = with_vision(self.config, self.data.environment, self.data.tasks, self.data.examples)
             self.order = make_order(self.config, self.data.size)
-            self.total = count_steps(self.config, self.order)  # fewer if rows turn out to be too long
-            check_steps(self.config, self.total)
+            self.num_steps = count_steps(self.config, self.order)  # fewer if rows turn out to be too long
+            check_steps(self.config, self.num_steps)
             train_tasks = self.data.tasks if KINDS[self.config.training.algorithm].samples else ()
             check_tasks(reward, [*train_tasks, *self.data.heldout], self.data.environment)
             check_self_play(self.config, self.data.environment, reward)
@@ -77,7 +77,7 @@ class Training(PreparedRun):
                 run_info = describe_start(
                     self.written_config, objects or UserObjects(), self.tools, self.data
                 )
-                run = self.new_run(name or new_name(self.config), run_info | {RESOLVED: resolved.notes})
+                run = self.new_run(name or pick_name(self.config), run_info | {NOTES_KEY: resolved.notes})
             else:
                 self._check_unchanged(run)
             self.run = run
@@ -86,9 +86,9 @@ class Training(PreparedRun):
             self._release()
             raise
 
-    def _load_environment(self, resolved: ResolvedConfig) -> EnvironmentFactory | None:
+    def _load_environment(self, resolved_config: ResolvedConfig) -> EnvironmentFactory | None:
         """Return the environment that the config names; None if the caller gave one or the run needs none."""
-        config, objects = resolved.config, resolved.objects
+        config, objects = resolved_config.config, resolved_config.objects
         if objects.environment is not None:
             return None
         has_rows = objects.examples is not None or config.data.dataset is not None
@@ -98,11 +98,11 @@ class Training(PreparedRun):
         if has_rows and not is_named:
             return None
 
-        def note(text: str) -> None:
-            resolved.notes.append(text)
+        def add_note(text: str) -> None:
+            resolved_config.notes.append(text)
             self.watcher.say(text)
 
-        return make_environment(config, self.tools.is_needed or bool(objects.tasks), note)
+        return make_environment(config, self.tools.is_needed or bool(objects.tasks), add_note)
 
     def _check_unchanged(self, run: RunFolder) -> None:
         check_unchanged(self.data, run.run_info, run.name)
@@ -113,12 +113,12 @@ class Training(PreparedRun):
 
     def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         """Create the run folder. A dry run overrides this to use another place."""
-        template = check_chat_template(self.config)
-        return RunFolder.create(self.written_config, name, run_info, self.total, template)
+        chat_template = check_chat_template(self.config)
+        return RunFolder.create(self.written_config, name, run_info, self.num_steps, chat_template)
 
     def train(self) -> TrainingReport:
         """Train to the end, or until Ctrl-C: then a checkpoint holds the progress and `state` is interrupted."""
-        return run_anywhere(self.train_async, self.interrupts.request_stop)
+        return run_loop(self.train_async, self.interrupts.request_stop)
 
     async def train_async(self) -> TrainingReport:
         """Train on the running event loop; otherwise like `train`."""
@@ -166,9 +166,9 @@ class Training(PreparedRun):
 def resume(name: str, runs: str | Path = "runs", watcher: Watcher | None = None) -> Training:
     """Resume a run, given by name or folder, from its last checkpoint."""
     run = RunFolder.find(name, runs)
-    if objects := run.run_info.get("objects"):
+    if kinds := run.run_info.get("objects"):
         raise ValueError(
-            f"run {run.name} was started from Python with its own {' and '.join(objects)}; resume it there: the same "
+            f"run {run.name} was started from Python with its own {' and '.join(kinds)}; resume it there: the same "
             f"trainer with name={run.name!r} and resume=True"
         )
     return Training(run.config, run=run, watcher=watcher)

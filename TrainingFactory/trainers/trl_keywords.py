@@ -25,7 +25,7 @@ ALWAYS_READ = (
 )  # fmt: skip
 
 # Their name -> our key: the same meaning, the same values.
-SAME_MEANING = {
+RENAMED_OPTIONS = {
     "num_generations": "training.group_size", "max_completion_length": "sampling.max_tokens",
     "num_iterations": "training.update_epochs", "seed": "training.seed", "shuffle_dataset": "data.shuffle",
     "save_total_limit": "logging.keep_checkpoints", "epsilon_high": "grpo.clip_high", "delta": "grpo.clip_dual",
@@ -49,7 +49,7 @@ LORA_FIELDS = {
 }
 IGNORED_LORA_FIELDS = {"task_type", "inference_mode", "base_model_name_or_path", "peft_type"}
 # Their name -> our key, and their values -> our values.
-VALUES: dict[str, tuple[str, dict[Any, Any]]] = {
+VALUE_MAP: dict[str, tuple[str, dict[Any, Any]]] = {
     "lr_scheduler_type": ("training.schedule", {
         "constant": "constant", "linear": "linear", "cosine": "cosine", "constant_with_warmup": "constant"}),
     "optim": ("training.optimizer", {
@@ -105,32 +105,32 @@ class TRLTranslation:
     counterpart. `group_size` is the config's value, used if no option sets it."""
 
     def __init__(self, options: dict[str, Any], algorithm: str, group_size: int) -> None:
-        self.algorithm, self.samples = algorithm, KINDS[algorithm].samples
+        self.algorithm, self.is_sampling = algorithm, KINDS[algorithm].samples
         self.parameters: dict[str, Any] = {}  # of the trainer
         self.keys: dict[str, Any] = {}  # of the config, by full name
         self.notes: list[str] = []
         keywords = {
             name: options.pop(name) for name in [*options] if self._is_trl_argument(name, options[name])
         }
-        args = _changed_fields(keywords.pop("args", None))
+        args = _list_changed_fields(keywords.pop("args", None))
         if duplicate_keys := args.keys() & (keywords.keys() | options.keys()):
             names = ", ".join(sorted(duplicate_keys))
             raise ValueError(f"{names} is given twice, by itself and in args; leave one of them out")
-        self.remaining = {name: value for name, value in (args | keywords).items() if value is not None}
+        self.trl_options = {name: value for name, value in (args | keywords).items() if value is not None}
         training = options.get("training")
-        all_options = {**options, **(training if isinstance(training, Mapping) else {})}
+        flat_options = {**options, **(training if isinstance(training, Mapping) else {})}
         self._translate_objects()
         self._translate_batch(
-            self.remaining.get("num_generations", all_options.get("group_size", group_size))
+            self.trl_options.get("num_generations", flat_options.get("group_size", group_size))
         )
         self._translate_loss()
-        results = [self._translate(name, value, options) for name, value in self.remaining.items()]
-        if problems := [text for text in results if text]:
+        messages = [self._translate_option(name, value, options) for name, value in self.trl_options.items()]
+        if problems := [message for message in messages if message]:
             raise ValueError("\n".join(["these options of TRL have no counterpart here:", *problems]))
         for key, value in self.keys.items():
             section, name = key.split(".")
-            current = options.get(section) or {}
-            options[section] = dict(current) if isinstance(current, Mapping) else current
+            section_keys = options.get(section) or {}
+            options[section] = dict(section_keys) if isinstance(section_keys, Mapping) else section_keys
             merge_into_section(options, section, {name: value})
 
     def resolve_objects(self, **user_objects: Any) -> list[Any]:
@@ -152,30 +152,30 @@ class TRLTranslation:
 
     def _translate_objects(self) -> None:
         """Translate TRL's arguments for data, rewards and adapters into the trainer's parameters and config keys."""
-        remaining, data_parameter = self.remaining, "tasks" if self.samples else "dataset"
-        for trl_name, own_name in {
+        options, data_parameter = self.trl_options, "tasks" if self.is_sampling else "dataset"
+        for trl_name, parameter in {
             "train_dataset": data_parameter,
             "eval_dataset": "heldout",
             "run_name": "name",
         }.items():
-            if trl_name in remaining:
-                self.parameters[own_name] = remaining.pop(trl_name)
-        weights = remaining.pop("reward_weights", None)
-        if "reward_funcs" in remaining:
-            self.parameters["reward_function"] = combine_reward_funcs(remaining.pop("reward_funcs"), weights)
+            if trl_name in options:
+                self.parameters[parameter] = options.pop(trl_name)
+        weights = options.pop("reward_weights", None)
+        if "reward_funcs" in options:
+            self.parameters["reward_function"] = combine_reward_funcs(options.pop("reward_funcs"), weights)
         elif weights is not None:
             raise ValueError("reward_weights goes with reward_funcs, a list with as many functions")
-        if "peft_config" in remaining:
-            self.keys |= _translate_adapter(remaining.pop("peft_config"))
+        if "peft_config" in options:
+            self.keys |= _translate_adapter(options.pop("peft_config"))
 
     def _translate_batch(self, group_size: int) -> None:
         """Translate batch sizes: TRL counts completions, we count tasks with `group_size` completions each."""
-        remaining = self.remaining
-        sizes = {name: remaining.pop(name) for name in BATCH_OPTIONS if name in remaining}
+        trl_options = self.trl_options
+        sizes = {name: trl_options.pop(name) for name in BATCH_OPTIONS if name in trl_options}
         if not sizes:
             return
-        update_size = _batch_per_update(sizes)
-        if not self.samples:
+        update_size = _get_update_size(sizes)
+        if not self.is_sampling:
             self.keys["training.batch_size"] = update_size
             return
         steps = sizes.get("steps_per_generation", sizes.get("gradient_accumulation_steps", 1))
@@ -193,49 +193,49 @@ class TRLTranslation:
         self.keys["training.batch_size"] = num_tasks
         if num_updates > 1:
             self.keys["training.minibatches"] = num_updates
-        if remaining.get("max_steps", -1) > 0:  # TRL counts updates
-            remaining["max_steps"] = ceil(
-                remaining["max_steps"] / (num_updates * remaining.get("num_iterations", 1))
+        if trl_options.get("max_steps", -1) > 0:  # TRL counts updates
+            trl_options["max_steps"] = ceil(
+                trl_options["max_steps"] / (num_updates * trl_options.get("num_iterations", 1))
             )
         translation = f"training.batch_size={num_tasks} tasks with {group_size} episodes each"
         self.notes.append(f"{trl_arguments} counts completions: {translation}")
 
     def _translate_loss(self) -> None:
         """Translate TRL's loss options, one of which may set several of our keys."""
-        remaining, loss = self.remaining, self.remaining.get("loss_type")
+        options, loss = self.trl_options, self.trl_options.get("loss_type")
         if self.algorithm == "dpo" and loss is not None:
-            remaining.pop("loss_type")
+            options.pop("loss_type")
             self.keys["dpo.loss_kind"] = loss[0] if isinstance(loss, list) and len(loss) == 1 else loss
         if loss == "cispo":
             self.keys["grpo.loss_kind"] = loss
         if loss == "dr_grpo":
-            self.keys["grpo.constant_length"] = remaining.get("max_completion_length", 512)
-        if self.algorithm == "grpo" and "beta" in remaining:
-            self.keys["grpo.kl"] = remaining.pop("beta")
-        if self.algorithm == "grpo" and "epsilon" in remaining:
-            epsilon = remaining.pop("epsilon")
-            self.keys |= {"grpo.clip_low": epsilon, "grpo.clip_high": remaining.pop("epsilon_high", epsilon)}
+            self.keys["grpo.constant_length"] = options.get("max_completion_length", 512)
+        if self.algorithm == "grpo" and "beta" in options:
+            self.keys["grpo.kl"] = options.pop("beta")
+        if self.algorithm == "grpo" and "epsilon" in options:
+            epsilon = options.pop("epsilon")
+            self.keys |= {"grpo.clip_low": epsilon, "grpo.clip_high": options.pop("epsilon_high", epsilon)}
 
-    def _translate(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
+    def _translate_option(self, name: str, value: Any, options: dict[str, Any]) -> str | None:
         """Translate one name; return the problem if it has no counterpart."""
-        key, own_value = _translate_value(name, getattr(value, "value", value))  # an enum's value
+        key, our_value = _translate_value(name, getattr(value, "value", value))  # an enum's value
         other_algorithms = {*ALGORITHMS} - {self.algorithm}
         if key is not None and key.split(".")[0] not in other_algorithms:
-            self.keys[key] = own_value
+            self.keys[key] = our_value
         elif name in IGNORED_OPTIONS or name.startswith(IGNORED_PREFIXES):
             self.notes.append(f"{name}: {IGNORED_OPTIONS.get(name, 'it has no effect here')}")
-        elif name not in VALUES and (name in ALIASES or find_sections(name, self.algorithm)):
+        elif name not in VALUE_MAP and (name in ALIASES or find_sections(name, self.algorithm)):
             options[name] = value  # the same name here
         else:
-            allowed = f"only {', '.join(map(str, VALUES[name][1]))}" if name in VALUES else "leave it out"
-            return f"  {name}={show_value(name, value)}: {REMEDIES.get(name, allowed)}"
+            hint = f"only {', '.join(map(str, VALUE_MAP[name][1]))}" if name in VALUE_MAP else "leave it out"
+            return f"  {name}={show_value(name, value)}: {REMEDIES.get(name, hint)}"
         return None
 
 
 def _translate_value(name: str, value: Any) -> tuple[str | None, Any]:
     """Return our config key for a name of TRL (None if there is none), and its value for that key."""
-    if name in VALUES:
-        key, value_map = VALUES[name]
+    if name in VALUE_MAP:
+        key, value_map = VALUE_MAP[name]
         return (key, value_map[value]) if value in [*value_map] else (None, value)
     if name in INTEGER_OPTIONS and isinstance(value, int | float) and float(value).is_integer():
         # One more: the turn that answers.
@@ -246,10 +246,10 @@ def _translate_value(name: str, value: Any) -> tuple[str | None, Any]:
     if name == "report_to":
         trackers: Any = [value] if isinstance(value, str) else value
         return "logging.trackers", [tracker for tracker in trackers if tracker != "none"]
-    return SAME_MEANING.get(name), value
+    return RENAMED_OPTIONS.get(name), value
 
 
-def _changed_fields(args: Any) -> dict[str, Any]:
+def _list_changed_fields(args: Any) -> dict[str, Any]:
     """Return the attributes of a `GRPOConfig` or the like that differ from its defaults, or are in `ALWAYS_READ`."""
     if args is None or isinstance(args, Mapping):
         return {name: value for name, value in (args or {}).items() if value is not None}
@@ -271,7 +271,7 @@ def _changed_fields(args: Any) -> dict[str, Any]:
         for name, value in values.items()
         if name in ALWAYS_READ or value != getattr(defaults, name, ...)
     }
-    if changed_fields.get("generation_batch_size") == _batch_per_update(values):  # which TRL fills in itself
+    if changed_fields.get("generation_batch_size") == _get_update_size(values):  # which TRL fills in itself
         del changed_fields["generation_batch_size"]
     return {
         name: value
@@ -280,20 +280,20 @@ def _changed_fields(args: Any) -> dict[str, Any]:
     }
 
 
-def _batch_per_update(sizes: Mapping[str, Any]) -> int:
+def _get_update_size(sizes: Mapping[str, Any]) -> int:
     return sizes.get("per_device_train_batch_size", 8) * sizes.get("gradient_accumulation_steps", 1)
 
 
 def _translate_adapter(config: Any) -> dict[str, Any]:
     """Translate a `peft.LoraConfig` into the section `lora`; raise for fields without a counterpart."""
-    remaining = _changed_fields(config)
-    modules = remaining.pop("target_modules", None)
+    adapter = _list_changed_fields(config)
+    modules = adapter.pop("target_modules", None)
     keys: dict[str, Any] = {
-        f"lora.{LORA_FIELDS[name]}": remaining.pop(name) for name in [*remaining] if name in LORA_FIELDS
+        f"lora.{LORA_FIELDS[name]}": adapter.pop(name) for name in [*adapter] if name in LORA_FIELDS
     }
-    extra_fields = sorted(remaining.keys() - IGNORED_LORA_FIELDS)
-    if extra_fields or getattr(config, "peft_type", "LORA") != "LORA":
-        unsupported = ", ".join(extra_fields) or f"type {config.peft_type}"
+    unknown_fields = sorted(adapter.keys() - IGNORED_LORA_FIELDS)
+    if unknown_fields or getattr(config, "peft_type", "LORA") != "LORA":
+        unsupported = ", ".join(unknown_fields) or f"type {config.peft_type}"
         supported = f"{', '.join(LORA_FIELDS.values())} and target_modules"
         raise ValueError(
             f"peft_config has {unsupported}, which has no counterpart here; the section lora has {supported}"
@@ -308,10 +308,10 @@ class SumOfRewards(Combined):
     omitted."""
 
     def _sum(self, results: Mapping[str, Reward | Exception]) -> Reward | Exception:
-        applicable = {name: result for name, result in results.items() if not isinstance(result, NoReward)}
-        if not applicable:
+        terms = {name: result for name, result in results.items() if not isinstance(result, NoReward)}
+        if not terms:
             return Unscored("none of the reward functions applies to it")
-        return super()._sum(applicable)
+        return super()._sum(terms)
 
 
 def combine_reward_funcs(functions: Any, weights: Sequence[float] | None = None) -> Any:
@@ -331,9 +331,9 @@ def combine_reward_funcs(functions: Any, weights: Sequence[float] | None = None)
             f"reward_weights has {len(weights)} numbers and reward_funcs {len(rewards)} rewards; give a list of "
             "functions and one weight for each"
         )
-    parts: dict[str, tuple[float, Any]] = {}
+    weighted_rewards: dict[str, tuple[float, Any]] = {}
     for weight, function in zip(weights, rewards, strict=True):
         name = str(getattr(function, "__name__", type(function).__name__))
-        name = name if name not in parts else f"{name}_{len(parts) + 1}"
-        parts[name] = (weight, function)
-    return SumOfRewards(parts, timeout=None)
+        name = name if name not in weighted_rewards else f"{name}_{len(weighted_rewards) + 1}"
+        weighted_rewards[name] = (weight, function)
+    return SumOfRewards(weighted_rewards, timeout=None)

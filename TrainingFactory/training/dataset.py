@@ -20,7 +20,7 @@ from TrainingFactory.protocols import EnvironmentFactory, RewardFunction
 from TrainingFactory.tools.schema import check_arguments, check_schema, make_validator
 from TrainingFactory.types import Task, ToolSpec
 
-DEFAULT_TASKS = 16
+NUM_DEFAULT_TASKS = 16
 TRAINING_TASKS = 1000
 
 
@@ -114,56 +114,56 @@ def read_objects(
         objects.heldout = read_heldout(config, heldout, training_data)
 
 
-def read_examples(config: TrainingConfig, source: Any, heldout: bool = False) -> Examples:
+def read_examples(config: TrainingConfig, dataset: Any, is_heldout: bool = False) -> Examples:
     """Read a dataset in the format that the config's algorithm needs; report all invalid rows together."""
     data = config.data
-    count = data.heldout_count if heldout else data.count
-    split = data.heldout_split if heldout else data.dataset_split
-    source = str(source) if isinstance(source, Path) else source
+    count = data.heldout_count if is_heldout else data.count
+    split = data.heldout_split if is_heldout else data.dataset_split
+    dataset = str(dataset) if isinstance(dataset, Path) else dataset
     return load_examples(
-        source, example_form(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows,
+        dataset, make_form(config), split=split, count=count, skip_bad_rows=data.skip_bad_rows,
         check_call=argument_problem,
         columns=data.columns, image_urls=data.image_urls,
     )  # fmt: skip
 
 
-def read_heldout(config: TrainingConfig, source: Any, dataset: Any) -> Examples:
+def read_heldout(config: TrainingConfig, heldout: Any, training_data: Any) -> Examples:
     """Read held-out examples; raise ValueError if they are the rows of the training `dataset`."""
-    if dataset is None:
+    if training_data is None:
         raise ValueError(
             "Held-out rows need a training dataset. For an algorithm that samples episodes or plays an expert, pass a "
             'file of held-out tasks: heldout="tasks.jsonl"'
         )
     data = config.data
-    if _have_same_rows(dataset, source, data.dataset_split == data.heldout_split):
+    if _have_same_rows(training_data, heldout, data.dataset_split == data.heldout_split):
         raise ValueError(
             "data.heldout and data.dataset are the same rows. Set data.heldout to another file, or data.heldout_split "
             "to another split of the dataset"
         )
-    return read_examples(config, source, heldout=True)
+    return read_examples(config, heldout, is_heldout=True)
 
 
-def _have_same_rows(dataset: Any, heldout: Any, same_split: bool) -> bool:
+def _have_same_rows(dataset: Any, heldout: Any, is_same_split: bool) -> bool:
     """Return whether the training and the held-out dataset are the same rows. Files and run folders have no splits;
     other datasets may."""
     if not isinstance(dataset, str | Path) or not isinstance(heldout, str | Path):
-        return dataset is heldout and (same_split or not isinstance(dataset, Mapping))
+        return dataset is heldout and (is_same_split or not isinstance(dataset, Mapping))
     path, heldout_path = Path(dataset).expanduser(), Path(heldout).expanduser()
     if path.exists() and heldout_path.exists():
-        return path.samefile(heldout_path) and (same_split or not (path / "dataset_dict.json").is_file())
-    return str(dataset) == str(heldout) and same_split
+        return path.samefile(heldout_path) and (is_same_split or not (path / "dataset_dict.json").is_file())
+    return str(dataset) == str(heldout) and is_same_split
 
 
-def example_form(config: TrainingConfig) -> Form:
-    name = config.training.algorithm
-    form = KINDS[name].form
+def make_form(config: TrainingConfig) -> Form:
+    algorithm = config.training.algorithm
+    form = KINDS[algorithm].form
     if form is None:
-        algorithms = ", ".join(other for other, kind in KINDS.items() if kind.form is not None)
+        algorithms = ", ".join(name for name, kind in KINDS.items() if kind.form is not None)
         raise ValueError(
-            f"training.algorithm={name} trains on its own episodes, not on a dataset. Set its tasks with "
+            f"training.algorithm={algorithm} trains on its own episodes, not on a dataset. Set its tasks with "
             f"data.tasks=FILE.jsonl; data.dataset is for {algorithms}"
         )
-    return form(getattr(config, name))
+    return form(getattr(config, algorithm))
 
 
 def argument_problem(spec: ToolSpec, arguments: dict[str, Any]) -> str | None:
@@ -194,17 +194,17 @@ def _gather_heldout(config: TrainingConfig, objects: UserObjects, dataset: Datas
         else:
             dataset.heldout = _make_heldout_tasks(config, config.data.heldout)
     elif dataset.heldout_examples is None:
-        source = "held-out rows: data.heldout=FILE" if has_examples else "an environment: environment=NAME"
-        raise ValueError(f"training.eval_every needs {source}")
+        remedy = "held-out rows: data.heldout=FILE" if has_examples else "an environment: environment=NAME"
+        raise ValueError(f"training.eval_every needs {remedy}")
 
 
-def _make_heldout_tasks(config: TrainingConfig, source: Any) -> list[Task]:
+def _make_heldout_tasks(config: TrainingConfig, heldout: Any) -> list[Task]:
     data = config.data
-    return load_tasks(source, data.heldout_split, data.heldout_count, data.columns, data.image_urls)
+    return load_tasks(heldout, data.heldout_split, data.heldout_count, data.columns, data.image_urls)
 
 
 def make_tasks(
-    config: TrainingConfig, environment: EnvironmentFactory, default_count: int = DEFAULT_TASKS
+    config: TrainingConfig, environment: EnvironmentFactory, default_count: int = NUM_DEFAULT_TASKS
 ) -> list[Task]:
     """Return the tasks of data.tasks, or data.count tasks generated by the environment (None: `default_count`)."""
     data = config.data
@@ -232,9 +232,9 @@ def generate_tasks(
         raise ValueError(f"Environment {name} generated no tasks for split {split!r} and seed {seed}")
     if invalid_task := next((task for task in tasks if not isinstance(task, Task)), None):
         raise ValueError(f"Environment {name} must generate Task objects, not {type(invalid_task).__name__}")
-    counts = Counter(task.id for task in tasks)
-    if duplicates := sorted(task_id for task_id, count in counts.items() if count > 1):
-        raise ValueError(f"Environment {name} gave several tasks the same id: {', '.join(duplicates[:5])}")
+    id_counts = Counter(task.id for task in tasks)
+    if duplicate_ids := sorted(task_id for task_id, count in id_counts.items() if count > 1):
+        raise ValueError(f"Environment {name} gave several tasks the same id: {', '.join(duplicate_ids[:5])}")
     return tasks
 
 

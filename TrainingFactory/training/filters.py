@@ -35,7 +35,7 @@ def void_turns(episode: Trajectory) -> Flags:
 
 def repeated_calls(episode: Trajectory) -> Flags:
     """Flag turns that repeat a call of the episode with the same arguments."""
-    seen: set[str] = set()
+    seen_calls: set[str] = set()
     flags = []
     for turn in episode.turns:
         calls = [
@@ -43,8 +43,8 @@ def repeated_calls(episode: Trajectory) -> Flags:
             for call in turn.message.tool_calls
             if call.error is None
         ]
-        flags.append(len(set(calls)) < len(calls) or not seen.isdisjoint(calls))
-        seen.update(calls)
+        flags.append(len(set(calls)) < len(calls) or not seen_calls.isdisjoint(calls))
+        seen_calls.update(calls)
     return flags
 
 
@@ -68,7 +68,7 @@ class FilteredGroup:
     """A group after the filters."""
 
     episodes: list[Trajectory]  # with masked turns; all turns of a dropped episode
-    credited: list[Trajectory]  # the same, without the rewards of dropped episodes
+    credited_episodes: list[Trajectory]  # the same, without the rewards of dropped episodes
     counts: dict[str, int]
 
 
@@ -93,22 +93,22 @@ class EpisodeFilters:
         results = []
         for (number, attempt, position), group in zip(slots, groups, strict=True):
             if not self:
-                results.append(Group(number, group, samples_by_role(algorithm, group), attempt, position))
+                results.append(Group(number, group, make_rows_by_role(algorithm, group), attempt, position))
                 continue
-            filtered = self.apply(group)
-            rows = samples_by_role(algorithm, filtered.credited)
+            filtered = self.filter_group(group)
+            rows = make_rows_by_role(algorithm, filtered.credited_episodes)
             rows = rows if any(any(row.loss_mask) for row in rows) else []
             results.append(Group(number, filtered.episodes, rows, attempt, position, filtered.counts))
         return results
 
-    def apply(self, group: Sequence[Trajectory]) -> FilteredGroup:
+    def filter_group(self, group: Sequence[Trajectory]) -> FilteredGroup:
         counts: Counter[str] = Counter(
-            dict.fromkeys([*map(_short_filter_name, self._actions), DROPPED, MASKED], 0)
+            dict.fromkeys([*map(_shorten_filter_name, self._actions), DROPPED, MASKED], 0)
         )
-        episodes, credited = [], []
+        episodes, credited_episodes = [], []
         for trajectory in group:
             flags = {name: self._flag_turns(name, trajectory) for name in self._actions}
-            counts.update(_short_filter_name(name) for name, turns in flags.items() if any(turns))
+            counts.update(_shorten_filter_name(name) for name, turns in flags.items() if any(turns))
             dropping_filters = [n for n, turns in flags.items() if any(turns) and self._actions[n] == "drop"]
             masks = [turns for name, turns in flags.items() if self._actions[name] == "mask"]
             is_masked = [any(turn_flags) for turn_flags in zip(*masks, strict=True)]
@@ -118,10 +118,10 @@ class EpisodeFilters:
                 is_masked = [True] * len(trajectory.turns)
                 trajectory = replace(trajectory, error=f"{DROPPED_BY}: {', '.join(dropping_filters)}")
             if any(is_masked):
-                trajectory = replace(trajectory, turns=_with_masks(trajectory.turns, is_masked))
+                trajectory = replace(trajectory, turns=_mask_turns(trajectory.turns, is_masked))
             episodes.append(trajectory)
-            credited.append(without_dropped_reward(trajectory))
-        return FilteredGroup(episodes, credited, dict(counts))
+            credited_episodes.append(without_dropped_reward(trajectory))
+        return FilteredGroup(episodes, credited_episodes, dict(counts))
 
     def _flag_turns(self, name: str, trajectory: Trajectory) -> list[bool]:
         """Return, for each turn, whether the filter `name` flags it."""
@@ -143,7 +143,7 @@ class EpisodeFilters:
         return list(flags)
 
 
-def samples_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list[Sample]:
+def make_rows_by_role(algorithm: Algorithm, group: Sequence[Trajectory]) -> list[Sample]:
     """Return the training rows of a group. In self-play, compute the rows of each role separately, because episodes are
     compared with those of the same role only."""
     roles = dict.fromkeys(trajectory.role for trajectory in group)
@@ -165,24 +165,24 @@ def _find_filter(name: str) -> Filter:
         raise ValueError(
             f"training.filters.{name}: unknown filter{hint or '.'} Use {', '.join(FILTERS)} or FILE.py:FUNCTION"
         )
-    _, member, objects = load_objects("training.filters: filter", name)
-    if not member or not callable(objects[0]):
+    _, function_name, objects = load_objects("training.filters: filter", name)
+    if not function_name or not callable(objects[0]):
         raise ValueError(f"training.filters: {name} names no function. Write FILE.py:FUNCTION")
     return objects[0]
 
 
-def _short_filter_name(name: str) -> str:
+def _shorten_filter_name(name: str) -> str:
     """Return the name of a filter in metrics: for FILE.py:function, the name of the function alone."""
     return split_name(name)[1] or name
 
 
-def _with_masks(turns: Sequence[Turn], is_masked: Sequence[bool]) -> list[Turn]:
+def _mask_turns(turns: Sequence[Turn], is_masked: Sequence[bool]) -> list[Turn]:
     """Mark turns as masked. A masked turn is copied, because forked episodes share their turns."""
     pairs = zip(turns, is_masked, strict=True)
-    return [replace(turn, masked=True) if masked else turn for turn, masked in pairs]
+    return [replace(turn, masked=True) if is_turn_masked else turn for turn, is_turn_masked in pairs]
 
 
-def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def compute_filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return each filter's share of flagged episodes, and the shares of dropped episodes and of masked turns. Empty
     without filters."""
     counts: Counter[str] = Counter()
@@ -193,7 +193,7 @@ def filter_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {f"filters/{name}": n / (totals.get(name, len(episodes)) or 1) for name, n in counts.items()}
 
 
-def dropped_problem(groups: Sequence[Group]) -> str | None:
+def find_dropped_problem(groups: Sequence[Group]) -> str | None:
     """Return the reason why the groups are unusable for training, if the filters dropped every scored episode; else
     None."""
     num_scored = sum(trajectory.reward is not None for group in groups for trajectory in group.trajectories)
@@ -202,8 +202,8 @@ def dropped_problem(groups: Sequence[Group]) -> str | None:
         counts.update(group.filtered)
     if not num_scored or counts[DROPPED] < num_scored:
         return None
-    flag_counts = {name: n for name, n in counts.items() if n and name not in (DROPPED, MASKED)}
-    reasons = ", ".join(f"{name} flags {n}" for name, n in flag_counts.items())
+    flag_counts = {name: count for name, count in counts.items() if count and name not in (DROPPED, MASKED)}
+    reasons = ", ".join(f"{name} flags {count}" for name, count in flag_counts.items())
     return (
         f"training.filters dropped all {num_scored} scored episodes ({reasons}). Inspect the episodes, and use the "
         "action mask or count for a filter that flags too many"

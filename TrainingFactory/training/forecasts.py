@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from TrainingFactory.config.schema import ContextSection, LoggingSection
 
-GRACE = 30.0  # seconds between SIGTERM and SIGKILL, Kubernetes' default
+GRACE_SECONDS = 30.0  # seconds between SIGTERM and SIGKILL, Kubernetes' default
 DISK_SPEED = 5e8  # bytes/s to write, sync and hash a checkpoint, until one has been measured
 
 
@@ -16,20 +16,20 @@ DISK_SPEED = 5e8  # bytes/s to write, sync and hash a checkpoint, until one has 
 class StopForecast:
     """Estimates the time to stop after SIGTERM, and warns once if it exceeds Kubernetes' default grace period."""
 
-    saving: float  # seconds to write a checkpoint
-    updating: float = 0.0  # seconds of an update
-    warned: bool = False
+    save_seconds: float  # seconds to write a checkpoint
+    update_seconds: float = 0.0  # seconds of an update
+    has_warned: bool = False
 
-    def warning(self) -> str | None:
-        seconds = self.updating + self.saving
-        if self.warned or seconds <= GRACE:
+    def make_warning(self) -> str | None:
+        seconds = self.update_seconds + self.save_seconds
+        if self.has_warned or seconds <= GRACE_SECONDS:
             return None
-        self.warned = True
+        self.has_warned = True
         return (
             f"After SIGTERM this run needs about {seconds:.0f} s to stop without losing work (update "
-            f"{self.updating:.0f} s, checkpoint {self.saving:.0f} s), but Kubernetes kills a pod after {GRACE:.0f} s. "
-            f"Set terminationGracePeriodSeconds: {15 * math.ceil(seconds / 10)} (systemd: TimeoutStopSec, Docker: "
-            "docker stop --time, Slurm: KillWait)"
+            f"{self.update_seconds:.0f} s, checkpoint {self.save_seconds:.0f} s), but Kubernetes kills a pod after "
+            f"{GRACE_SECONDS:.0f} s. Set terminationGracePeriodSeconds: {15 * math.ceil(seconds / 10)} (systemd: "
+            "TimeoutStopSec, Docker: docker stop --time, Slurm: KillWait)"
         )
 
 
@@ -38,27 +38,27 @@ class CheckpointSpace:
     """Estimates the peak disk space of a run's checkpoints."""
 
     logging: LoggingSection
-    steps: int
+    num_steps: int
     model_bytes: int  # of the model in a checkpoint
     state_bytes: int  # of the training state in a checkpoint
 
-    def count(self, logging: LoggingSection) -> int:
+    def count_checkpoints(self, logging: LoggingSection) -> int:
         """Return the peak number of checkpoints; an old one is deleted only when a new one is complete."""
         checkpoint_every, num_permanent = logging.checkpoint_every, 0
         if logging.keep_every is not None:
-            num_permanent = self.steps // math.lcm(checkpoint_every, logging.keep_every)
-        num_created = math.ceil(self.steps / checkpoint_every) + logging.keep_best
+            num_permanent = self.num_steps // math.lcm(checkpoint_every, logging.keep_every)
+        num_created = math.ceil(self.num_steps / checkpoint_every) + logging.keep_best
         return min(num_created, logging.keep_checkpoints + 1 + num_permanent + logging.keep_best)
 
-    def required_bytes(self, logging: LoggingSection) -> int:
+    def compute_bytes(self, logging: LoggingSection) -> int:
         """Return the peak size of all checkpoints in bytes."""
-        count = self.count(logging)
-        num_states = min(count, 2) if logging.optimizer_state == "newest" else count
-        return count * self.model_bytes + num_states * self.state_bytes
+        num_checkpoints = self.count_checkpoints(logging)
+        num_states = min(num_checkpoints, 2) if logging.optimizer_state == "newest" else num_checkpoints
+        return num_checkpoints * self.model_bytes + num_states * self.state_bytes
 
-    def warning(self, free: int, folder: str) -> str | None:
+    def make_warning(self, free: int, folder: str) -> str | None:
         """Return a warning if the checkpoints do not fit into `free` bytes, with the largest settings that do."""
-        required, size = self.required_bytes(self.logging), self.model_bytes + self.state_bytes
+        required, size = self.compute_bytes(self.logging), self.model_bytes + self.state_bytes
         if required <= free:
             return None
         remedies = [
@@ -69,8 +69,9 @@ class CheckpointSpace:
             remedies = [self._find_fitting_options({"keep_every": None, "optimizer_state": "newest"}, free)]
         remedy = f"Set {' or '.join(filter(None, remedies))}" if any(remedies) else "Free some"
         return (
-            f"{folder} has {free / 1e9:.1f} GB of free disk space, but {self.count(self.logging)} checkpoints of about "
-            f"{size / 1e9:.1f} GB need {required / 1e9:.1f} GB. {remedy}, or choose another logging.output_dir"
+            f"{folder} has {free / 1e9:.1f} GB of free disk space, but {self.count_checkpoints(self.logging)} "
+            f"checkpoints of about {size / 1e9:.1f} GB need {required / 1e9:.1f} GB. {remedy}, or "
+            "choose another logging.output_dir"
         )
 
     def _find_fitting_options(self, changes: dict[str, object], free: int) -> str | None:
@@ -78,7 +79,7 @@ class CheckpointSpace:
         possible `keep_checkpoints`. None: the checkpoints do not fit."""
         for num_checkpoints in range(self.logging.keep_checkpoints, 0, -1):
             logging_options = self.logging.model_copy(update={"keep_checkpoints": num_checkpoints} | changes)
-            if self.required_bytes(logging_options) <= free:
+            if self.compute_bytes(logging_options) <= free:
                 if num_checkpoints < self.logging.keep_checkpoints:
                     changes = changes | {"keep_checkpoints": num_checkpoints}
                 overrides = {key: "null" if value is None else value for key, value in changes.items()}
@@ -86,17 +87,17 @@ class CheckpointSpace:
         return None
 
 
-def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, turns: int) -> int:
+def forecast_rows(context: ContextSection, prompt_tokens: float, turn_tokens: float, num_turns: int) -> int:
     """Estimate the training rows of an episode whose `turns` turns each add `turn_tokens` to the first prompt. Assumed
     folds: window and summary restart from the prompt; other kinds remove half of the older turns."""
-    rows, prompt_size, folds = 1, prompt_tokens, 0
-    for _ in range(turns - 1):
+    num_rows, prompt_size, num_folds = 1, prompt_tokens, 0
+    for _ in range(num_turns - 1):
         prompt_size += turn_tokens
-        if prompt_size <= context.limit or folds >= context.max_folds:
+        if prompt_size <= context.limit or num_folds >= context.max_folds:
             continue
         kept_tokens = context.keep_turns * turn_tokens
         sizes = {"window": prompt_tokens + kept_tokens, "summary": prompt_tokens + context.summary_tokens}
         older_tokens = max(0.0, prompt_size - prompt_tokens - kept_tokens)
         prompt_size = min(prompt_size, sizes.get(context.fold, prompt_size - older_tokens / 2))
-        rows, folds = rows + 1, folds + 1
-    return rows
+        num_rows, num_folds = num_rows + 1, num_folds + 1
+    return num_rows

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from TrainingFactory.training.source import StepGroups
 from TrainingFactory.types import Reward
 
-MAX_UNUSABLE = 3  # consecutive steps
-MAX_WITHOUT_TOOLS = 8  # consecutive steps while a tool server is down, with pauses of 1, 2, 4 ... seconds
-LONGEST_PAUSE = 30.0
+MAX_UNUSABLE_STEPS = 3  # consecutive steps
+MAX_STEPS_WITHOUT_TOOLS = 8  # consecutive steps while a tool server is down, with pauses of 1, 2, 4 ... s
+MAX_PAUSE_SECONDS = 30.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -17,27 +17,27 @@ class GuardAction:
     """Action for a step: save a checkpoint of the steps before it, warn, stop the run, or pause for a number of
     seconds."""
 
-    save: bool = False
+    saves: bool = False
     warning: str | None = None
-    stop: str | None = None
-    pause: float = 0.0
+    stop_reason: str | None = None
+    pause_seconds: float = 0.0
 
 
 class Guards:
     """Counts consecutive steps with too few scored episodes, with equal rewards, or with a sampler that does not match
-    the learner. `has_rewards`: an earlier episode of the run has had a reward. A `replayed` run does not pause for tool
-    servers, because it calls none."""
+    the learner. `has_rewards`: an earlier episode of the run has had a reward. If `is_replay`, the run
+    does not pause for tool servers, because it calls none."""
 
     def __init__(
         self,
         max_equal_steps: int | None,
         *,
         has_rewards: bool = False,
-        replayed: bool = False,
+        is_replay: bool = False,
         max_mismatch: float = 0.1,
         state_groups: float = 0.0,
     ) -> None:
-        self._max_equal_steps, self._has_rewards, self._replayed = max_equal_steps, has_rewards, replayed
+        self._max_equal_steps, self._has_rewards, self._is_replay = max_equal_steps, has_rewards, is_replay
         self._max_mismatch, self._state_groups = max_mismatch, state_groups
         self.unusable_steps = 0
         self._equal_steps = self._mismatched_steps = 0
@@ -49,21 +49,21 @@ class Guards:
             self.unusable_steps = 0
             stop = (
                 (self._check_state_names(batch) or self._check_equal_rewards(batch))
-                if batch.sampled
+                if batch.is_sampled
                 else None
             )
-            return GuardAction(save=stop is not None, stop=stop)
+            return GuardAction(saves=stop is not None, stop_reason=stop)
         self.unusable_steps += 1
         has_tool_failures = any(trajectory.status == "tool_failure" for trajectory in batch.trajectories)
         stop, pause = None, 0.0
-        if self.unusable_steps >= (MAX_WITHOUT_TOOLS if has_tool_failures else MAX_UNUSABLE):
+        if self.unusable_steps >= (MAX_STEPS_WITHOUT_TOOLS if has_tool_failures else MAX_UNUSABLE_STEPS):
             stop = f"Stopped after {self.unusable_steps} consecutive unusable steps: {batch.problem}"
         elif not self._has_rewards and (is_last or not has_tool_failures):
             stop = f"Stopped because no episode of the run could be scored: {batch.problem}"
-        elif has_tool_failures and not self._replayed:
-            pause = min(2.0 ** (self.unusable_steps - 1), LONGEST_PAUSE)
+        elif has_tool_failures and not self._is_replay:
+            pause = min(2.0 ** (self.unusable_steps - 1), MAX_PAUSE_SECONDS)
         # If the problem persists, the run can resume from before the first of these steps.
-        return GuardAction(save=self.unusable_steps == 1, warning=batch.problem, stop=stop, pause=pause)
+        return GuardAction(self.unusable_steps == 1, batch.problem, stop_reason=stop, pause_seconds=pause)
 
     def check_update(self, metrics: dict[str, float], is_last: bool) -> GuardAction:
         """Return the action for the mismatch between sampler and learner that an update measured. A step without tokens
@@ -80,9 +80,10 @@ class Guards:
             "other weights or a lower precision than the learner. Check model.dtype and sampling.engine_options "
             "(dtype, quantization), and compare with sampling.engine=native"
         )
-        if self._mismatched_steps < MAX_UNUSABLE or is_last:
+        if self._mismatched_steps < MAX_UNUSABLE_STEPS or is_last:
             return GuardAction(warning=problem)
-        return GuardAction(save=True, stop=f"Stopped after {self._mismatched_steps} steps in which {problem}")
+        reason = f"Stopped after {self._mismatched_steps} steps in which {problem}"
+        return GuardAction(saves=True, stop_reason=reason)
 
     def _check_state_names(self, batch: StepGroups) -> str | None:
         """Return the reason to stop the run if turns are compared by state, but no turn of the step has the name of a
@@ -100,7 +101,7 @@ class Guards:
         """Return the reason to stop the run after `max_equal_steps` consecutive steps in which no group gave training
         rows or all rewards were equal (algorithms without groups would train on those too); else None."""
         rewards = [trajectory.reward for trajectory in batch.trajectories if trajectory.reward is not None]
-        are_equal = len({reward_amounts(reward) for reward in rewards}) == 1
+        are_equal = len({list_amounts(reward) for reward in rewards}) == 1
         self._equal_steps = self._equal_steps + 1 if len(rewards) > 1 and (are_equal or not batch.rows) else 0
         if self._max_equal_steps is None or self._equal_steps < self._max_equal_steps:
             return None
@@ -115,10 +116,10 @@ class Guards:
         )
 
 
-def reward_amounts(reward: Reward) -> tuple[float, ...]:
+def list_amounts(reward: Reward) -> tuple[float, ...]:
     """Return the outcome and the step rewards, without trailing zeros, because episodes differ in their number of
     turns."""
-    steps = list(reward.steps)
-    while steps and not steps[-1]:
-        steps.pop()
-    return (reward.outcome, *steps)
+    step_rewards = list(reward.steps)
+    while step_rewards and not step_rewards[-1]:
+        step_rewards.pop()
+    return (reward.outcome, *step_rewards)

@@ -14,7 +14,7 @@ from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 
 T = TypeVar("T")
 # Seconds within which signals count as one: `timeout` and some supervisors signal a process and then its whole group.
-SAME_REQUEST = 0.5
+SAME_REQUEST_SECONDS = 0.5
 
 
 class StopRequested(Exception):
@@ -28,15 +28,15 @@ class Interrupts:
 
     def __init__(self, notify: Callable[[str], None]) -> None:
         self.is_requested = False
-        self._notify, self._requested_at = notify, 0.0
+        self._notify, self._request_time = notify, 0.0
         self._failure: Exception | None = None
-        self._run: asyncio.Task[Any] | None = None
-        self._sampling: asyncio.Future[Any] | None = None  # the awaitable of `interruptible`
+        self._run_task: asyncio.Task[Any] | None = None
+        self._sampling_future: asyncio.Future[Any] | None = None  # the awaitable of `interruptible`
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Handle Ctrl-C and SIGTERM while the block runs."""
-        self._run = asyncio.current_task()
+        self._run_task = asyncio.current_task()
         try:
             with self._handle_signals():
                 yield
@@ -45,13 +45,13 @@ class Interrupts:
                 raise self._failure from None
             raise
         finally:
-            self._run = None
+            self._run_task = None
 
     def fail(self, error: Exception) -> None:
         """Cancel the run and make it raise `error`, because a resource that the run needs is lost."""
         self._failure = error
-        if self._run is not None:
-            self._run.cancel()
+        if self._run_task is not None:
+            self._run_task.cancel()
 
     @contextlib.contextmanager
     def _handle_signals(self) -> Iterator[None]:
@@ -75,13 +75,13 @@ class Interrupts:
         if self._failure is not None:
             return
         now, was_requested = time.monotonic(), self.is_requested
-        if was_requested and now - self._requested_at < SAME_REQUEST:
+        if was_requested and now - self._request_time < SAME_REQUEST_SECONDS:
             return
-        self.is_requested, self._requested_at = True, now
-        if was_requested and self._run is not None:
-            self._run.cancel()
-        elif self._sampling is not None:
-            self._sampling.cancel()
+        self.is_requested, self._request_time = True, now
+        if was_requested and self._run_task is not None:
+            self._run_task.cancel()
+        elif self._sampling_future is not None:
+            self._sampling_future.cancel()
         else:
             self._notify(
                 "Stopping after this update; a second Ctrl-C or SIGTERM exits immediately, without a checkpoint"
@@ -96,7 +96,7 @@ class Interrupts:
         """Await `sampling`, which a stop request may cancel at any moment. Raise StopRequested if a stop was
         requested."""
         future = asyncio.ensure_future(sampling)
-        self._sampling = future
+        self._sampling_future = future
         try:
             self.check()
             return await future
@@ -108,7 +108,7 @@ class Interrupts:
                 raise StopRequested from None
             raise
         finally:
-            self._sampling = None
+            self._sampling_future = None
 
     async def pause(self, seconds: float) -> None:
         """Sleep for `seconds`, unless a stop is requested."""

@@ -19,72 +19,71 @@ class Ledger:
         self,
         order: TaskOrder,
         consumed: Sequence[Sequence[int]] = (),
-        under_way: Sequence[Sequence[int]] = (),
+        unfinished: Sequence[Sequence[int]] = (),
         groups_ahead: Sequence[int] = (),
     ) -> None:
         self._order = order
-        self._consumed = {position for start, end in consumed[1:] for position in range(start, end)}
-        self._end = consumed[0][1] if consumed else 0  # all positions before it are trained
-        self.next_position = max(self._consumed, default=self._end - 1) + 1
-        self.unfinished = {number: (attempt, position) for number, attempt, position in under_way}
+        self._trained_positions = {position for start, end in consumed[1:] for position in range(start, end)}
+        self._trained_end = consumed[0][1] if consumed else 0  # all positions before it are trained
+        self.next_position = max(self._trained_positions, default=self._trained_end - 1) + 1
+        self.unfinished_groups = {number: (attempt, position) for number, attempt, position in unfinished}
         self.groups_ahead = list(groups_ahead)  # number of groups of each started and untrained step
-        running = {position for _, position in self.unfinished.values()}
-        self.next_position = max(self.next_position, max(running, default=-1) + 1)
+        running_positions = {position for _, position in self.unfinished_groups.values()}
+        self.next_position = max(self.next_position, max(running_positions, default=-1) + 1)
         # Positions of refills that were discarded with their group.
-        self._free_positions = [
-            p for p in range(self._end, self.next_position) if p not in self._consumed and p not in running
-        ]
+        untrained_positions = set(range(self._trained_end, self.next_position)) - self._trained_positions
+        self._free_positions = sorted(untrained_positions - running_positions)
 
     @property
     def num_left(self) -> int:
         """Return the number of positions of the task order that are left in the current epoch."""
-        size = self._order.size
-        epoch = self._peek_number() // size
-        num_free = sum(position // size == epoch for position in self._free_positions)
-        return num_free + max(0, (epoch + 1) * size - self.next_position)
+        epoch_size = self._order.size
+        epoch = self._peek_position() // epoch_size
+        num_free = sum(position // epoch_size == epoch for position in self._free_positions)
+        return num_free + max(0, (epoch + 1) * epoch_size - self.next_position)
 
-    def take(self, count: int) -> list[int]:
-        """Return the next `count` positions of the task order, or fewer at the end of an epoch."""
-        return [self._pop_number() for _ in range(min(count, self.num_left))]
+    def take_positions(self, num_positions: int) -> list[int]:
+        """Return the next `num_positions` positions of the task order, or fewer at the end of an epoch."""
+        return [self._pop_position() for _ in range(min(num_positions, self.num_left))]
 
     def take_in_epoch(self, position: int) -> int | None:
         """Return the next position of the task order if it is in the same epoch as `position`; else None."""
         return (
-            self._pop_number()
-            if self._peek_number() // self._order.size == position // self._order.size
+            self._pop_position()
+            if self._peek_position() // self._order.size == position // self._order.size
             else None
         )
 
     def start_step(self, step: int) -> list[int]:
         """Take the positions of a step's groups from the task order; return the numbers of the groups."""
-        positions = self.take(self._order.batch_size)
+        positions = self.take_positions(self._order.batch_size)
         first_number = step * self._order.batch_size
-        self.unfinished |= {first_number + i: (0, position) for i, position in enumerate(positions)}
+        self.unfinished_groups |= {first_number + i: (0, position) for i, position in enumerate(positions)}
         self.groups_ahead.append(len(positions))
         return list(range(first_number, first_number + len(positions)))
 
     def mark_trained(self, groups: Iterable[Group]) -> None:
         """Mark the groups of a step as trained."""
         for group in groups:
-            self._consumed.add(group.position)
-            self.unfinished.pop(group.number, None)
-        while self._end in self._consumed:
-            self._consumed.remove(self._end)
-            self._end += 1
-        self.next_position = max(self.next_position, self._end)  # dataset examples are trained without `take`
+            self._trained_positions.add(group.position)
+            self.unfinished_groups.pop(group.number, None)
+        while self._trained_end in self._trained_positions:
+            self._trained_positions.remove(self._trained_end)
+            self._trained_end += 1
+        self.next_position = max(self.next_position, self._trained_end)  # dataset examples are not taken
         self.groups_ahead = self.groups_ahead[1:]
 
-    def state(self) -> dict[str, Any]:
+    def make_state(self) -> dict[str, Any]:
         """Return the checkpoint state that `from_state` restores."""
-        ranges = [[0, self._end]]
-        for position in sorted(self._consumed):
+        ranges = [[0, self._trained_end]]
+        for position in sorted(self._trained_positions):
             if position == ranges[-1][1]:
                 ranges[-1][1] += 1
             else:
                 ranges.append([position, position + 1])
         state: dict[str, Any] = {"batch_size": self._order.batch_size, "consumed": ranges}
-        if self.unfinished:
-            rows = sorted((number, *slot) for number, slot in self.unfinished.items())
+        if self.unfinished_groups:
+            rows = sorted((number, *slot) for number, slot in self.unfinished_groups.items())
             state |= {"under_way": [list(row) for row in rows], "ahead": self.groups_ahead}
         return state
 
@@ -93,19 +92,19 @@ class Ledger:
         """Restore a ledger from a checkpoint's state; raise ValueError if the run had another batch size."""
         step = state["step"]
         if "batch_size" in state:
-            size, consumed = state["batch_size"], state["consumed"]
+            size, ranges = state["batch_size"], state["consumed"]
         else:  # written by an early version: `consumed` counts groups, all trained in order
             [[_, num_groups]] = state.get("consumed", [[0, step * order.batch_size]])
-            size, consumed = num_groups / step, [[0, state.get("taken", order.start_position(step))]]
+            size, ranges = num_groups / step, [[0, state.get("taken", order.start_position(step))]]
         if size != order.batch_size:
             text = f"has trained {size * step:g} groups in {step} steps: training.batch_size cannot change"
             raise ValueError(text)
-        return cls(order, consumed, state.get("under_way", ()), state.get("ahead", ()))
+        return cls(order, ranges, state.get("under_way", ()), state.get("ahead", ()))
 
-    def _peek_number(self) -> int:
+    def _peek_position(self) -> int:
         return self._free_positions[0] if self._free_positions else self.next_position
 
-    def _pop_number(self) -> int:
+    def _pop_position(self) -> int:
         if self._free_positions:
             return self._free_positions.pop(0)
         self.next_position += 1
@@ -125,8 +124,8 @@ def wrong_in_ledger(rows: Iterable[dict[str, Any]], finished: bool = True) -> li
                 problems.append(
                     f"group {number} (attempt {attempt}) in the steps {group_steps[number]} and {row['step']}"
                 )
-    for kind, counts in (("step", steps), ("place", places)):
-        problems += [f"{kind} {value} {count} times" for value, count in sorted(counts.items()) if count > 1]
+    for label, counts in (("step", steps), ("place", places)):
+        problems += [f"{label} {value} {count} times" for value, count in sorted(counts.items()) if count > 1]
     if list(steps) != list(range(1, len(steps) + 1)):
         problems.append(f"the steps are {list(steps)}")
     if finished:

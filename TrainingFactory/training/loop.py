@@ -55,9 +55,9 @@ class Progress:
     """Progress of a run, stored in its checkpoints."""
 
     ledger: Ledger
-    done: int = 0  # trained steps
+    steps: int = 0  # trained steps
     seconds: float = 0.0  # training time, including earlier processes
-    unlogged: dict[str, float] | None = None  # metrics of the last step, if its evaluation was interrupted
+    unlogged_metrics: dict[str, float] | None = None  # of the last step, if its evaluation was interrupted
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class HeldoutData:
     rollouts: RolloutEngine | None = None
     clock: RewardClock | None = None
     dataset: TokenizedDataset | None = None
-    record: Callable[[int, Sequence[Trajectory], dict[str, float]], None] | None = None  # stores episodes
+    append_record: Callable[[int, Sequence[Trajectory], dict[str, float]], None] | None = None
 
 
 @dataclass(slots=True)
@@ -76,10 +76,10 @@ class TrainingLoop:
     """Trains with the parts assembled by `trainers/training_run.py`. On Ctrl-C and SIGTERM it saves and stops."""
 
     config: TrainingConfig
-    total: int  # steps
+    num_steps: int  # steps
     policy: Policy
     sampler: Sampler | None  # None: nothing is sampled
-    counts: Callable[[], dict[str, float]]  # metrics of the sampler
+    sampler_metrics: Callable[[], dict[str, float]]  # metrics of the sampler
     source: Source
     algorithm: Algorithm  # this process's own, for credit assignment; the policy has another instance
     order: TaskOrder
@@ -93,7 +93,7 @@ class TrainingLoop:
     interrupts: Interrupts
     progress: Progress
     stop_forecast: StopForecast
-    system: SystemMonitor = field(default_factory=SystemMonitor)
+    system_monitor: SystemMonitor = field(default_factory=SystemMonitor)
     scores: Scores = field(default_factory=Scores)
     rows: list[dict[str, float]] = field(default_factory=list)
     saved_step: int = -1  # of the last checkpoint
@@ -101,8 +101,8 @@ class TrainingLoop:
 
     async def train(self) -> TrainingReport:
         await self._write_status("running")
-        self._warn(self.stop_forecast.warning())
-        self.system.start()
+        self._warn(self.stop_forecast.make_warning())
+        self.system_monitor.start()
         try:
             with self.interrupts.watching():
                 state, reason = await self._run_steps()
@@ -118,13 +118,13 @@ class TrainingLoop:
                 raise
             raise explained_error from error
         finally:
-            self.system.close()
+            self.system_monitor.close()
 
     def _explain_failure(self, error: Exception) -> Exception:
         """Return an error with instructions for resuming the run, if it can resume after `error`; else `error`
         itself."""
         if (problem := device_failure(error)) is not None:
-            progress_text = f"In phase {self.phase}, after {self.progress.done} of {self.total} steps"
+            progress_text = f"In phase {self.phase}, after {self.progress.steps} of {self.num_steps} steps"
             resume_hint = (
                 "The run can also resume on another machine that has its folder and the files of its config"
             )
@@ -150,21 +150,21 @@ class TrainingLoop:
 
     async def _run_remaining_steps(self) -> str | None:
         """Run all remaining steps; return the reason if the run ends early."""
-        stream = StepStream(self.source, self.progress.done, self.total)
+        stream = StepStream(self.source, self.progress.steps, self.num_steps)
         if (sampler_loss := await self._publish_weights()) is not None:
             raise sampler_loss
-        if self.progress.done == 0 and self._is_evaluation_due():
+        if self.progress.steps == 0 and self._is_evaluation_due():
             await self._log_metrics(0, await self.interrupts.interruptible(self._evaluate_heldout()))
-        if (metrics := self.progress.unlogged) is not None:
+        if (metrics := self.progress.unlogged_metrics) is not None:
             metrics = metrics | await self.interrupts.interruptible(self._evaluate_heldout())
-            self.progress.unlogged = None
+            self.progress.unlogged_metrics = None
             await self._log_metrics(int(metrics.pop("epoch")), metrics)
         if (reason := self.scores.stop_reason()) is not None:  # killed after it met its stop condition
             stream.end()
         self._begin_phase("generate")
-        first_step = self.progress.done  # not measured: its update may compile kernels
+        first_step = self.progress.steps  # not measured: its update may compile kernels
         async for batch in self.interrupts.until_requested(stream):
-            is_last = batch.step + 1 == self.total
+            is_last = batch.step + 1 == self.num_steps
             await self._act_on_guard(batch.step, self.guards.check(batch, is_last))
             self._begin_phase("update")
             start_time = time.perf_counter()
@@ -177,8 +177,8 @@ class TrainingLoop:
             update_seconds = time.perf_counter() - start_time
             await self._record_step(batch, metrics | episode_metrics, update_seconds)
             if batch.step > first_step:
-                self.stop_forecast.updating = update_seconds
-                self._warn(self.stop_forecast.warning())
+                self.stop_forecast.update_seconds = update_seconds
+                self._warn(self.stop_forecast.make_warning())
             if sampler_loss is not None:
                 raise sampler_loss
             await self._act_on_guard(batch.step, self.guards.check_update(metrics, is_last))
@@ -213,68 +213,68 @@ class TrainingLoop:
 
     async def _act_on_guard(self, step: int, action: GuardAction) -> None:
         """Carry out the action of a guard: save, warn, stop the run, or pause."""
-        if action.save:
+        if action.saves:
             await self._save_checkpoint()
         if action.warning is not None:
             self.watcher.say(f"WARNING step {step + 1}: {action.warning}")
-        if action.stop is not None:
-            raise ValueError(f"{action.stop}. {self.run.fix_instruction}")
-        if action.pause:
-            await self.interrupts.pause(action.pause)
+        if action.stop_reason is not None:
+            raise ValueError(f"{action.stop_reason}. {self.run.fix_instruction}")
+        if action.pause_seconds:
+            await self.interrupts.pause(action.pause_seconds)
 
     async def _record_step(self, batch: StepGroups, update: dict[str, float], update_seconds: float) -> None:
-        seconds = batch.seconds + update_seconds
-        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | update | self.counts()
+        step_seconds = batch.seconds + update_seconds
+        metrics = batch.metrics | self.tools.metrics(batch.has_recorded) | update | self.sampler_metrics()
         metrics |= {
-            "seconds/step": seconds,
+            "seconds/step": step_seconds,
             "seconds/generate": batch.seconds,
             "seconds/update": update_seconds,
-            "steps_per_second": 1 / seconds,
+            "steps_per_second": 1 / step_seconds,
         }
         if update["row_tokens"]:
             metrics["tokens_saved"] = 1 - update["computed_tokens"] / update["row_tokens"]
         epoch = batch.groups[0].position // self.order.size
-        self.progress.done = batch.step + 1
+        self.progress.steps = batch.step + 1
         self.progress.ledger.mark_trained(batch.groups)
-        self.progress.seconds += seconds
+        self.progress.seconds += step_seconds
         # After `done` is set: a checkpoint holds the tool calls of completed steps.
         await in_thread(self._write_calls, batch)
-        tasks = [group.trajectories[0].task.id for group in batch.groups]
-        groups = [[group.number, group.attempt, group.position] for group in batch.groups]
-        row = {"step": batch.step + 1, "epoch": epoch, "tasks": tasks, "groups": groups}
-        await in_thread(self.run.append, CONSUMED, row)
+        task_ids = [group.trajectories[0].task.id for group in batch.groups]
+        group_slots = [[group.number, group.attempt, group.position] for group in batch.groups]
+        ledger_row = {"step": batch.step + 1, "epoch": epoch, "tasks": task_ids, "groups": group_slots}
+        await in_thread(self.run.append, CONSUMED, ledger_row)
         try:
             if self._is_evaluation_due():
                 metrics |= await self.interrupts.interruptible(self._evaluate_heldout())
         except StopRequested:
             # The checkpoint stores these metrics; a resumed run evaluates again and logs them.
-            self.progress.unlogged = {"epoch": epoch} | metrics
+            self.progress.unlogged_metrics = {"epoch": epoch} | metrics
             raise
         except SamplersLost:
             await self._log_metrics(epoch, metrics)  # the step itself is complete
             raise
         await self._log_metrics(epoch, metrics)
-        if batch.sampled and (self._is_save_due() or self.progress.done == 1):
-            await in_thread(self.trackers.episodes, self.progress.done, batch.trajectories)
-        for change in self.doctor.observe(self.progress.done, metrics, batch.trajectories):
+        if batch.is_sampled and (self._is_save_due() or self.progress.steps == 1):
+            await in_thread(self.trackers.episodes, self.progress.steps, batch.trajectories)
+        for change in self.doctor.observe(self.progress.steps, metrics, batch.trajectories):
             await in_thread(self.run.append, FINDINGS, change.row)
             if change.finding is not None:
                 self.watcher.say(f"FINDING step {change.step}: {change.finding.text}")
 
     def _write_calls(self, batch: StepGroups) -> None:
         """Record the tool calls of a step, and drop those of discarded groups."""
-        self.tools.drop(lambda key: (key.step, key.task) in batch.discarded)
+        self.tools.drop(lambda key: (key.step, key.task) in batch.discarded_keys)
         self.tools.commit(batch.has_recorded)
 
     def _write_episodes(self, batch: StepGroups) -> dict[str, float]:
         """Write the step's episodes, and write those accepted as demonstrations to a separate file. Return the shares
         of accepted episodes and of tasks with one."""
-        if not batch.sampled:
+        if not batch.is_sampled:
             return {}
         if self.config.logging.save_trajectories:
             self.run.append_trajectories(batch.trajectories)
-        accepted = [self.algorithm.accepted(group.trajectories) for group in batch.groups]
-        accepted_groups = [group for group in accepted if group is not None]
+        accepted_lists = [self.algorithm.accepted(group.trajectories) for group in batch.groups]
+        accepted_groups = [group for group in accepted_lists if group is not None]
         if not accepted_groups:
             return {}
         self.run.append_trajectories((trajectory for group in accepted_groups for trajectory in group), KEPT)
@@ -284,24 +284,24 @@ class TrainingLoop:
         }
 
     async def _log_metrics(self, epoch: int, metrics: dict[str, float]) -> None:
-        num_done = self.progress.done
+        num_done = self.progress.steps
         await in_thread(
             self._write_metrics, {"step": num_done, "epoch": epoch, "time": time.time()} | metrics
         )
         await self._write_status("running")
         await in_thread(self.trackers.log, num_done, metrics)
         self.rows.append({"step": num_done} | metrics)
-        self.scores.add(self.rows[-1])
-        self.watcher.step(num_done, self.total, metrics)
+        self.scores.add_row(self.rows[-1])
+        self.watcher.step(num_done, self.num_steps, metrics)
 
     def _write_metrics(self, row: dict[str, float]) -> None:
-        self.run.append(METRICS, row | self.system.read())
+        self.run.append(METRICS, row | self.system_monitor.read_metrics())
 
     # evaluation
 
     def _is_evaluation_due(self) -> bool:
-        eval_every, num_done = self.config.training.eval_every, self.progress.done
-        return eval_every is not None and (num_done % eval_every == 0 or num_done == self.total)
+        eval_every, num_done = self.config.training.eval_every, self.progress.steps
+        return eval_every is not None and (num_done % eval_every == 0 or num_done == self.num_steps)
 
     async def _evaluate_heldout(self) -> dict[str, float]:
         self._begin_phase("evaluate")
@@ -309,58 +309,58 @@ class TrainingLoop:
         metrics = await self._play_heldout() if self.heldout.tasks else {}
         if self.heldout.dataset is not None:
             rows = await in_thread(self._make_heldout_rows, self.heldout.dataset)
-            metrics |= await self.policy.evaluate(rows, self.progress.done) | self.heldout.dataset.left_out
+            metrics |= await self.policy.evaluate(rows, self.progress.steps) | self.heldout.dataset.left_out
         metrics["seconds"] = time.perf_counter() - start_time
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     async def _play_heldout(self) -> dict[str, float]:
-        heldout, num_done = self.heldout, self.progress.done
+        heldout, num_done = self.heldout, self.progress.steps
         assert heldout.rollouts is not None and self.sampler is not None
         start_time = time.perf_counter()
-        name = f"eval-{num_done}"
-        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recorded_as=name)
-        await in_thread(self.tools.commit, lambda key: key.step == name)
+        step_name = f"eval-{num_done}"
+        groups = await heldout.rollouts.rollout_batch(heldout.tasks, self.sampler, recorded_as=step_name)
+        await in_thread(self.tools.commit, lambda key: key.step == step_name)
         episodes = [trajectory for group in groups for trajectory in group]
-        metrics = self.tools.metrics(lambda key: key.step == name)
+        metrics = self.tools.metrics(lambda key: key.step == step_name)
         metrics |= heldout.clock.take_costs() if heldout.clock is not None else {}
-        if heldout.record is not None:
-            seconds = {"seconds": time.perf_counter() - start_time}
-            await in_thread(heldout.record, num_done, episodes, metrics | seconds)
+        if heldout.append_record is not None:
+            elapsed = {"seconds": time.perf_counter() - start_time}
+            await in_thread(heldout.append_record, num_done, episodes, metrics | elapsed)
         return evaluation_metrics(episodes) | metrics
 
     def _make_heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
-        groups = (dataset.fill(i, self.algorithm.samples(dataset.group(i))) for i in range(len(dataset)))
+        groups = (dataset.fill_rows(i, self.algorithm.samples(dataset.group(i))) for i in range(len(dataset)))
         return [row for group in groups for row in group]
 
     # checkpoints and status
 
     def _is_save_due(self) -> bool:
-        num_done, logging, best = self.progress.done, self.config.logging, self.scores.best
-        is_new_best = logging.keep_best and best is not None and best[0] == num_done
-        return num_done % logging.checkpoint_every == 0 or is_new_best or num_done == self.total
+        num_done, logging, best_score = self.progress.steps, self.config.logging, self.scores.best
+        is_new_best = logging.keep_best and best_score is not None and best_score[0] == num_done
+        return num_done % logging.checkpoint_every == 0 or is_new_best or num_done == self.num_steps
 
     async def _save_if_due(self, is_last: bool) -> None:
         is_due = self._is_save_due() and not self.guards.unusable_steps
-        if is_due or is_last or self.progress.done == self.total:
+        if is_due or is_last or self.progress.steps == self.num_steps:
             await self._save_checkpoint()
 
     async def _save_checkpoint(self) -> None:
         progress, logging = self.progress, self.config.logging
-        if self.saved_step == progress.done or not progress.done:
+        if self.saved_step == progress.steps or not progress.steps:
             return
         self._begin_phase("checkpoint")
-        state = {
-            "step": progress.done,
+        checkpoint_state = {
+            "step": progress.steps,
             "seconds": progress.seconds,
-            **progress.ledger.state(),
-            "offsets": await in_thread(self.run.offsets),
+            **progress.ledger.make_state(),
+            "offsets": await in_thread(self.run.sync_files),
         }
-        if progress.unlogged is not None:
-            state["unlogged"] = progress.unlogged
+        if progress.unlogged_metrics is not None:
+            checkpoint_state["unlogged"] = progress.unlogged_metrics
         start_time = time.perf_counter()
-        await self.policy.save(str(self.run.checkpoint_folder(progress.done)), state)
-        self.saved_step, self.stop_forecast.saving = progress.done, time.perf_counter() - start_time
-        self._warn(self.stop_forecast.warning())
+        await self.policy.save(str(self.run.checkpoint_folder(progress.steps)), checkpoint_state)
+        self.saved_step, self.stop_forecast.save_seconds = progress.steps, time.perf_counter() - start_time
+        self._warn(self.stop_forecast.make_warning())
         retention = logging.keep_checkpoints, logging.keep_every, logging.keep_best, logging.optimizer_state
         await in_thread(self.run.prune, *retention)
 
@@ -368,9 +368,9 @@ class TrainingLoop:
         with contextlib.suppress(OSError):  # the disk may be full
             await self._write_status(state, reason)
         row = self.rows[-1] if self.rows else {}
-        return TrainingReport(self.run.path, self.progress.done, state, row, self.rows, self.tools.totals())
+        return TrainingReport(self.run.path, self.progress.steps, state, row, self.rows, self.tools.totals())
 
     async def _write_status(self, state: State, reason: str | None = None) -> None:
         progress = self.progress
-        status = Status(state, progress.done, self.total, reason, progress.seconds)
+        status = Status(state, progress.steps, self.num_steps, reason, progress.seconds)
         await in_thread(self.run.write_status, status)

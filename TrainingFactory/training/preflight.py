@@ -9,7 +9,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.examples import REQUIRED_COLUMNS
-from TrainingFactory.training.dataset import example_form
+from TrainingFactory.training.dataset import make_form
 from TrainingFactory.training.filters import EpisodeFilters
 
 MAX_LEAVES = 1024  # episodes per task without training.branching.max_episodes
@@ -24,12 +24,12 @@ def check_config(config: TrainingConfig, is_recorded: bool) -> None:
     EpisodeFilters(config.training.filters)  # raises for an unknown filter
 
 
-def group_too_small(group_size: int, minimum: int, subject: str, remedy: str = "") -> ValueError:
-    """Return the error for groups smaller than the `minimum` that `subject` needs to compare episodes."""
+def group_size_error(group_size: int, min_size: int, subject: str, remedy: str = "") -> ValueError:
+    """Return the error for groups smaller than the `min_size` that `subject` needs to compare episodes."""
     return ValueError(
         f"training.group_size={group_size} is too small: {subject} compares the episodes of a group with each "
         "other. Use "
-        f"{minimum} or more (typically 8){remedy}"
+        f"{min_size} or more (typically 8){remedy}"
     )
 
 
@@ -37,8 +37,8 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
     """Run the checks that need no torch, because the web server does not import it."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
-    if training.group_size < (minimum := kind.min_group(getattr(config, name))):
-        raise group_too_small(training.group_size, minimum, name)
+    if training.group_size < (min_size := kind.min_group(getattr(config, name))):
+        raise group_size_error(training.group_size, min_size, name)
     if training.activation_offload and not training.gradient_checkpointing:
         raise ValueError(
             "training.activation_offload keeps the layer inputs of gradient checkpointing in CPU memory. Set "
@@ -69,11 +69,11 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
     if training.branching is not None:
         _check_branching(config, training.branching)
     if is_recorded:
-        example_form(config)  # raises for algorithms that do not train on a dataset
+        make_form(config)  # raises for algorithms that do not train on a dataset
     if not (is_recorded or kind.samples or kind.demonstrations):
         raise ValueError(
             f"training.algorithm={name} needs a dataset. Set data.dataset=FILE, with "
-            f"{REQUIRED_COLUMNS[example_form(config)]}; or with recorded trajectories"
+            f"{REQUIRED_COLUMNS[make_form(config)]}; or with recorded trajectories"
         )
 
 
@@ -154,23 +154,23 @@ def _find_fork_budget_problems(
     config: TrainingConfig, branching: BranchingSection
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     group_size, continuations = config.training.group_size, branching.continuations
-    leaves = group_size * continuations**branching.max_forks
-    if (limit := branching.max_episodes) is None and leaves > MAX_LEAVES:
-        text = f"allows {leaves} episodes per task. Lower it, or set training.branching.max_episodes"
+    num_leaves = group_size * continuations**branching.max_forks
+    if (max_episodes := branching.max_episodes) is None and num_leaves > MAX_LEAVES:
+        text = f"allows {num_leaves} episodes per task. Lower it, or set training.branching.max_episodes"
         yield ("max_forks",), text
-    if limit is not None and limit < (minimum := group_size + continuations - 1):
-        text = f"is {limit}, too small for any fork with training.group_size={group_size}"
-        yield ("max_episodes",), f"{text}. Use {minimum} or more"
-    minimum = (group_size * (continuations * config.sampling.max_tokens - 1)) + 1
-    if (limit := branching.max_tokens) is not None and limit < minimum:
-        text = f"is {limit}, too small for any fork: each continuation needs sampling.max_tokens="
-        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {minimum} or more"
+    if max_episodes is not None and max_episodes < (min_episodes := group_size + continuations - 1):
+        text = f"is {max_episodes}, too small for any fork with training.group_size={group_size}"
+        yield ("max_episodes",), f"{text}. Use {min_episodes} or more"
+    min_episodes = (group_size * (continuations * config.sampling.max_tokens - 1)) + 1
+    if (max_episodes := branching.max_tokens) is not None and max_episodes < min_episodes:
+        text = f"is {max_episodes}, too small for any fork: each continuation needs sampling.max_tokens="
+        yield ("max_tokens",), f"{text}{config.sampling.max_tokens}. Use {min_episodes} or more"
 
 
-def check_steps(config: TrainingConfig, total: int) -> None:
+def check_steps(config: TrainingConfig, steps: int) -> None:
     """Raise ValueError if a run of `total` steps would never update the policy."""
-    if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= total:
-        span = f"training.max_steps={total}" if config.training.max_steps else f"{total} steps in all epochs"
+    if config.training.algorithm == "ppo" and config.ppo.critic_warmup >= steps:
+        span = f"training.max_steps={steps}" if config.training.max_steps else f"{steps} steps in all epochs"
         raise ValueError(
             f"ppo.critic_warmup={config.ppo.critic_warmup} of {span}: the policy would never be updated. Reduce "
             "critic_warmup, or make the run longer"

@@ -10,21 +10,21 @@ from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.runs.folder import CONSUMED, TRAJECTORIES, RunFolder
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.training.filters import EpisodeFilters, dropped_problem
-from TrainingFactory.training.source import StepGroups, sampled_metrics, unscored_problem
+from TrainingFactory.training.filters import EpisodeFilters, find_dropped_problem
+from TrainingFactory.training.source import StepGroups, compute_metrics, find_unscored_problem
 from TrainingFactory.types import Group, Trajectory
 
 
 class RecordedSource:
     """Reads the groups of a recorded run in the order in which the run trained them. It samples nothing and calls no
-    tools. `first` is the step to start with, `steps` the number of recorded steps."""
+    tools. `first_step` is the step to start with, `steps` the number of recorded steps."""
 
     def __init__(
         self,
         run: RunFolder,
         algorithm: Algorithm,
         max_unscored: float,
-        first: int = 0,
+        first_step: int = 0,
         filters: EpisodeFilters | None = None,
     ) -> None:
         self._run, self._algorithm, self._max_unscored = run, algorithm, max_unscored
@@ -37,16 +37,16 @@ class RecordedSource:
         self._rows = run.ledger()
         self.steps = len(self._rows)
         self._groups = self._read_groups()
-        num_skipped = sum(len(row["groups"]) for row in self._rows[:first])
+        num_skipped = sum(len(row["groups"]) for row in self._rows[:first_step])
         next(islice(self._groups, num_skipped, num_skipped), None)
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
         groups = await in_thread(self._take_groups, step)
         seconds = time.perf_counter() - start_time
-        metrics = sampled_metrics(groups, seconds, None)
-        problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
-        return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
+        metrics = compute_metrics(groups, seconds, None)
+        problem = find_unscored_problem(groups, self._max_unscored) or find_dropped_problem(groups)
+        return StepGroups(step, groups, seconds, metrics, problem, is_sampled=True)
 
     async def close(self) -> None: ...
 
@@ -55,8 +55,8 @@ class RecordedSource:
         groups = list(islice(self._groups, len(slots)))
         task_ids = [group[0].task.id for group in groups]
         if task_ids != self._rows[step]["tasks"]:
-            location = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
-            raise ValueError(f"{location} in step {step + 1}: {task_ids} and {self._rows[step]['tasks']}")
+            difference = f"{self._run.path / TRAJECTORIES} and {CONSUMED} differ"
+            raise ValueError(f"{difference} in step {step + 1}: {task_ids} and {self._rows[step]['tasks']}")
         return self._filters.make_groups(groups, self._algorithm, slots)
 
     def _read_groups(self) -> Iterator[list[Trajectory]]:

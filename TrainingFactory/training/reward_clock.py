@@ -18,28 +18,28 @@ REPORT_EVERY_SECONDS = 30.0  # between further ones
 
 class RewardClock:
     """Wraps the reward of a run and measures its time, summed over episodes and groups that are scored concurrently.
-    `stats` returns the total requests and costs of the reward's judges and pools. `notify` reports slow rewards,
+    `read_stats` returns the total requests and costs of the reward's judges and pools. `notify` reports slow rewards,
     because retries of an unresponsive judge may take minutes, and why the first episode could not be scored."""
 
     def __init__(
         self,
         reward: RewardFunction | None,
         notify: Callable[[str], None] = lambda _: None,
-        stats: Callable[[], dict[str, float]] = dict,
+        read_stats: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.reward, self._group_reward = reward, as_group_reward(reward)
         self.grouped = self._group_reward is not None
         self.compares = self._group_reward is not None and self._group_reward.compares
         self.seconds = 0.0
-        self._notify, self._stats, self._last_stats = notify, stats, stats()
-        self._scored_any = False  # whether any call has returned or raised
+        self._notify, self._read_stats, self._last_stats = notify, read_stats, read_stats()
+        self._has_scored = False  # whether any call has returned or raised
         self._running_calls: dict[object, tuple[float, int]] = {}  # start time and number of episodes
         self._timer: asyncio.TimerHandle | None = None
 
     def take_costs(self) -> dict[str, float]:
         """Return the requests and costs of the reward's judges and pools since the last call."""
-        previous, self._last_stats = self._last_stats, self._stats()
-        return {name: value - previous.get(name, 0.0) for name, value in self._last_stats.items()}
+        last_stats, self._last_stats = self._last_stats, self._read_stats()
+        return {name: value - last_stats.get(name, 0.0) for name, value in self._last_stats.items()}
 
     async def __call__(self, episode: Episode) -> Reward:
         with self._measure_time(1):
@@ -57,14 +57,14 @@ class RewardClock:
     def _report_first(self, rewards: Sequence[Reward | Exception]) -> None:
         """Report the error of the first scored episode immediately, because all later ones may fail for the same
         reason."""
-        if not self._scored_any and isinstance(rewards[0], Exception):
+        if not self._has_scored and isinstance(rewards[0], Exception):
             self._notify(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
-        self._scored_any = True
+        self._has_scored = True
 
     @contextmanager
     def _measure_time(self, num_episodes: int) -> Iterator[None]:
-        call, start_time = object(), time.monotonic()
-        self._running_calls[call] = start_time, num_episodes
+        call_id, start_time = object(), time.monotonic()
+        self._running_calls[call_id] = start_time, num_episodes
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(FIRST_REPORT_SECONDS, self._report_slow)
         try:
@@ -74,7 +74,7 @@ class RewardClock:
             raise
         finally:
             self.seconds += time.monotonic() - start_time
-            del self._running_calls[call]
+            del self._running_calls[call_id]
             if not self._running_calls and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -83,8 +83,8 @@ class RewardClock:
         waited_seconds = time.monotonic() - min(start_time for start_time, _ in self._running_calls.values())
         is_slow = waited_seconds >= FIRST_REPORT_SECONDS
         if is_slow:
-            count = sum(episodes for _, episodes in self._running_calls.values())
-            noun = "reward" if count == 1 else "rewards"
-            self._notify(f"Waiting for {count} {noun}, the longest for {waited_seconds:.0f} s so far")
-        delay = REPORT_EVERY_SECONDS if is_slow else FIRST_REPORT_SECONDS - waited_seconds
-        self._timer = asyncio.get_running_loop().call_later(delay, self._report_slow)
+            num_rewards = sum(num_episodes for _, num_episodes in self._running_calls.values())
+            noun = "reward" if num_rewards == 1 else "rewards"
+            self._notify(f"Waiting for {num_rewards} {noun}, the longest for {waited_seconds:.0f} s so far")
+        delay_seconds = REPORT_EVERY_SECONDS if is_slow else FIRST_REPORT_SECONDS - waited_seconds
+        self._timer = asyncio.get_running_loop().call_later(delay_seconds, self._report_slow)

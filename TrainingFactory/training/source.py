@@ -17,7 +17,7 @@ from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
 from TrainingFactory.rollout.metrics import leaf_weights
 from TrainingFactory.tools.recording import EpisodeKey
 from TrainingFactory.tools.threads import in_thread
-from TrainingFactory.training.filters import EpisodeFilters, dropped_problem, filter_metrics
+from TrainingFactory.training.filters import EpisodeFilters, compute_filter_metrics, find_dropped_problem
 from TrainingFactory.training.ledger import Ledger
 from TrainingFactory.training.reward_clock import RewardClock
 from TrainingFactory.training.task_order import TaskOrder
@@ -34,15 +34,15 @@ class StepGroups:
     seconds: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     problem: str | None = None  # why the step is unusable for training
-    sampled: bool = False  # by the policy itself
+    is_sampled: bool = False  # by the policy itself
     # (step, name) keys of the recorded tool calls of these groups, and of groups discarded since the previous step.
     # None: all uncommitted calls belong to these groups.
-    recorded: set[tuple[int | str, str]] | None = None
-    discarded: set[tuple[int | str, str]] = field(default_factory=set)
+    recorded_keys: set[tuple[int | str, str]] | None = None
+    discarded_keys: set[tuple[int | str, str]] = field(default_factory=set)
 
     def has_recorded(self, key: EpisodeKey) -> bool:
         """Return whether the tool calls of this episode belong to the step."""
-        return self.recorded is None or (key.step, key.task) in self.recorded
+        return self.recorded_keys is None or (key.step, key.task) in self.recorded_keys
 
     @property
     def rows(self) -> list[Sample]:
@@ -112,21 +112,21 @@ class SampledSource:
         self._clock.seconds = self._rollouts.tail_seconds = 0.0
         first_number = step * self._order.batch_size
         num_left, numbers = self._ledger.num_left, range(first_number, first_number + self._order.batch_size)
-        groups = latest = await self._play_groups(step, numbers, self._ledger.take(len(numbers)), 0)
+        groups = latest = await self._play_groups(step, numbers, self._ledger.take_positions(len(numbers)), 0)
         for attempt in range(1, self._algorithm.refill + 1):
             open_numbers = [group.number for group in latest if not group.rows][: num_left - len(groups)]
-            if not open_numbers or unscored_problem(latest, self._max_unscored):
+            if not open_numbers or find_unscored_problem(latest, self._max_unscored):
                 break
             latest = await self._play_groups(
-                step, open_numbers, self._ledger.take(len(open_numbers)), attempt
+                step, open_numbers, self._ledger.take_positions(len(open_numbers)), attempt
             )
             groups = groups + latest
         seconds = time.perf_counter() - start_time
-        problem = unscored_problem(groups, self._max_unscored) or dropped_problem(groups)
-        metrics = sampled_metrics(groups, seconds, self._clock)
+        problem = find_unscored_problem(groups, self._max_unscored) or find_dropped_problem(groups)
+        metrics = compute_metrics(groups, seconds, self._clock)
         metrics["tail_share"] = self._rollouts.tail_seconds / seconds
         metrics |= self._count_dropped_forks()
-        return StepGroups(step, groups, seconds, metrics, problem, sampled=True)
+        return StepGroups(step, groups, seconds, metrics, problem, is_sampled=True)
 
     async def close(self) -> None: ...
 
@@ -154,7 +154,7 @@ class SampledSource:
         return await in_thread(self._filters.make_groups, adjusted_groups, self._algorithm, slots)
 
 
-def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
+def compute_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock | None) -> dict[str, float]:
     """Return the metrics of a step; seconds of `tools` and `reward` are summed over concurrent episodes."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = rollout_metrics(episodes)
@@ -165,34 +165,34 @@ def sampled_metrics(groups: Sequence[Group], seconds: float, clock: RewardClock 
         metrics["accuracy"] = num_correct / sum(weights)
     if any(any(reward.steps) for reward in rewards):  # without step rewards these equal the outcomes
         for name, is_correct in (("reward_right", True), ("reward_wrong", False)):
-            if selected := [reward for reward in rewards if (reward.outcome > 0) == is_correct]:
-                metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in selected)
+            if selected_rewards := [reward for reward in rewards if (reward.outcome > 0) == is_correct]:
+                metrics[name] = fmean(reward.outcome + sum(reward.steps) for reward in selected_rewards)
     metrics["episodes/failed"] = metrics["episodes/error"] + metrics["episodes/tool_failure"]
     turns = [turn for episode in episodes for turn in episode.own_turns]
     tool_seconds = sum(result.seconds for turn in turns for result in turn.tool_results)
-    total_seconds = sum(trajectory.seconds for trajectory in episodes)
+    episode_seconds = sum(trajectory.seconds for trajectory in episodes)
     return metrics | {
         "groups/dropped": sum(not group.rows for group in groups),
         "groups/refilled": len(groups) - len({group.number for group in groups}),
         "seconds/tools": tool_seconds,
         "seconds/reward": 0.0 if clock is None else clock.seconds,
-        "tools_share": tool_seconds / total_seconds if total_seconds else 0.0,
+        "tools_share": tool_seconds / episode_seconds if episode_seconds else 0.0,
         "tokens_per_second": metrics["sampled_tokens"] / seconds,
-        **filter_metrics(groups),
+        **compute_filter_metrics(groups),
         **({} if clock is None else clock.take_costs()),
     }
 
 
-def unscored_problem(groups: Sequence[Group], max_unscored: float) -> str | None:
+def find_unscored_problem(groups: Sequence[Group], max_unscored: float) -> str | None:
     """Return the reason why the groups are unusable for training, if too many episodes are unscored; else None."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    unscored = [trajectory for trajectory in episodes if trajectory.reward is None]
-    if len(unscored) < len(episodes) and len(unscored) <= max_unscored * len(episodes):
+    unscored_episodes = [trajectory for trajectory in episodes if trajectory.reward is None]
+    if len(unscored_episodes) < len(episodes) and len(unscored_episodes) <= max_unscored * len(episodes):
         return None
-    summary = f"{len(unscored)} of {len(episodes)} episodes could not be scored"
-    if len(unscored) == len(episodes):
+    summary = f"{len(unscored_episodes)} of {len(episodes)} episodes could not be scored"
+    if len(unscored_episodes) == len(episodes):
         summary = f"none of {len(episodes)} episodes could be scored"
-    reason = most_frequent_error(unscored)
+    reason = find_frequent_error(unscored_episodes)
     return f"{summary} (reward.max_unscored is {max_unscored:g}). Most frequent reason: {reason}"
 
 
@@ -206,12 +206,12 @@ class ExpertSource:
         environment: EnvironmentFactory,
         chat: ChatFormat,
         algorithm: Algorithm,
-        limits: dict[str, Any],
+        play_options: dict[str, Any],
         max_concurrency: int,
     ) -> None:
         self._tasks, self._order, self._environment = tasks, order, environment
-        self._chat, self._algorithm, self._limits = chat, algorithm, limits
-        self._gate = asyncio.Semaphore(max_concurrency)
+        self._chat, self._algorithm, self._play_options = chat, algorithm, play_options
+        self._semaphore = asyncio.Semaphore(max_concurrency)
 
     async def take(self, step: int) -> StepGroups:
         start_time = time.perf_counter()
@@ -224,9 +224,9 @@ class ExpertSource:
 
     async def _play_expert(self, task: Task, step: int) -> Trajectory:
         key = EpisodeKey(step, task.id, 0)
-        async with self._gate:
+        async with self._semaphore:
             environment: Any = self._environment(task)
-            episode = await play(environment, self._chat, environment.expert(), key=key, **self._limits)
+            episode = await play(environment, self._chat, environment.expert(), key=key, **self._play_options)
         if episode.status in ("error", "tool_failure") or not episode.turns:
             raise ValueError(f"Cannot play demonstration {task.id}: {episode.error or episode.status}")
         return episode
@@ -252,7 +252,7 @@ class DatasetSource:
         trajectories = [self._dataset.group(index) for index in indices]
         groups = number_groups(step, self._order, trajectories, self._algorithm)
         for index, group in zip(indices, groups, strict=True):
-            self._dataset.fill(index, group.rows)
+            self._dataset.fill_rows(index, group.rows)
         return groups
 
 
@@ -275,9 +275,9 @@ def make_demonstration_step(step: int, groups: list[Group], seconds: float) -> S
     return StepGroups(step, groups, seconds, metrics)
 
 
-def most_frequent_error(unscored: Sequence[Trajectory]) -> str:
+def find_frequent_error(unscored_episodes: Sequence[Trajectory]) -> str:
     """Return an example of the most frequent error, treating errors that differ only in numbers or quotes as one."""
-    reasons = [trajectory.error or "no reason given" for trajectory in unscored]
+    reasons = [trajectory.error or "no reason given" for trajectory in unscored_episodes]
     patterns = [re.sub(r"\d+|'[^']*'|\"[^\"]*\"", "", reason) for reason in reasons]
-    [(most_common, _)] = Counter(patterns).most_common(1)
-    return reasons[patterns.index(most_common)]
+    [(top_pattern, _)] = Counter(patterns).most_common(1)
+    return reasons[patterns.index(top_pattern)]

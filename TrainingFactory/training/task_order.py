@@ -12,7 +12,7 @@ class TaskOrder:
     def __init__(self, size: int, batch_size: int, seed: int, shuffle: bool = True) -> None:
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
         self.steps_per_epoch = -(-size // batch_size)
-        self._epoch, self._shuffled = -1, list[int]()
+        self._epoch, self._indices = -1, list[int]()
 
     def start_position(self, step: int) -> int:
         """Return how many indices are taken before a step, if every step takes one batch."""
@@ -22,15 +22,15 @@ class TaskOrder:
     def batch(self, step: int) -> list[int]:
         return self.take(self.start_position(step), self.batch_size)
 
-    def take(self, start: int, count: int) -> list[int]:
-        """Return `count` indices after the first `start` of the order, or fewer at the end of an epoch."""
-        epoch, position = divmod(start, self.size)
+    def take(self, first_position: int, num_indices: int) -> list[int]:
+        """Return `num_indices` indices from `first_position` of the order on, or fewer at the end of an epoch."""
+        epoch, position = divmod(first_position, self.size)
         if not self.shuffle:
-            return list(range(position, min(position + count, self.size)))
+            return list(range(position, min(position + num_indices, self.size)))
         if epoch != self._epoch:
-            seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
-            self._shuffled, self._epoch = sorted(range(self.size), key=lambda n: seeds[n]), epoch
-        return self._shuffled[position : position + count]
+            seeds = [turn_seed(self.seed, epoch, f"{index}", -1, -1) for index in range(self.size)]
+            self._indices, self._epoch = sorted(range(self.size), key=lambda index: seeds[index]), epoch
+        return self._indices[position : position + num_indices]
 
     def task_index(self, position: int) -> int:
         """Return the index at a position of the order."""

@@ -19,20 +19,20 @@ from TrainingFactory.data.rewriting import FoldedEpisodeError, UnparsableCallErr
 from TrainingFactory.data.trajectories import CompactTrajectory
 from TrainingFactory.types import Completion, Message, Sample, Task, Trajectory, Turn
 
-NAMED_ROWS = 3  # skipped rows that a message names
+MAX_NAMED_ROWS = 3  # skipped rows that a message names
 REPORT_SECONDS = 10.0  # seconds
 
 
 class ProgressReporter:
     """Reports the progress of long work every `REPORT_SECONDS`."""
 
-    def __init__(self, notify: Callable[[str], None], total: int) -> None:
-        self._notify, self._total, self._last_report = notify, total, time.monotonic()
+    def __init__(self, notify: Callable[[str], None], num_rows: int) -> None:
+        self._notify, self._num_rows, self._last_report_time = notify, num_rows, time.monotonic()
 
-    def report(self, count: int, subject: str) -> None:
-        if time.monotonic() - self._last_report > REPORT_SECONDS:
-            self._last_report = time.monotonic()
-            self._notify(f"{count} of {self._total} {subject}")
+    def report(self, num_done: int, subject: str) -> None:
+        if time.monotonic() - self._last_report_time > REPORT_SECONDS:
+            self._last_report_time = time.monotonic()
+            self._notify(f"{num_done} of {self._num_rows} {subject}")
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class TokenizedConversation:
     messages: list[Message]  # of the turns
 
     def trajectory(self, group: str, member: int) -> Trajectory:
-        ids, source = self.token_ids.tolist(), self.conversation
+        token_ids, conversation = self.token_ids.tolist(), self.conversation
         turns = [
-            Turn(ids[:start], Completion(ids[start:end], [0.0] * (end - start), "stop"), message)
+            Turn(token_ids[:start], Completion(token_ids[start:end], [0.0] * (end - start), "stop"), message)
             for (start, end), message in zip(self.turn_spans, self.messages, strict=True)
         ]
-        prompt = source.messages[: source.start]
-        task = Task(source.id, "")
-        return Trajectory(task, group, member, prompt, source.tools, turns, reward=source.reward)
+        prompt = conversation.messages[: conversation.start]
+        task = Task(conversation.id, "")
+        return Trajectory(task, group, member, prompt, conversation.tools, turns, reward=conversation.reward)
 
     @property
     def length(self) -> int:
@@ -61,8 +61,9 @@ class TokenizedConversation:
 
 class TokenizedDataset:
     """Examples tokenized with the model's own chat template; recorded episodes keep their sampled tokens. Examples over
-    `max_length` tokens are skipped and listed in `long`. Examples that the template cannot render are an error, or with
-    `skip_bad_rows` listed in `bad`. Of a group of recorded episodes, the best and the worst one that fit are kept."""
+    `max_length` tokens are skipped and listed in `long_rows`. Examples that the template cannot render are an error, or
+    with `skip_bad_rows` listed in `bad_rows`. Of a group of recorded episodes, the best and the worst one that fit are
+    kept."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class TokenizedDataset:
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.chat, self.max_length = chat, max_length
-        self.bad, self.long = list(examples.row_problems), list[str]()
+        self.bad_rows, self.long_rows = list(examples.row_problems), list[str]()
         self.unused = sum(examples.unused_counts.values())
         self.ids: list[str] = []
         # precomputed log-probs of the reference model, per row of each example
@@ -87,13 +88,13 @@ class TokenizedDataset:
             except ValueError as error:
                 problems.append(f"{example.location}: the chat template cannot render it: {error}")
             reporter.report(number, "rows tokenized")
-        self.bad += problems
+        self.bad_rows += problems
         if problems and not skip_bad_rows:
             raise ValueError(join_problems(problems))
         if not self.ids:
             unused = [f"{self.unused} recorded episodes give no training signal"] if self.unused else []
             raise ValueError(
-                f"No usable row in the dataset:\n{join_problems([*self.bad, *self.long, *unused])}"
+                f"No usable row in the dataset:\n{join_problems([*self.bad_rows, *self.long_rows, *unused])}"
             )
         for note in [*examples.notes, *self._describe_skipped_rows()]:
             notify(note)
@@ -108,7 +109,7 @@ class TokenizedDataset:
             for member, entry in enumerate(self._groups[index])
         ]
 
-    def fill(self, index: int, rows: list[Sample]) -> list[Sample]:
+    def fill_rows(self, index: int, rows: list[Sample]) -> list[Sample]:
         """Set the precomputed reference log-probs of an example's rows, if there are any; return the rows."""
         for row, logprobs in zip(rows, self.references[index], strict=True) if self.references else ():
             row.reference = logprobs
@@ -117,15 +118,15 @@ class TokenizedDataset:
     @property
     def left_out(self) -> dict[str, float]:
         """Return the numbers of skipped rows by reason, without zeros."""
-        counts = {"bad": len(self.bad), "long": len(self.long), "unused": self.unused}
+        counts = {"bad": len(self.bad_rows), "long": len(self.long_rows), "unused": self.unused}
         return {f"rows_left_out/{reason}": float(count) for reason, count in counts.items() if count}
 
     def _describe_skipped_rows(self) -> Iterator[str]:
-        if self.bad:
-            yield f"Skipping {len(self.bad)} bad rows: {_join_first_rows(self.bad)}"
-        if self.long:
-            rows = pluralize(len(self.long), "row")
-            yield f"Skipping {rows} longer than model.max_length: {_join_first_rows(self.long)}"
+        if self.bad_rows:
+            yield f"Skipping {len(self.bad_rows)} bad rows: {_join_first_rows(self.bad_rows)}"
+        if self.long_rows:
+            rows = pluralize(len(self.long_rows), "row")
+            yield f"Skipping {rows} longer than model.max_length: {_join_first_rows(self.long_rows)}"
         if self.unused:
             yield f"Skipping {self.unused} recorded episodes that give no training signal"
 
@@ -146,18 +147,18 @@ class TokenizedDataset:
     def _select_best_and_worst(self, example: Example) -> list[TokenizedConversation | CompactTrajectory]:
         """Return the best and the worst recorded episode of an example. Replace an unusable one by the next best or
         next worst."""
-        remaining, tokenized = (
+        candidates, usable = (
             example.conversations,
             dict[int, list[TokenizedConversation | CompactTrajectory]](),
         )
-        while pair := best_and_worst(remaining, total_reward_of):
-            for side in pair:
-                if id(side) not in tokenized:
-                    tokenized[id(side)] = self._select_usable_episode(example, [side])
-            if all(tokenized[id(side)] for side in pair):
-                return [item for side in pair for item in tokenized[id(side)]]
-            remaining = [conversation for conversation in remaining if tokenized.get(id(conversation), True)]
-        self.unused += len(remaining)
+        while pair := best_and_worst(candidates, total_reward_of):
+            for episode in pair:
+                if id(episode) not in usable:
+                    usable[id(episode)] = self._select_usable_episode(example, [episode])
+            if all(usable[id(episode)] for episode in pair):
+                return [conversation for episode in pair for conversation in usable[id(episode)]]
+            candidates = [conversation for conversation in candidates if usable.get(id(conversation), True)]
+        self.unused += len(candidates)
         return []
 
     def _select_usable_episode(
@@ -173,18 +174,18 @@ class TokenizedDataset:
     def _require_max_length(
         self, example: Example, group: list[TokenizedConversation | CompactTrajectory]
     ) -> list[TokenizedConversation | CompactTrajectory]:
-        """Return the group, or an empty list if it exceeds `max_length`; then add it to `long`."""
-        max_length = max(item.length for item in group)
+        """Return the group, or an empty list if it exceeds `max_length`; then add it to `long_rows`."""
+        max_length = max(conversation.length for conversation in group)
         if max_length <= self.max_length:
             return group
-        self.long.append(f"{example.location} has {max_length} tokens, over the limit of {self.max_length}")
+        self.long_rows.append(f"{example.location} has {max_length} tokens, over the limit of {self.max_length}")
         return []
 
     def _tokenize_conversation(self, conversation: Conversation) -> TokenizedConversation | CompactTrajectory:
         if (trajectory := conversation.recorded) is not None:
             episode = trajectory.trajectory()
-            rewritten = rerender(self.chat, episode)
-            return trajectory if rewritten is episode else CompactTrajectory.from_trajectory(rewritten)
+            new_episode = rerender(self.chat, episode)
+            return trajectory if new_episode is episode else CompactTrajectory.from_trajectory(new_episode)
         chat, start = self.chat, conversation.start
         messages = [
             self._as_sampled(message, message_index in conversation.bad)
@@ -219,10 +220,10 @@ class TokenizedDataset:
         turn_ids, cut_positions = tokenized.token_ids[begin:end], [begin]
         for num_steps in range(1, len(steps)):
             text = "\n".join(steps[:num_steps]) + "\n"
-            prefix = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
-            size = min(len(prefix), len(turn_ids))
-            mismatches = np.flatnonzero(prefix[:size] != turn_ids[:size])
-            cut_positions.append(begin + (int(mismatches[0]) if len(mismatches) else size))
+            prefix_ids = np.asarray(self.chat.write(Message("assistant", text), exact=False)[:-1])
+            common_length = min(len(prefix_ids), len(turn_ids))
+            mismatches = np.flatnonzero(prefix_ids[:common_length] != turn_ids[:common_length])
+            cut_positions.append(begin + (int(mismatches[0]) if len(mismatches) else common_length))
         cut_positions.append(end)
         step_spans = list(pairwise(cut_positions))
         if any(start >= end_index for start, end_index in step_spans):
@@ -247,4 +248,4 @@ class TokenizedDataset:
 
 
 def _join_first_rows(rows: Sequence[str]) -> str:
-    return "; ".join(rows[:NAMED_ROWS]) + (" ..." if len(rows) > NAMED_ROWS else "")
+    return "; ".join(rows[:MAX_NAMED_ROWS]) + (" ..." if len(rows) > MAX_NAMED_ROWS else "")

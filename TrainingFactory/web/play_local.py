@@ -35,7 +35,7 @@ class LocalConversation(PlayConversation):
     async def begin_answer(
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> LocalAnswer:
-        prompt = await asyncio.to_thread(self.turns.begin, list(history), self.specs)
+        prompt = await asyncio.to_thread(self.turns.make_node, list(history), self.specs)
         return LocalAnswer(self, prompt, arguments, tell)
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
@@ -44,14 +44,14 @@ class LocalConversation(PlayConversation):
         turns, folding = answer.trajectory.turns, self.served.folding
         for turn in turns:
             node = RequestNode(turn, list(messages), prompt.tools, "")
-            self.turns.add(node, turn.completion, turn.message, answer.session)
+            self.turns.add_answer(node, turn.completion, turn.message, answer.session)
             messages += [turn.message, *turn.replies]
         self.turns.answered_nodes[:-MAX_KEPT_TURNS] = []
         num_tokens = len(prompt.turn.prompt_ids) + sum(len(turn.completion.token_ids) for turn in turns)
         # `written`: "extended" if the earlier tokens were reused, else why not. `unfolded`: the fold limit that the
         # conversation exceeds.
         return {
-            "written": prompt.reason, "tokens": num_tokens,
+            "written": prompt.prompt_reason, "tokens": num_tokens,
             "unfolded": folding.limit if folding is not None and num_tokens > folding.limit else None,
         }  # fmt: skip
 

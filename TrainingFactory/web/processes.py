@@ -18,7 +18,7 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import open_regular_file
-from TrainingFactory.runs.folder import RunFolder, is_run, new_name
+from TrainingFactory.runs.folder import RunFolder, is_run, pick_name
 from TrainingFactory.web.form import with_runs_folder
 
 START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
@@ -31,7 +31,7 @@ _processes = list[subprocess.Popen[Any]]()
 
 async def train(config_text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with a config's YAML and wait until it begins; return the run's name and the command."""
-    name = name or new_name(with_runs_folder(config, runs))
+    name = name or pick_name(with_runs_folder(config, runs))
     path, partial = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")

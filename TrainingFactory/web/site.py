@@ -24,7 +24,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
 from TrainingFactory.data.disk import open_regular_file
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.runs.stopping import stop
+from TrainingFactory.runs.stopping import stop_run
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
 from TrainingFactory.web.live import RunEvents
@@ -194,7 +194,7 @@ class Page:
         run = self.find(name)
         try:
             with self._stop_lock:
-                stop(run, self._stopped_processes)
+                stop_run(run, self._stopped_processes)
         except ValueError as error:
             raise ApiError(str(error), "name", status=409) from error
         return RunAction(name=name, state="stopping", command=f"tfactory runs stop {run.display_path}")

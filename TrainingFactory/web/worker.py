@@ -99,7 +99,7 @@ def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, An
 
     def play(name: str, evaluation: Any) -> None:
         text, numbers = f"{name} plays {evaluation.request.entry}", count(1)
-        evaluation.run(lambda _: report({"text": text, "done": next(numbers), "of": evaluation.total}))
+        evaluation.run(lambda _: report({"text": text, "done": next(numbers), "of": evaluation.num_episodes}))
 
     options = [arguments[key] for key in ("version", "alias", "suite", "first")]
     registry = ModelRegistry(None, arguments["runs"])

@@ -19,7 +19,7 @@ from tests.kits.serve import live
 from TrainingFactory.agent_api.conversations import _starts_with
 from TrainingFactory.agent_api.dialects.base import Dialect
 from TrainingFactory.agent_api.dialects.routes import CHAT, GEMINI, MESSAGES, RESPONSES
-from TrainingFactory.agent_api.turns.requests import check_size
+from TrainingFactory.agent_api.turns.requests import check_body_size
 from TrainingFactory.apps.serving.server import make_server
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.endpoints.names import make_endpoint
@@ -121,9 +121,9 @@ def test_numbers_of_images_are_limited() -> None:
             "chat", {"messages": [{"role": "system", "content": [part]}, {"role": "user", "content": "x"}]}
         )
     body = b"x" * 1_000_000
-    check_size(body, 100, sees_images=True)
+    check_body_size(body, 100, sees_images=True)
     with pytest.raises(ApiError, match="too many for the model's context"):
-        check_size(body, 100)
+        check_body_size(body, 100)
 
 
 def test_a_request_with_another_image_continues_another_conversation() -> None:

@@ -19,7 +19,7 @@ from tests.kits.proxy import Talker, begin, ended, proxied
 from tests.kits.serve import Script, live, script, tiny_chat
 from tests.kits.waiting import HANG, wait_until
 from tests.kits.warm import WARM, Homes
-from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, new_key
+from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, make_key
 from TrainingFactory.agent_api.agent_program import ProgramRun, SelfScoredEpisode
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.models import chat_format, load_model
@@ -109,7 +109,7 @@ class DialectEpisode(SelfScoredEpisode):
     def __init__(
         self, native: Trajectory, endpoint: AgentEndpoint, dialect: str, stream: bool | None
     ) -> None:
-        super().__init__(native.task, endpoint, new_key())
+        super().__init__(native.task, endpoint, make_key())
         self.native, self.dialect, self.stream = native, dialect, stream
 
     async def play(self, calls: EpisodeRequests) -> None:

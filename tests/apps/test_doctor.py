@@ -135,7 +135,7 @@ def test_dry_episodes(episodes: list[Trajectory], limit: int, expected: dict[str
 def test_the_mask(mask: tuple[int, ...], good: bool) -> None:
     row = Sample([1, 2, 3], [bool(used) for used in mask], [0.0] * 3, [0.0] * 3, [0.0] * 3, [0] * 3)
     found = Diagnosis()
-    check_mask(found, StepGroups(0, [Group(0, [played()], [row])], sampled=True))
+    check_mask(found, StepGroups(0, [Group(0, [played()], [row])], is_sampled=True))
     assert names(found) == ({} if good else {"mask": "error"})
 
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 from TrainingFactory.common.charts import Chart, Curve
 from TrainingFactory.runs.folder import TrainingReport
-from TrainingFactory.runs.notebook_view import default_watcher, episodes_table, run_charts, run_html
+from TrainingFactory.runs.notebook_view import default_watcher, episodes_table, make_charts, run_html
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.trainers.trainers import GRPOTrainer
 from TrainingFactory.types import Completion, Message, Reward, Task, Trajectory, Turn
@@ -47,7 +47,7 @@ def test_charts_take_the_colour_of_the_page_and_its_width() -> None:
 
 
 def test_a_single_step_is_a_dot() -> None:
-    [chart] = run_charts([{"step": 1.0, "loss": 0.5}])
+    [chart] = make_charts([{"step": 1.0, "loss": 0.5}])
     [dot] = parsed(chart.svg()).iter("circle")
     assert float(dot.attrib["cx"]) == Chart.left
 

@@ -40,9 +40,9 @@ TOOL = ToolSpec("weather", "Of a city.")
 
 def answered(conversations: Conversations, messages: list[Message], answer: Message, tools: Any = ()) -> Any:
     """Let a request be answered by these words; return how it was begun."""
-    begun = conversations.begin(messages, list(tools))
+    begun = conversations.make_node(messages, list(tools))
     ids = tiny_chat().write(answer, begun.turn.prompt_ids, list(tools))
-    conversations.add(begun, Completion(ids, [-0.5] * len(ids), "stop"), answer, None)  # type: ignore[arg-type]
+    conversations.add_answer(begun, Completion(ids, [-0.5] * len(ids), "stop"), answer, None)  # type: ignore[arg-type]
     return begun
 
 
@@ -53,12 +53,12 @@ def test_a_request_that_continues_an_answer_keeps_its_tokens_and_all_others_say_
     result = Message("tool", "rain", tool_call_id="a", name="weather")
     first = answered(kept, [ASKED], call, [TOOL])
     second = answered(kept, [ASKED, call, result], Message("assistant", "Rain."), [TOOL])
-    assert (first.reason, second.reason) == ("begun", "extended")
+    assert (first.prompt_reason, second.prompt_reason) == ("begun", "extended")
     turn = kept.answered_nodes[0].turn
     assert second.turn.prompt_ids == turn.prompt_ids + turn.completion.token_ids + chat.extend(turn, [result])
 
     def why(messages: list[Message], tools: Any = (TOOL,)) -> str:
-        return kept.begin(messages, list(tools)).reason
+        return kept.make_node(messages, list(tools)).prompt_reason
 
     def called(arguments: dict[str, Any]) -> list[Message]:
         return [ASKED, Message("assistant", tool_calls=[ToolCall("weather", arguments, "a")]), result]
@@ -102,7 +102,7 @@ def test_a_summary_of_an_earlier_conversation_counts_as_rewritten(messages: list
     kept = Conversations(tiny_chat())
     answered(kept, [SYSTEM, ASKED], Message("assistant", "Rain."))
     answered(kept, [SYSTEM, ASKED, Message("assistant", "Rain."), Message("user", "Sure?")], LONG)
-    assert kept.begin(messages, []).reason == why
+    assert kept.make_node(messages, []).prompt_reason == why
 
 
 def test_rows_of_a_tree_train_every_sampled_token_once_and_end_with_the_last_turn(

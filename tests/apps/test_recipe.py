@@ -140,7 +140,9 @@ def test_from_data_to_figures(asked: dict[str, Any], tfactory: Run, monkeypatch:
     # What is compared by name, in any order, is asked what the run that has tasks was asked.
     for names in (["sft", "grpo@best"], ["grpo@best", "sft"]):
         both, _ = sides(names, runs="made", again=True)
-        assert {wanted.total for side in both for wanted in side.pending if wanted is not None} == {4}
+        assert {
+            wanted.num_episodes for side in both for wanted in side.evaluations if wanted is not None
+        } == {4}
     # Nothing is played twice, and the test stays among the figures.
     status, out, err = tfactory("recipe", "gsm8k", *options, "--json")
     assert json.loads(out)["evaluations"] == found["evaluations"] and " on test at" not in err

@@ -195,12 +195,12 @@ def test_what_was_shown_of_a_turn_is_never_taken_back() -> None:
     for _ in range(400):
         ids = raw("".join(rng.choices(pieces, k=rng.randrange(1, 14))))[:-1]
         stops = rng.sample(["stop", "op", "123", "2", "\n\n", "d<"], rng.randrange(3))
-        text = reader.text(ids)
+        text = reader.decode(ids)
         cut = reader.find_stop(ids, text, stops)
-        whole = reader.message(ids, text if cut is None else text[: cut.start])
+        whole = reader.parse_message(ids, text if cut is None else text[: cut.start])
         assert not any(stop in text[: cut.start if cut else None] for stop in stops)
         for size in range(1, len(ids)):
-            so_far = reader.text(ids[:size])
+            so_far = reader.decode(ids[:size])
             early = reader.find_stop(ids[:size], so_far, stops)
             assert early == (cut if cut and size >= cut.num_tokens else None)
             if early is None:

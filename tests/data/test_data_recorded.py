@@ -120,7 +120,7 @@ def test_long_rows_are_left_out_whole() -> None:
     dialogues = [*tool_dialogues(2), {"prompt": "a " * 500, "completion": "b"}]
     found = in_tokens(dialogues, limit=400)
     assert len(found) == 2 and found.left_out == {"rows_left_out/long": 1.0}
-    assert "row 2 of the dataset has" in found.long[0] and "over the limit of 400" in found.long[0]
+    assert "row 2 of the dataset has" in found.long_rows[0] and "over the limit of 400" in found.long_rows[0]
     with pytest.raises(ValueError, match="No usable row in the dataset:\nrow 0 of the dataset has"):
         in_tokens(dialogues, limit=20)
 

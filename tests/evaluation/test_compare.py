@@ -36,11 +36,12 @@ def outcomes(name: str, won: str) -> EvaluationRecord:
 
 def test_tasks_are_paired() -> None:
     found = compare(side("a", outcomes("a", "0000000011-1")), side("b", outcomes("b", "1111111001-0")))
-    assert found.tasks == 11 and len(found.better) == 7 and len(found.worse) == 2
+    assert found.num_tasks == 11 and len(found.wins) == 7 and len(found.losses) == 2
     assert found.difference.value == pytest.approx(5 / 11)
     assert found.p == 2 * (1 + 9 + 36) / 2**9  # by hand
     assert found.difference.low < 5 / 11 < found.difference.high
-    assert [flip.task for flip in found.worse] == ["t8", "t11"] and found.worse[0].success_rates == (1.0, 0.0)
+    assert [flip.task for flip in found.losses] == ["t8", "t11"]
+    assert found.losses[0].success_rates == (1.0, 0.0)
     assert len(found.notes) == 1 and found.notes[0].startswith("skipped 1 task ")
 
 
@@ -56,7 +57,7 @@ def test_several_episodes_of_a_task_are_one_pair() -> None:
     other = record_of(played("x", True, True, True, False), played("y", True, True, True, True))
     found = compare(side("a", one), side("b", other))
     assert found.difference.value == 0.25 and found.p == 1.0
-    [flip] = found.better
+    [flip] = found.wins
     assert flip.success_rates == (0.25, 0.75) and flip.members == (1, 0)
     assert "only 1 of 2 tasks flipped" in found.notes[-1]
 
@@ -65,8 +66,8 @@ def test_entries_are_weighted() -> None:
     ours = [outcomes("a", "00"), outcomes("a", "0000")]
     theirs = [outcomes("b", "11"), outcomes("b", "0000")]
     found = compare(side("a", *ours), side("b", *theirs), [3.0, 1.0])
-    assert found.difference.value == 0.75 and found.tasks == 6
-    assert [flip.entry_index for flip in found.better] == [0, 0]
+    assert found.difference.value == 0.75 and found.num_tasks == 6
+    assert [flip.entry_index for flip in found.wins] == [0, 0]
 
 
 def test_what_cannot_be_compared_is_refused_or_said() -> None:
@@ -93,7 +94,7 @@ def test_a_page_shows_both_episodes_and_obeys_no_text(tmp_path: Path) -> None:
 
     first, second = kept("<i>a</i>", False), kept("b", True)
     found = compare(first, second)
-    [(flip, pair)] = found.episodes(found.better)
+    [(flip, pair)] = found.load_episodes(found.wins)
     assert flip.task == "x" and [isinstance(each, Trajectory) for each in pair] == [True, True]
     page = comparison_page([first, second], [found])
     assert "&lt;script&gt;" in page and "<script>" not in page and "&lt;i&gt;a" in page

@@ -17,15 +17,15 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation import statistics
-from TrainingFactory.evaluation.identity import conditions, model_digest, weights_digest
+from TrainingFactory.evaluation.identity import digest_model, digest_weights, make_conditions
 from TrainingFactory.evaluation.records import (
     EvaluationRecord,
     ModelIdentity,
     append_record,
+    digest_task,
+    digest_tasks,
     make_record,
     read_records,
-    task_digest,
-    tasks_digest,
 )
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolResult, Trajectory, Turn
@@ -49,7 +49,7 @@ def record_of(*groups: list[Trajectory], name: str = "m", **more: Any) -> Evalua
     return make_record(
         [each for group in groups for each in group],
         ModelIdentity(name=name, digest=f"builtin:{name}"),
-        conditions(CONFIG, tasks, max(map(len, groups))),
+        make_conditions(CONFIG, tasks, max(map(len, groups))),
         {"seconds": 1.5},
         by="eval",
         scored_by="a rule",
@@ -82,20 +82,20 @@ def test_pass_at_k_and_pass_all_are_those_of_all_choices_of_k_episodes() -> None
             chosen = [choice for choice in chosen if len(choice) == k]
             at.append(sum(any(task[i] for i in choice) for choice in chosen) / len(chosen))
             every.append(sum(all(task[i] for i in choice) for choice in chosen) / len(chosen))
-        assert statistics.pass_at(k, tasks) == pytest.approx(sum(at) / 3)
-        assert statistics.pass_all(k, tasks) == pytest.approx(sum(every) / 3)
-    assert statistics.pass_at(6, tasks) is None
-    assert statistics.reported_ks(6) == [1, 2, 4, 6] and statistics.reported_ks(1) == [1]
+        assert statistics.estimate_pass_at(k, tasks) == pytest.approx(sum(at) / 3)
+        assert statistics.estimate_pass_all(k, tasks) == pytest.approx(sum(every) / 3)
+    assert statistics.estimate_pass_at(6, tasks) is None
+    assert statistics.choose_ks(6) == [1, 2, 4, 6] and statistics.choose_ks(1) == [1]
 
 
 def test_the_interval_goes_by_tasks() -> None:
     alike = [[True] * 4] * 5 + [[False] * 4] * 5  # four episodes tell no more than one
-    assert statistics.effective_size(alike) == pytest.approx(10, rel=0.12)
+    assert statistics.compute_effective_size(alike) == pytest.approx(10, rel=0.12)
     single = statistics.estimate_success([[True]] * 5 + [[False]] * 5)
     clustered = statistics.estimate_success(alike)
     assert (clustered.low, clustered.high) == pytest.approx((single.low, single.high), abs=0.02)
     mixed = [[True, False, True, False]] * 10  # no task differs from another: all forty count
-    assert statistics.effective_size(mixed) == 40
+    assert statistics.compute_effective_size(mixed) == 40
     assert statistics.estimate_success([[True] * 8] * 3).low == statistics.estimate_success([[True]] * 3).low
     # Wilson's interval of 5 in 10, as it stands in textbooks
     assert (single.low, single.high) == pytest.approx((0.2366, 0.7634), abs=1e-4)
@@ -126,7 +126,7 @@ def test_the_bootstrap_agrees_with_the_exact_distribution_of_the_mean() -> None:
     [(7, 1, 18 / 256), (5, 0, 2 / 32), (0, 0, 1.0), (4, 4, 1.0), (2, 9, 134 / 2048)],
 )
 def test_exact_mcnemar(better: int, worse: int, p: float) -> None:
-    assert statistics.exact_test(better, worse) == statistics.exact_test(worse, better) == p
+    assert statistics.compute_p_value(better, worse) == statistics.compute_p_value(worse, better) == p
 
 
 def test_a_torn_line_is_no_harm(tmp_path: Path) -> None:
@@ -154,23 +154,25 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_digests_of_tasks_go_by_content_and_not_by_order() -> None:
     one, two = Task("a", "?", 1), Task("b", [Message("user", "?")], {"x": [1]}, {"column": 2})
-    assert tasks_digest([one, two]) == tasks_digest([two, one]) != tasks_digest([one])
-    assert len({task_digest(each) for each in (one, Task("a", "!", 1), Task("a", "?", 2), two)}) == 4
+    assert digest_tasks([one, two]) == digest_tasks([two, one]) != digest_tasks([one])
+    assert len({digest_task(each) for each in (one, Task("a", "!", 1), Task("a", "?", 2), two)}) == 4
 
 
 def test_conditions_tell_what_differs(tmp_path: Path) -> None:
     tasks = [Task("a", "?")]
     file = tmp_path / "mine.py"
     file.write_text("x = 1")
-    there = conditions(TrainingConfig(environment={"environment_id": str(file)}), tasks, 1)
+    there = make_conditions(TrainingConfig(environment={"environment_id": str(file)}), tasks, 1)
     assert there.environment == "mine.py"
     file.write_text("x = 2")
-    again = conditions(TrainingConfig(environment={"environment_id": str(file)}), tasks, 1)
-    assert [text.split()[0] for text in there.differences(again)] == ["rest"]
+    again = make_conditions(TrainingConfig(environment={"environment_id": str(file)}), tasks, 1)
+    assert [text.split()[0] for text in there.list_differences(again)] == ["rest"]
     warmer = TrainingConfig(
         environment={"environment_id": str(file)}, sampling={"temperature": 0.5, "slots": 2}
     )
-    assert again.differences(conditions(warmer, tasks, 1)) == ["sampling.temperature is 1.0 and 0.5"]
+    assert again.list_differences(make_conditions(warmer, tasks, 1)) == [
+        "sampling.temperature is 1.0 and 0.5"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +185,9 @@ def test_conditions_tell_what_differs(tmp_path: Path) -> None:
 )
 def test_conditions_include_the_options_of_the_environment(changed: dict[str, Any]) -> None:
     tasks = [Task("a", "?")]
-    plain = conditions(TrainingConfig(environment={"environment_id": "screen"}), tasks, 1)
-    other = conditions(TrainingConfig(environment={"environment_id": "screen"} | changed), tasks, 1)
-    assert [text.split()[0] for text in plain.differences(other)] == ["rest"]
+    plain = make_conditions(TrainingConfig(environment={"environment_id": "screen"}), tasks, 1)
+    other = make_conditions(TrainingConfig(environment={"environment_id": "screen"} | changed), tasks, 1)
+    assert [text.split()[0] for text in plain.list_differences(other)] == ["rest"]
 
 
 def test_a_model_is_known_by_its_weights(tmp_path: Path) -> None:
@@ -193,11 +195,11 @@ def test_a_model_is_known_by_its_weights(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "model.safetensors").write_bytes(b"weights")
         (tmp_path / folder / "learner.safetensors").write_bytes(folder.encode())
-    assert weights_digest(tmp_path / "one") == weights_digest(tmp_path / "two")
+    assert digest_weights(tmp_path / "one") == digest_weights(tmp_path / "two")
     (tmp_path / "two" / "model.safetensors").write_bytes(b"others")
-    assert weights_digest(tmp_path / "one") != weights_digest(tmp_path / "two")
+    assert digest_weights(tmp_path / "one") != digest_weights(tmp_path / "two")
     digests = [
-        model_digest(TrainingConfig(model=options).model)
+        digest_model(TrainingConfig(model=options).model)
         for options in (
             {"name": "tiny"},
             {"name": "tiny", "revision": "3"},

@@ -13,11 +13,11 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.evaluation.requests import EvaluationRequest, make_model_request
 from TrainingFactory.evaluation.suites import (
-    BUILTIN,
+    BUILTIN_SUITES,
     Suite,
     SuiteEntry,
     load_suite,
-    suite_evaluations,
+    make_suite_evaluations,
 )
 
 SUITE = """
@@ -66,7 +66,7 @@ def test_one_command_gives_a_table_and_a_total(tfactory: Run) -> None:
 
 def test_an_entry_becomes_a_config() -> None:
     suite = Suite(entries=[SuiteEntry(environment="any/where", count=3, weight=2.0, task_seed=7)])
-    [asked] = suite.requests(make_model_request("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
+    [asked] = suite.make_requests(make_model_request("some/model", ["training.seed=4", "sampling.top_p=0.5"]))
     config = asked.config
     assert config.sampling.top_p == 1.0  # the suite says how it is asked
     assert config.model.name == "some/model" and config.environment.environment_id == "any/where"
@@ -86,15 +86,15 @@ def test_the_total_is_weighted() -> None:
             SuiteEntry(environment="search", weight=1.0),
         ]
     )
-    total = suite.total([outcomes("m", "1111"), outcomes("m", "0000")])
+    total = suite.estimate_total([outcomes("m", "1111"), outcomes("m", "0000")])
     assert (total.value, total.low, total.high) == (0.75, 0.75, 0.75)
 
 
 def test_suites_of_the_package_can_be_run(tmp_path: Path) -> None:
-    for name in BUILTIN:
+    for name in BUILTIN_SUITES:
         suite, folder = load_suite(name)
         config = TrainingConfig(logging={"output_dir": str(tmp_path)})
-        made = suite_evaluations(suite, EvaluationRequest("tiny", config), folder)
+        made = make_suite_evaluations(suite, EvaluationRequest("tiny", config), folder)
         assert [each.request.entry for each in made] == ["calculator", "search", "text2sql"]
         for each in made:
             each.discard()

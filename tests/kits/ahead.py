@@ -93,13 +93,13 @@ class Learner:
         self.ledger = Ledger(self.order)
         if before is not None:
             self.done, self.rows = before.done, before.rows
-            self.ledger = Ledger.from_state(self.order, {"step": before.done} | before.ledger.state())
+            self.ledger = Ledger.from_state(self.order, {"step": before.done} | before.ledger.make_state())
         self.script.policy_version = self.done
         tasks: Any = [Task(f"t{number}", "?") for number in range(size)]
         script_: Any = self.script
         given = (tasks, self.order, script_, script_, algorithm or Teaching(), RewardClock(None), self.ledger)
         self.source = AsyncSource(
-            *given, max_staleness=bound, by_arrival=by_arrival, total=total, group_size=2
+            *given, max_staleness=bound, by_arrival=by_arrival, steps=total, group_size=2
         )
 
     async def step(self, updating: int = 3) -> StepGroups:

@@ -22,7 +22,7 @@ from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import load_model
 from TrainingFactory.models.loading import stored_dtype
 from TrainingFactory.models.tiny import tiny_tokenizer
-from TrainingFactory.runs.folder import RESOLVED, RunFolder
+from TrainingFactory.runs.folder import NOTES_KEY, RunFolder
 
 IDS = torch.tensor([[5, 17, 300, 42, 7, 7, 250, 11, 600, 601, 602, 5, 90, 91, 17]])  # longer than the windows
 
@@ -199,7 +199,7 @@ def test_grpo_trains_the_text_part(tmp_path: Path, family: str, lora: bool) -> N
     )
     run = RunFolder(train(config, "grpo", watcher).run)
     notes = [text for text in watcher.said if "Left out" in text]
-    assert len(notes) == 1 and notes[0].removeprefix("note: ") in run.run_info[RESOLVED]
+    assert len(notes) == 1 and notes[0].removeprefix("note: ") in run.run_info[NOTES_KEY]
     exported = export(str(run.path), tmp_path / "model", merge=lora)
     trained = AutoModelForCausalLM.from_pretrained(exported.path)
     ours = load_model(str(exported.path), device="cpu")

@@ -197,8 +197,8 @@ def test_streamed_text_of_channels_has_no_headers() -> None:
     message = Message("assistant", "It is five.", reasoning="Two and three.")
     ids = chat.write(message)
     reader = TurnReader(chat, [], [])
-    assert reader.message(ids, reader.text(ids)) == message
-    so_far = [reader.parse_partial(reader.text(ids[:size]), ()) for size in range(len(ids))]
+    assert reader.parse_message(ids, reader.decode(ids)) == message
+    so_far = [reader.parse_partial(reader.decode(ids[:size]), ()) for size in range(len(ids))]
     assert all(message.content.startswith(part.content) for part in so_far)
     assert all(message.reasoning.startswith(part.reasoning or "") for part in so_far)
     assert so_far[-1].content and so_far[-1].reasoning

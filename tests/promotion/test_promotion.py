@@ -13,7 +13,7 @@ from tests.kits.cli import Run
 from tests.kits.registry import made_run
 from TrainingFactory.apps.reports.comparison_page import comparison_page
 from TrainingFactory.evaluation.gate import Guard, check_guard
-from TrainingFactory.evaluation.records import make_record, read_records, tasks_digest
+from TrainingFactory.evaluation.records import digest_tasks, make_record, read_records
 from TrainingFactory.evaluation.requests import RecordedEvaluation
 from TrainingFactory.evaluation.suites import load_suite
 from TrainingFactory.models import load_model
@@ -65,7 +65,7 @@ def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) 
             if evaluation.should_stop(ended):
                 break
         there = [each.task for each in ended]
-        asked = evaluation.conditions.model_copy(update={"tasks": tasks_digest(there), "count": len(there)})
+        asked = evaluation.conditions.model_copy(update={"tasks": digest_tasks(there), "count": len(there)})
         evaluation.record = make_record(
             ended,
             evaluation.model,
@@ -114,7 +114,7 @@ def test_a_better_one_is_promoted_early_and_a_worse_one_refused(registry: ModelR
     assert not refused.promoted and "difference -0." in refused.text, refused.text
     assert [name for name, *_ in played] == ["agent:2", "agent:3"]  # the record of agent:1 is there
     assert last(registry)["kind"] == "refuse" and str(registry.get("agent@champion")) == "agent:1"
-    assert refused.comparison is not None and refused.comparison.worse
+    assert refused.comparison is not None and refused.comparison.losses
 
 
 def test_equal_ones_are_not_promoted_unless_not_worse_is_enough(registry: ModelRegistry) -> None:

@@ -15,7 +15,7 @@ from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.finding_rules import FINDING_RULES, FindingTracker, find_unparsed_call
 from TrainingFactory.runs.findings import FindingChange
 from TrainingFactory.runs.folder import FINDINGS, RunFolder
-from TrainingFactory.training.source import sampled_metrics
+from TrainingFactory.training.source import compute_metrics
 from TrainingFactory.types import (
     Completion,
     Group,
@@ -113,7 +113,7 @@ def test_what_looks_alike_and_is_healthy() -> None:
         "tied_groups"
     ]  # there was nothing to learn
     # several updates of a step move the learner away from what was sampled
-    assert told(FindingTracker(updates=4), 1, 5, logprob_diff=0.1) == []
+    assert told(FindingTracker(num_updates=4), 1, 5, logprob_diff=0.1) == []
     stale = {"logprob_diff": 0.3, "staleness_gap": 0.3}  # as it must be
     assert told(FindingTracker(), 1, 5, **stale) == told(FindingTracker(), 1, 5, **stale, mismatch=0.01) == []
     assert (
@@ -151,7 +151,7 @@ def test_text_that_looks_like_a_call(text: str) -> None:
 def test_metrics_tell_what_wrong_episodes_earn() -> None:
     def earned(*rewards: Reward) -> dict[str, float]:
         group = [replace(said("x"), reward=reward) for reward in rewards]
-        found = sampled_metrics([Group(0, group, [], 0, 0)], 1.0, None)
+        found = compute_metrics([Group(0, group, [], 0, 0)], 1.0, None)
         return {
             name: value for name, value in found.items() if name.startswith("reward_") and "std" not in name
         }

@@ -22,7 +22,7 @@ from TrainingFactory.assembly import trackers
 from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.evaluation.evaluation import run_reward, wilson_interval
+from TrainingFactory.evaluation.evaluation import load_run_reward, wilson_interval
 from TrainingFactory.runs.folder import RunFolder, list_runs
 from TrainingFactory.services import GRPOTrainer
 from TrainingFactory.trainers.training_run import Training, resume
@@ -250,7 +250,7 @@ def test_a_run_goes_on_with_the_reward_model_it_started_with(tmp_path: Path) -> 
     again.run.unlock()
     assert reward_model_folder(run.config) == model.path / "checkpoints" / "step-000002"
     assert reward_model_folder(again.config) == model.path / "checkpoints" / "step-000001"
-    scores = run_reward(run)  # an evaluation of the run
+    scores = load_run_reward(run)  # an evaluation of the run
     assert scores is not None and scores.model == str(model.path / "checkpoints" / "step-000001")
     shutil.rmtree(model.path / "checkpoints" / "step-000001")
     with pytest.raises(

@@ -12,13 +12,13 @@ import pytest
 from tests.kits.run import brief, train
 from TrainingFactory.runs import system_metrics
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.runs.system_metrics import SystemMonitor, gpu_metrics
+from TrainingFactory.runs.system_metrics import SystemMonitor, read_gpu_metrics
 
 NAMES = {"system/cpu", "system/process_cpu", "system/memory", "system/process_memory"}
 
 
 def test_a_run_records_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(system_metrics, "MIN_INTERVAL", 0.0)
+    monkeypatch.setattr(system_metrics, "MIN_INTERVAL_SECONDS", 0.0)
     report = train(brief(tmp_path, training={"max_steps": 2}), "a")
     rows = RunFolder(tmp_path / "a").metrics()
     total = psutil.virtual_memory().total / 1e9
@@ -33,7 +33,7 @@ def test_a_run_records_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_quick_steps_share_a_reading() -> None:
     monitor = SystemMonitor()
     monitor.start()
-    assert monitor.read() == {}
+    assert monitor.read_metrics() == {}
 
 
 def test_gpus_by_nvml_and_without() -> None:
@@ -41,7 +41,7 @@ def test_gpus_by_nvml_and_without() -> None:
     nvml = SimpleNamespace(
         device_count=lambda: 2, utilization=use.__getitem__, device_memory_used=memory.__getitem__
     )
-    assert gpu_metrics(nvml) == {
+    assert read_gpu_metrics(nvml) == {
         "system/gpu/0": 0.4, "system/gpu_memory/0": 3.0, "system/gpu/1": 0.0, "system/gpu_memory/1": 0.5
     }  # fmt: skip
 
@@ -52,4 +52,4 @@ def test_gpus_by_nvml_and_without() -> None:
     torch_only = SimpleNamespace(
         device_count=lambda: 2, utilization=missing, memory_reserved=reserved.__getitem__
     )
-    assert gpu_metrics(torch_only) == {"system/gpu_memory/1": 2.0}
+    assert read_gpu_metrics(torch_only) == {"system/gpu_memory/1": 2.0}

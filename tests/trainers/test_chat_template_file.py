@@ -12,8 +12,8 @@ from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.export import export
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.evaluation.evaluation import config_sections
-from TrainingFactory.evaluation.identity import identity
+from TrainingFactory.evaluation.evaluation import make_sections
+from TrainingFactory.evaluation.identity import identify_model
 from TrainingFactory.models import load_model
 from TrainingFactory.models.tiny import template
 from TrainingFactory.resolve.model_names import find_model
@@ -53,7 +53,7 @@ def test_a_run_its_resumption_and_its_export_use_the_file(tmp_path: Path, lora: 
     assert {text.startswith(OPENING) for text in prompts(run)} == {True}
     done = export("run", tmp_path / "out", merge=lora, runs=tmp_path)
     assert AutoTokenizer.from_pretrained(done.path).chat_template == OWN
-    model = config_sections(find_model("run", tmp_path))["model"]
+    model = make_sections(find_model("run", tmp_path))["model"]
     assert "chat_template" not in model  # the checkpoint contains it
     served = build_sampler.load(TrainingConfig(model=model))
     assert served.tokenizer.chat_template == OWN
@@ -65,9 +65,9 @@ def test_the_file_is_found_beside_the_config(tmp_path: Path) -> None:
     config = read_config(tmp_path / "run.yaml")
     assert build_sampler.load(config).tokenizer.chat_template == OWN
     # two models with different templates answer differently, so their evaluations have different identities
-    first = identity(config.model, "tiny").options["chat_template"]
+    first = identify_model(config.model, "tiny").options["chat_template"]
     (tmp_path / "own.jinja").write_text(OWN + " ")
-    assert identity(config.model, "tiny").options["chat_template"] != first
+    assert identify_model(config.model, "tiny").options["chat_template"] != first
 
 
 @pytest.mark.parametrize(

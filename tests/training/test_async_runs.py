@@ -68,9 +68,9 @@ def assert_whole(folder: RunFolder, bound: int) -> None:
     assert any(row["staleness/max"] > 0 for row in metrics)
     assert [row["tools/calls"] for row in metrics] == [row["episodes"] for row in metrics]
     episodes = list(load_trajectories(folder.path / "trajectories.jsonl"))
-    trained = [task for tasks in folder.consumed().values() for task in tasks]
+    trained = [task for tasks in folder.consumed_tasks().values() for task in tasks]
     assert [each.task.id for each in episodes] == [task for task in trained for _ in range(4)]
-    for step, tasks in folder.consumed().items():
+    for step, tasks in folder.consumed_tasks().items():
         assert [each.task.id for each in folder.episodes(step)] == [task for task in tasks for _ in range(4)]
     calls = [row for row in rows(folder.path / "tool_calls.jsonl") if isinstance(row["step"], int)]
     assert len({(row["step"], row["task"], row["member"]) for row in calls}) == len(calls) == len(episodes)

@@ -28,7 +28,7 @@ async def test_the_gate_admits_the_groups_of_as_many_steps_as_the_bound(bound: i
         begun = {int(name.partition("/")[0]) for name in learner.script.begun}
         assert begun == set(range(min(step + ahead, 5) + 1))
         assert batch.metrics["staleness/max"] <= bound and batch.metrics["groups/stale"] == 0
-        assert not learner.source._stale
+        assert not learner.source._stale_groups
     tasks = [name.partition("/")[2] for name in learner.script.begun]
     assert tasks == 2 * [f"t{number}" for number in range(5)]
     assert wrong_in_ledger(learner.rows) == [] and learner.script.running == 0
@@ -70,8 +70,8 @@ async def test_a_group_that_is_too_old_is_given_up_and_sampled_again() -> None:
     trained = next(batch for batch in batches if again in batch.groups)
     assert again.attempt == 1 and again.trajectories[0].group == f"{trained.step}/t0@1#0"
     # Calls stand in the recording under the step and the name that the group was sampled by.
-    assert batches[0].discarded == {(0, "t0")} and trained.recorded is not None
-    assert (0, "t0@1") in trained.recorded
+    assert batches[0].discarded_keys == {(0, "t0")} and trained.recorded_keys is not None
+    assert (0, "t0@1") in trained.recorded_keys
     assert wrong_in_ledger(learner.rows) == []
 
 
@@ -118,7 +118,7 @@ def test_whatever_happens_every_task_is_trained_once(seed: int) -> None:
         learner = asyncio.run(part(learner, chance.randint(1, 9)))
         assert wrong_in_ledger(learner.rows, finished=False) == []
     # What a refill had taken is free again after a break, and there may be no step left to take it.
-    assert wrong_in_ledger(learner.rows, finished=not refill) == [] and not learner.ledger.unfinished
+    assert wrong_in_ledger(learner.rows, finished=not refill) == [] and not learner.ledger.unfinished_groups
     trained = [number for row in learner.rows for number, *_ in row["groups"]]
     if not refill:
         assert sorted(trained) == [
@@ -152,13 +152,13 @@ def test_states_of_earlier_versions_and_of_another_batch_size() -> None:
     assert ledger.start_step(0) + ledger.start_step(1) == [0, 1, 2, 3, 4, 5]
     assert ledger.num_left == 1 and ledger.take_in_epoch(0) == 6 and ledger.take_in_epoch(0) is None
     ledger.mark_trained([Group(4, [], position=4), Group(1, [], position=1), Group(0, [], position=0)])
-    state = ledger.state()
+    state = ledger.make_state()
     assert state == {
         "batch_size": 3, "consumed": [[0, 2], [4, 5]], "ahead": [3],
         "under_way": [[2, 0, 2], [3, 0, 3], [5, 0, 5]],
     }  # fmt: skip
     again = Ledger.from_state(order, {"step": 1} | state)
-    assert again.state() == state and again.num_left == 1 and again.take(3) == [6]
+    assert again.make_state() == state and again.num_left == 1 and again.take_positions(3) == [6]
 
 
 def test_a_ledger_shows_what_was_lost_or_trained_twice() -> None:

@@ -15,7 +15,12 @@ from TrainingFactory.algorithms.rft import RFT
 from TrainingFactory.assembly.named_files import read_config
 from TrainingFactory.data.trajectories import trajectory_from_dict, trajectory_to_dict
 from TrainingFactory.runs.finding_rules import FindingTracker
-from TrainingFactory.training.filters import FILTERS, EpisodeFilters, dropped_problem, filter_metrics
+from TrainingFactory.training.filters import (
+    FILTERS,
+    EpisodeFilters,
+    compute_filter_metrics,
+    find_dropped_problem,
+)
 from TrainingFactory.training.preflight import check_config
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
 
@@ -106,12 +111,16 @@ def test_counts_and_stored_episodes() -> None:
     filters = EpisodeFilters({"void_turns": "drop", "truncated": "count", "repeated_calls": "mask"})
     [group] = filters.make_groups([list(GROUP)], GRPO(), [(0, 0, 0)])
     shares = {"void_turns": 1 / 3, "truncated": 0, "repeated_calls": 0, "dropped": 1 / 3, "masked_turns": 0}
-    assert filter_metrics([group]) == pytest.approx({f"filters/{name}": n for name, n in shares.items()})
+    assert compute_filter_metrics([group]) == pytest.approx(
+        {f"filters/{name}": n for name, n in shares.items()}
+    )
     stored = trajectory_from_dict(trajectory_to_dict(group.trajectories[0]))
     assert stored == group.trajectories[0] and stored.reward == Reward(3.0)
     assert stored.error == "dropped by training.filters: void_turns" and stored.turns[1].masked
-    assert dropped_problem([group]) is None
-    assert filters.apply([stored]).counts == filters.apply([GROUP[0]]).counts  # a replay filters again
+    assert find_dropped_problem([group]) is None
+    assert (
+        filters.filter_group([stored]).counts == filters.filter_group([GROUP[0]]).counts
+    )  # a replay filters again
 
 
 def test_a_function_of_ones_own(tmp_path: Path) -> None:
@@ -120,7 +129,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("training: {filters: {'mine.py:long': drop}}\n")
     filters = read_config(tmp_path / "c.yaml").training.filters
     assert trained_tokens(dict(filters), *GROUP) == [{2: 1.0}, {2: -1.0}]
-    assert "long" in EpisodeFilters(filters).apply(GROUP).counts
+    assert "long" in EpisodeFilters(filters).filter_group(GROUP).counts
 
 
 @pytest.mark.parametrize(
@@ -134,7 +143,7 @@ def test_a_function_of_ones_own(tmp_path: Path) -> None:
 def test_a_function_that_fails(tmp_path: Path, body: str, texts: list[str]) -> None:
     (tmp_path / "mine.py").write_text(f"def bad(episode):\n    {body}\n")
     with pytest.raises(ValueError) as error:
-        EpisodeFilters({f"{tmp_path}/mine.py:bad": "drop"}).apply(GROUP)
+        EpisodeFilters({f"{tmp_path}/mine.py:bad": "drop"}).filter_group(GROUP)
     assert all(text in str(error.value) for text in texts), error.value
 
 

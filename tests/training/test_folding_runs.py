@@ -11,7 +11,7 @@ from tests.kits.run import Quiet, assert_same_run, brief, go_on, rows, train
 from tests.kits.warm import WARM, Homes
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError
-from TrainingFactory.trainers.resolution import validate
+from TrainingFactory.trainers.resolution import validate_config
 from TrainingFactory.types import Message, Step
 
 FOLDER = Path(__file__).parent
@@ -82,7 +82,7 @@ def problem_of(folder: Path, environment: dict[str, Any] | None = None, **contex
     from TrainingFactory.training.dataset import UserObjects
 
     with pytest.raises(ConfigError) as raised:
-        validate(ResolvedConfig(config, config, UserObjects(environment=Longer), None, []))
+        validate_config(ResolvedConfig(config, config, UserObjects(environment=Longer), None, []))
     return str(raised.value)
 
 

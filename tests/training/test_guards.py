@@ -30,7 +30,7 @@ def batch(groups: Sequence[Sequence[Trajectory]], algorithm: GRPO | None = None)
     """A step of these groups; without an algorithm, every one of them is said to teach something."""
     rows = [Sample([1], [False], [0.0], [0.0], [0.0], [0])]
     made = [Group(n, list(g), algorithm.samples(g) if algorithm else rows) for n, g in enumerate(groups)]
-    return StepGroups(0, made, sampled=True)
+    return StepGroups(0, made, is_sampled=True)
 
 
 def stopped(algorithm: GRPO | None, steps: int | None, *groups: Sequence[Trajectory]) -> str | None:
@@ -38,7 +38,7 @@ def stopped(algorithm: GRPO | None, steps: int | None, *groups: Sequence[Traject
     guards, said = Guards(steps), None
     for number in range(steps or 3):
         assert said is None, number
-        said = guards.check(batch(groups, algorithm), is_last=False).stop
+        said = guards.check(batch(groups, algorithm), is_last=False).stop_reason
     return said
 
 
@@ -70,17 +70,20 @@ def test_what_teaches_nothing_does():
 def test_a_step_that_teaches_starts_the_count_again():
     guards, ones = Guards(2), [[played(Reward(1.0)), played(Reward(1.0))]]
     differ = [[played(Reward(1.0)), played(Reward(0.0))]]
-    said = [guards.check(batch(groups, GRPO()), is_last=False).stop for groups in (ones, differ, ones, ones)]
+    said = [
+        guards.check(batch(groups, GRPO()), is_last=False).stop_reason
+        for groups in (ones, differ, ones, ones)
+    ]
     assert said[:3] == [None] * 3 and said[3] is not None
 
 
 def test_a_run_that_has_learned_something_ends_as_usual():
     lost, scored = batch([[played(None)]]), batch([[played(Reward(1.0)), played(Reward(0.0))]])
     lost.problem = "none of 1 episodes could be scored"
-    assert "no episode of the run could be scored" in str(Guards(None).check(lost, is_last=True).stop)
+    assert "no episode of the run could be scored" in str(Guards(None).check(lost, is_last=True).stop_reason)
     guards = Guards(None)
     guards.check(scored, is_last=False)
-    assert guards.check(lost, is_last=True).stop is None and guards.unusable_steps == 1
+    assert guards.check(lost, is_last=True).stop_reason is None and guards.unusable_steps == 1
 
 
 def test_what_overlong_episodes_lose_is_seen():
@@ -124,12 +127,16 @@ def test_a_sampler_that_is_not_the_model_warns_then_stops():
         {"mismatch": float("nan")},
     ):  # one that measured nothing does not count
         found = guards.check_update(figures, is_last=False)
-        assert not found.save and found.stop is None and (found.warning is not None) == bool(figures)
-    assert guards.check_update({"mismatch": 0.3}, is_last=True).stop is None  # it is over anyway
+        assert not found.saves and found.stop_reason is None and (found.warning is not None) == bool(figures)
+    assert guards.check_update({"mismatch": 0.3}, is_last=True).stop_reason is None  # it is over anyway
     found = guards.check_update({"mismatch": 0.25}, is_last=False)
-    assert found.save and "after 4 steps" in str(found.stop) and "0.25 per token" in str(found.stop)
+    assert (
+        found.saves
+        and "after 4 steps" in str(found.stop_reason)
+        and "0.25 per token" in str(found.stop_reason)
+    )
     guards.check_update({"mismatch": 0.01}, is_last=False)
-    assert guards.check_update({"mismatch": 0.3}, is_last=False).stop is None
+    assert guards.check_update({"mismatch": 0.3}, is_last=False).stop_reason is None
 
 
 def test_a_run_stops_with_a_checkpoint_and_goes_on(tmp_path: Path):

@@ -87,11 +87,11 @@ def test_two_signals_of_one_request_are_one_and_a_later_one_ends_the_run() -> No
             cancelled.append("run")
 
     interrupts = Interrupts(said.append)
-    interrupts._run = Task()  # type: ignore[assignment]
+    interrupts._run_task = Task()  # type: ignore[assignment]
     interrupts.request_stop()
     interrupts.request_stop()
     assert len(said) == 1 and "SIGTERM" in said[0] and not cancelled
-    interrupts._requested_at -= 10
+    interrupts._request_time -= 10
     interrupts.request_stop()
     assert cancelled == ["run"]
 
@@ -106,11 +106,11 @@ def test_sigterm_reaches_a_program_that_ignores_ctrl_c() -> None:
 
 
 def test_a_run_that_stops_slowly_says_what_to_set() -> None:
-    forecast = StopForecast(saving=20)
-    assert forecast.warning() is None
-    forecast.updating = 25
-    assert "terminationGracePeriodSeconds: 75" in (forecast.warning() or "")
-    assert forecast.warning() is None  # once
+    forecast = StopForecast(save_seconds=20)
+    assert forecast.make_warning() is None
+    forecast.update_seconds = 25
+    assert "terminationGracePeriodSeconds: 75" in (forecast.make_warning() or "")
+    assert forecast.make_warning() is None  # once
 
 
 class Usage(NamedTuple):
@@ -146,15 +146,15 @@ def test_a_run_warns_of_a_full_disk_and_a_short_grace_period(
 def test_space_of_checkpoints(options: dict[str, Any], steps: int, needed: int) -> None:
     logging = LoggingSection(**options)
     space = CheckpointSpace(logging, steps, 2 * 10**9, 12 * 10**9)
-    assert space.required_bytes(logging) == needed * 10**9
-    assert space.warning(needed * 10**9, "runs/a") is None
-    assert "runs/a has 1.0 GB" in (space.warning(10**9, "runs/a") or "")
+    assert space.compute_bytes(logging) == needed * 10**9
+    assert space.make_warning(needed * 10**9, "runs/a") is None
+    assert "runs/a has 1.0 GB" in (space.make_warning(10**9, "runs/a") or "")
 
 
 def test_largest_settings_that_fit() -> None:
     space = CheckpointSpace(LoggingSection(keep_checkpoints=5, keep_every=100), 1000, 2 * 10**9, 12 * 10**9)
-    assert "=newest with logging.keep_checkpoints=2," in (space.warning(50 * 10**9, "runs/a") or "")
-    assert "logging.keep_every=null" in (space.warning(45 * 10**9, "runs/a") or "")
+    assert "=newest with logging.keep_checkpoints=2," in (space.make_warning(50 * 10**9, "runs/a") or "")
+    assert "logging.keep_every=null" in (space.make_warning(45 * 10**9, "runs/a") or "")
 
 
 @pytest.fixture(scope="module")

@@ -82,7 +82,7 @@ def test_what_cannot_start_says_why(page: Served, tmp_path: Path) -> None:
 
 def test_killing_a_run_never_breaks_the_page(page: Served, tmp_path: Path) -> None:
     page.post("/api/train", yaml=YAML, name="mine")
-    os.kill(stopping.stop(RunFolder(tmp_path / "runs" / "mine")), signal.SIGKILL)
+    os.kill(stopping.stop_run(RunFolder(tmp_path / "runs" / "mine")), signal.SIGKILL)
     wait_until(lambda: row(page, "mine")["state"] in ("killed", "interrupted"))
     assert page.get("/api/runs/mine")["row"]["name"] == "mine"
     assert page.send("/api/runs/mine/stop").status_code == 409
@@ -95,7 +95,7 @@ def test_a_container_that_ends_lets_its_runs_save(
     runs = [RunFolder(tmp_path / "runs" / name) for name in ("a", "b")]
     for run in runs:
         page.post("/api/train", yaml=YAML, name=run.name)
-    assert processes.stop_runs({stopping.stop(runs[0])}) == 2
+    assert processes.stop_runs({stopping.stop_run(runs[0])}) == 2
     for run in runs:
         assert run.state == "interrupted"
         # A second signal would end a run without its checkpoint.

@@ -79,7 +79,7 @@ class Dialect(ABC):
         self,
         body: bytes,
         defaults: SamplingParams,
-        context: int = 2**63,
+        max_length: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
         sees_images: bool = False,
@@ -89,21 +89,21 @@ class Dialect(ABC):
         `sees_images`, a body with images raises ApiError."""
 
     @abstractmethod
-    def response(
+    def make_response(
         self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]: ...
 
     @abstractmethod
-    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter: ...
+    def make_writer(self, request: ParsedRequest, head: ResponseHead) -> EventWriter: ...
 
     @abstractmethod
-    def error(self, error: ApiError) -> dict[str, Any]: ...
+    def make_error_body(self, error: ApiError) -> dict[str, Any]: ...
 
-    def error_event(self, error: ApiError) -> StreamEvent:
+    def make_error_event(self, error: ApiError) -> StreamEvent:
         """Return the event that ends a stream when the server stops."""
-        return json.dumps(self.error(error))
+        return json.dumps(self.make_error_body(error))
 
-    def token_count(self, tokens: int) -> dict[str, Any]:
+    def make_token_count(self, tokens: int) -> dict[str, Any]:
         """Return the response to a request that only counts the tokens of its prompt."""
         raise NotImplementedError
 
@@ -136,39 +136,39 @@ class LenientBody(BaseModel):
     def _note_unknown(cls, row: Any, info: ValidationInfo) -> Any:
         if not isinstance(row, dict):
             return row
-        fields, unused = cls.__pydantic_fields__, info.context
+        fields, unused_names = cls.__pydantic_fields__, info.context
         known_fields: dict[str, Any] = {}
         for key, value in row.items():
             if value is not None:
-                name = cls._field_name(key)
-                known_fields[name] = value
-                is_unused = name not in fields or name == "cache_control"
-                if is_unused and isinstance(unused, set) and value not in ([], {}, ""):
-                    unused.add(name)
+                field_name = cls._to_field_name(key)
+                known_fields[field_name] = value
+                is_unused = field_name not in fields or field_name == "cache_control"
+                if is_unused and isinstance(unused_names, set) and value not in ([], {}, ""):
+                    unused_names.add(field_name)
         return known_fields
 
     @classmethod
-    def _field_name(cls, name: str) -> str:
-        """Return the name of the model's field for the key `name` in a client's JSON."""
-        return name
+    def _to_field_name(cls, key: str) -> str:
+        """Return the name of the model's field for the key `key` in a client's JSON."""
+        return key
 
 
-def validate(body_type: type[Body], body: Any, ignored: set[str] | None = None) -> Body:
+def validate(body_type: type[Body], body: Any, ignored_fields: set[str] | None = None) -> Body:
     """Validate a body; raise ApiError for its first problem."""
     try:
-        return body_type.model_validate(body, context=ignored)
+        return body_type.model_validate(body, context=ignored_fields)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
     except RecursionError as error:
         raise ApiError(f"the body is nested too deeply: {error}", "body", code="invalid_json") from error
     keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in problem["loc"])
     param = "".join(keys).removeprefix(".") or "body"
-    invalid = f"is {problem['input']!r:.60}: {problem['msg']}"
-    code, text = PROBLEMS.get(problem["type"], ("invalid_value", invalid))
+    invalid_text = f"is {problem['input']!r:.60}: {problem['msg']}"
+    code, text = PROBLEMS.get(problem["type"], ("invalid_value", invalid_text))
     raise ApiError(f"{param} {text}", param, code=code)
 
 
-def unsupported(param: str, value: Any, hint: str) -> ApiError:
+def unsupported_error(param: str, value: Any, hint: str) -> ApiError:
     return ApiError(f"{param} is {value!r:.60}, which this server does not support. {hint}", param)
 
 
@@ -176,14 +176,14 @@ class ImageParts:
     """Reader of the images of one request, which limits their number."""
 
     def __init__(self, sees_images: bool) -> None:
-        self._sees_images, self._count = sees_images, 0
+        self._sees_images, self._num_images = sees_images, 0
 
-    def read(self, part: Mapping[str, Any], param: str, kind: str, hint: str) -> Image:
+    def read(self, part: Mapping[str, Any], param: str, part_type: str, hint: str) -> Image:
         """Return the image of a part; raise ApiError if it is invalid, or if the model sees no images."""
         if not self._sees_images:
-            raise unsupported(param, kind, f"{hint}; the model of this server sees no images")
-        self._count += 1
-        if self._count > MAX_IMAGES:
+            raise unsupported_error(param, part_type, f"{hint}; the model of this server sees no images")
+        self._num_images += 1
+        if self._num_images > MAX_IMAGES:
             raise ApiError(f"there are more than {MAX_IMAGES} images; shorten the messages", param)
         try:
             return image_of_part(part)
@@ -191,7 +191,7 @@ class ImageParts:
             raise ApiError(f"{param}: {error}", param, code="invalid_image") from None
 
 
-def message_of_pieces(
+def make_message(
     role: Role, pieces: Iterable[str | Image], param: str, separator: str = "\n\n", **fields: Any
 ) -> Message:
     """Return a message of texts and images."""
@@ -199,7 +199,7 @@ def message_of_pieces(
     if len(images) > LIMITS.max_per_turn:
         raise ApiError(f"{param} has {len(images)} images; at most {LIMITS.max_per_turn} are allowed", param)
     if images and role in ("system", "assistant"):
-        raise unsupported(param, "an image", f"Messages of the {role} have text only")
+        raise unsupported_error(param, "an image", f"Messages of the {role} have text only")
     return Message(role, content, images=images, **fields)
 
 
@@ -212,17 +212,17 @@ def merge_messages(messages: Iterable[Message]) -> Iterator[Message]:
     """Merge consecutive messages of the model, because one turn may arrive in several pieces; and the system messages
     at the beginning, because chat templates take one."""
     previous: Message | None = None
-    only_system = True
+    is_only_system = True
     for message in messages:
-        only_system &= message.role == "system"
+        is_only_system &= message.role == "system"
         if previous is None:
             previous = message
         elif message.role == previous.role == "assistant":
             reasoning = (previous.reasoning or "") + (message.reasoning or "")
             calls = previous.tool_calls + message.tool_calls
-            text = previous.content + message.content
-            previous = Message("assistant", text, calls, reasoning=reasoning or None)
-        elif only_system:
+            content = previous.content + message.content
+            previous = Message("assistant", content, calls, reasoning=reasoning or None)
+        elif is_only_system:
             previous = Message("system", join_texts((previous.content, message.content)))
         else:
             yield previous
@@ -235,11 +235,11 @@ class SentText:
     """The reasoning and content of a choice that a stream has already sent."""
 
     def __init__(self) -> None:
-        self._sent_by_kind = {"reasoning": "", "content": ""}
+        self._sent_texts = {"reasoning": "", "content": ""}
 
-    def new_text(self, message: Message) -> Iterator[tuple[str, str]]:
+    def take_new_text(self, message: Message) -> Iterator[tuple[str, str]]:
         """Yield "reasoning" or "content", with the part of that text that has not been sent yet."""
-        for kind, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
-            if len(text) > len(self._sent_by_kind[kind]):
-                yield kind, text[len(self._sent_by_kind[kind]) :]
-                self._sent_by_kind[kind] = text
+        for field_name, text in (("reasoning", message.reasoning or ""), ("content", message.content)):
+            if len(text) > len(self._sent_texts[field_name]):
+                yield field_name, text[len(self._sent_texts[field_name]) :]
+                self._sent_texts[field_name] = text

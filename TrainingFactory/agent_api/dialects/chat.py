@@ -19,14 +19,14 @@ from TrainingFactory.agent_api.dialects.base import (
     Temperature,
     TopK,
     TopP,
-    message_of_pieces,
+    make_message,
     validate,
 )
 from TrainingFactory.agent_api.turns.requests import (
     SAMPLING_FIELDS,
     ParsedRequest,
+    apply_settings,
     load_body,
-    sampling_params,
 )
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
@@ -39,7 +39,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 DELTA_FIELDS = {"reasoning": "reasoning_content", "content": "content"}
 
 
-class _Row(StrictBody):
+class _ChatRow(StrictBody):
     @classmethod
     def _is_set(cls, name: str, value: Any) -> bool:
         """Return whether to keep a field. Unknown fields with empty values are dropped too, because clients send many
@@ -47,14 +47,14 @@ class _Row(StrictBody):
         return bool(value) or (value is not None and name in cls.model_fields)
 
 
-class _Part(_Row):
+class _ContentPart(_ChatRow):
     type: Literal["text", "image_url"] = "text"
     text: str = ""
     image_url: dict[str, Any] | None = None
     cache_control: Any = None  # ignored: it affects only speed
 
     @model_validator(mode="after")
-    def _check(self, info: ValidationInfo) -> _Part:
+    def _check(self, info: ValidationInfo) -> _ContentPart:
         if (self.type == "image_url") != (self.image_url is not None):
             raise ValueError("a part of type image_url needs image_url, and no other has it")
         if self.type == "text" and "text" not in self.model_fields_set:
@@ -72,40 +72,40 @@ def _load_arguments(value: Any) -> Any:
     return json.loads(value) if value and isinstance(value, str) else value or {}
 
 
-class _History(_Row):
+class _HistoryRow(_ChatRow):
     provider_specific_fields: Any = None  # LiteLLM's copy of fields of an earlier answer; ignored
 
 
-class _FunctionCall(_History):
+class _FunctionCall(_HistoryRow):
     name: str
     arguments: Annotated[dict[str, Any], BeforeValidator(_load_arguments)] = Field(default_factory=dict)
 
 
-class _Call(_History):
+class _ToolCall(_HistoryRow):
     id: Text
     type: Literal["function"] = "function"
     function: _FunctionCall
     index: int | None = None
 
 
-class _Message(_History):
+class _Message(_HistoryRow):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[_Part] | None, BeforeValidator(_as_parts)] = None
+    content: Annotated[list[_ContentPart] | None, BeforeValidator(_as_parts)] = None
     name: str | None = None
-    tool_calls: list[_Call] = Field(default_factory=list)
+    tool_calls: list[_ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
 
-class _Function(_Row):
+class _Function(_ChatRow):
     name: Text
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
     strict: Any = None
 
 
-class _Tool(_Row):
+class _Tool(_ChatRow):
     type: Literal["function"] = "function"
     function: _Function
 
@@ -115,7 +115,7 @@ class _StreamOptions(StrictBody):
     include_obfuscation: Literal[False] | None = None
 
 
-class _Format(StrictBody):
+class _ResponseFormat(StrictBody):
     type: Literal["text"] = "text"
 
 
@@ -145,7 +145,7 @@ class ChatBody(StrictBody):
     frequency_penalty: Zero = 0
     presence_penalty: Zero = 0
     logit_bias: dict[str, Any] = Field(default_factory=dict, max_length=0)
-    response_format: _Format = Field(default_factory=_Format)
+    response_format: _ResponseFormat = Field(default_factory=_ResponseFormat)
     # Accepted and ignored: these describe the client and do not change the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -162,29 +162,29 @@ class ChatDialect(Dialect):
         self,
         body: bytes,
         defaults: SamplingParams,
-        context: int = 2**63,
+        max_length: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
         sees_images: bool = False,
     ) -> ParsedRequest:
-        ignored: set[str] = set()
-        request = validate(ChatBody, load_body(body, "messages", context), ignored)
+        ignored_fields: set[str] = set()
+        request = validate(ChatBody, load_body(body, "messages", max_length), ignored_fields)
         functions = [
             row.function.model_dump(exclude={"strict"}, exclude_defaults=True) for row in request.tools
         ]
         tools = [ToolSpec(**function) for function in functions] if request.tool_choice == "auto" else []
         settings = request.model_dump(include={*SAMPLING_FIELDS, "seed", "stream"}, exclude_unset=True)
         limits = request.model_dump(include={"max_tokens", "max_completion_tokens"}, exclude_unset=True)
-        parsed = ParsedRequest(
-            _read_messages(request.messages, ImageParts(sees_images)), tools, sampling_params(defaults, settings),
+        parsed_request = ParsedRequest(
+            _read_messages(request.messages, ImageParts(sees_images)), tools, apply_settings(defaults, settings),
             request, request.model, request.n, stop=request.stop, logprobs=request.logprobs,
-            stream=request.stream, settings=settings, limits=limits, ignored=ignored,
+            stream=request.stream, settings=settings, token_limits=limits, ignored_fields=ignored_fields,
         )  # fmt: skip
         if request.seed is not None:
-            parsed.seed = request.seed
-        return parsed
+            parsed_request.seed = request.seed
+        return parsed_request
 
-    def response(
+    def make_response(
         self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         rows = [
@@ -196,12 +196,12 @@ class ChatDialect(Dialect):
             }
             for index, choice in enumerate(choices)
         ]
-        return _head_fields(head, "chat.completion") | {"choices": rows, "usage": _make_usage(head, choices)}
+        return _make_head(head, "chat.completion") | {"choices": rows, "usage": _make_usage(head, choices)}
 
-    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+    def make_writer(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
         return _ChatEvents(self, request, head)
 
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def make_error_body(self, error: ApiError) -> dict[str, Any]:
         return error.body
 
 
@@ -209,72 +209,73 @@ class _ChatEvents(EventWriter):
     def __init__(self, dialect: ChatDialect, request: ParsedRequest, head: ResponseHead) -> None:
         self._dialect, self._head = dialect, head
         self._includes_usage = request.body.stream_options.include_usage
-        self._fields = _head_fields(head, "chat.completion.chunk")
+        self._fields = _make_head(head, "chat.completion.chunk")
         self._fields |= {"usage": None} if self._includes_usage else {}
         self._sent_texts = [SentText() for _ in range(request.n)]
 
-    def begin(self) -> Iterable[StreamEvent]:
+    def write_start(self) -> Iterable[StreamEvent]:
         return [
-            self._delta(index, {"role": "assistant", "content": ""}) for index in range(len(self._sent_texts))
+            self._make_delta(index, {"role": "assistant", "content": ""})
+            for index in range(len(self._sent_texts))
         ]
 
-    def partial(self, index: int, message: Message) -> Iterable[StreamEvent]:
+    def write_partial(self, choice_index: int, message: Message) -> Iterable[StreamEvent]:
         return [
-            self._delta(index, {DELTA_FIELDS[kind]: text})
-            for kind, text in self._sent_texts[index].new_text(message)
+            self._make_delta(choice_index, {DELTA_FIELDS[field]: text})
+            for field, text in self._sent_texts[choice_index].take_new_text(message)
         ]
 
-    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
-        yield from self.partial(index, choice.message)
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        yield from self.write_partial(choice_index, choice.message)
         for call_index, call in enumerate(_message_to_dict(choice.message).get("tool_calls", [])):
-            yield self._delta(index, {"tool_calls": [{"index": call_index} | call]})
-        yield self._delta(index, {}, choice.finish, choice.logprobs)
+            yield self._make_delta(choice_index, {"tool_calls": [{"index": call_index} | call]})
+        yield self._make_delta(choice_index, {}, choice.finish, choice.logprobs)
 
-    def end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
+    def write_end(self, choices: Sequence[SampledChoice]) -> Iterator[StreamEvent]:
         if self._includes_usage:
             yield json.dumps(self._fields | {"choices": [], "usage": _make_usage(self._head, choices)})
         yield "[DONE]"
 
-    def error(self, error: ApiError) -> Iterable[StreamEvent]:
-        return [self._dialect.error_event(error), "[DONE]"]
+    def write_error(self, error: ApiError) -> Iterable[StreamEvent]:
+        return [self._dialect.make_error_event(error), "[DONE]"]
 
-    def _delta(
-        self, index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
+    def _make_delta(
+        self, choice_index: int, delta: dict[str, Any], finish: str | None = None, logprobs: Any = None
     ) -> StreamEvent:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        choice = {"index": choice_index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         return json.dumps(self._fields | {"choices": [choice]})
 
 
-def _head_fields(head: ResponseHead, kind: str) -> dict[str, Any]:
+def _make_head(head: ResponseHead, object_type: str) -> dict[str, Any]:
     """Return the common fields of a response, or of every chunk of a stream."""
-    fields = {"id": f"chatcmpl-{head.id}", "object": kind, "created": head.created, "model": head.model}
-    fields |= {} if head.version is None else {"system_fingerprint": head.version}
-    return fields | head.extra_fields
+    body = {"id": f"chatcmpl-{head.id}", "object": object_type, "created": head.created, "model": head.model}
+    body |= {} if head.version is None else {"system_fingerprint": head.version}
+    return body | head.extra_fields
 
 
 def _read_messages(rows: list[_Message], images: ImageParts) -> list[Message]:
     messages: list[Message] = []
-    names: dict[str, str] = {}  # id of a tool call -> name of the tool
+    tool_names: dict[str, str] = {}  # id of a tool call -> name of the tool
     for index, row in enumerate(rows):
         calls = [ToolCall(call.function.name, call.function.arguments, call.id) for call in row.tool_calls]
-        names |= {call.id: call.name for call in calls}
+        tool_names |= {call.id: call.name for call in calls}
         reasoning = row.reasoning if row.reasoning_content is None else row.reasoning_content
         param = f"messages[{index}]"
         if calls and row.role != "assistant":
             raise ApiError(f"{param} has tool_calls, but its role is not assistant", f"{param}.tool_calls")
         if row.content is None and not calls and reasoning is None:
             raise ApiError(f"{param} has no content", f"{param}.content")
-        if row.role == "tool" and row.tool_call_id not in names:
+        if row.role == "tool" and row.tool_call_id not in tool_names:
             raise ApiError(f"{param} has a tool_call_id that matches no tool call", f"{param}.tool_call_id")
         role = "system" if row.role == "developer" else row.role
         pieces = _read_pieces(row.content or (), f"{param}.content", images)
-        name = names[row.tool_call_id or ""] if role == "tool" else row.name
+        name = tool_names[row.tool_call_id or ""] if role == "tool" else row.name
         fields = {"tool_calls": calls, "tool_call_id": row.tool_call_id, "name": name, "reasoning": reasoning}
-        messages.append(message_of_pieces(role, pieces, f"{param}.content", "", **fields))
+        messages.append(make_message(role, pieces, f"{param}.content", "", **fields))
     return messages
 
 
-def _read_pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
+def _read_pieces(parts: Iterable[_ContentPart], param: str, images: ImageParts) -> Iterator[str | Image]:
     for index, part in enumerate(parts):
         if part.image_url is None:
             yield part.text
@@ -293,6 +294,6 @@ def _message_to_dict(message: Message) -> dict[str, Any]:
 
 
 def _make_usage(head: ResponseHead, choices: Sequence[SampledChoice]) -> dict[str, int]:
-    num_sampled = sum(choice.tokens for choice in choices)
+    num_sampled = sum(choice.num_tokens for choice in choices)
     total = head.prompt_tokens + num_sampled
     return {"prompt_tokens": head.prompt_tokens, "completion_tokens": num_sampled, "total_tokens": total}

@@ -23,12 +23,12 @@ from TrainingFactory.agent_api.dialects.base import (
     StopStrings,
     Temperature,
     TopP,
+    make_message,
     merge_messages,
-    message_of_pieces,
-    unsupported,
+    unsupported_error,
     validate,
 )
-from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, sampling_params
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, apply_settings, load_body
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.options import Count, Text
@@ -72,30 +72,30 @@ SNAKE_CASE = {
 }  # fmt: skip
 
 
-class _Body(LenientBody):
+class _CamelCaseBody(LenientBody):
     @classmethod
-    def _field_name(cls, name: str) -> str:
-        return SNAKE_CASE.get(name, name)
+    def _to_field_name(cls, key: str) -> str:
+        return SNAKE_CASE.get(key, key)
 
 
 def _as_integer(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class _FunctionCall(_Body):
+class _FunctionCall(_CamelCaseBody):
     id: Text | None = None
     name: Text
     args: dict[str, Any] = Field(default_factory=dict)
 
 
-class _FunctionResponse(_Body):
+class _FunctionResponse(_CamelCaseBody):
     id: Text | None = None
     name: Text
     response: dict[str, Any] = Field(default_factory=dict)
     parts: list[dict[str, Any]] = Field(default_factory=list)
 
 
-class _Part(_Body):
+class _ContentPart(_CamelCaseBody):
     text: str | None = None
     thought: bool = False
     thought_signature: Any = None
@@ -111,9 +111,9 @@ def _as_parts(parts: Any) -> Any:
     return [{"text": parts}] if isinstance(parts, str) else [parts] if isinstance(parts, dict) else parts
 
 
-class _Content(_Body):
+class _Content(_CamelCaseBody):
     role: Literal["user", "model", "function", "system"] = "user"
-    parts: Annotated[list[_Part], BeforeValidator(_as_parts)] = Field(default_factory=list)
+    parts: Annotated[list[_ContentPart], BeforeValidator(_as_parts)] = Field(default_factory=list)
 
 
 def _as_content(content: Any) -> Any:
@@ -124,7 +124,7 @@ def _as_contents(contents: Any) -> Any:
     return contents if isinstance(contents, list) else [_as_content(contents)]
 
 
-class _Declaration(_Body):
+class _FunctionDeclaration(_CamelCaseBody):
     name: Text
     description: str = ""
     parameters: dict[str, Any] = Field(default_factory=dict)
@@ -134,24 +134,24 @@ class _Declaration(_Body):
     behavior: Any = None
 
 
-class _Tool(_Body):
-    function_declarations: list[_Declaration] = Field(default_factory=list)
+class _Tool(_CamelCaseBody):
+    function_declarations: list[_FunctionDeclaration] = Field(default_factory=list)
 
 
-class _FunctionCalling(_Body):
+class _FunctionCallingConfig(_CamelCaseBody):
     mode: str = "AUTO"
     allowed_function_names: list[str] = Field(default_factory=list, max_length=0)
 
 
-class _ToolConfig(_Body):
-    function_calling_config: _FunctionCalling = Field(default_factory=_FunctionCalling)
+class _ToolConfig(_CamelCaseBody):
+    function_calling_config: _FunctionCallingConfig = Field(default_factory=_FunctionCallingConfig)
 
 
-class _Thinking(_Body):
+class _ThinkingConfig(_CamelCaseBody):
     include_thoughts: bool = False
 
 
-class _Generation(_Body):
+class _GenerationConfig(_CamelCaseBody):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(_as_integer)] | None = None
@@ -160,7 +160,7 @@ class _Generation(_Body):
     stop_sequences: StopStrings = Field(default_factory=list)
     candidate_count: Annotated[int, Field(ge=1)] = 1
     response_logprobs: bool = False
-    thinking_config: _Thinking = Field(default_factory=_Thinking)
+    thinking_config: _ThinkingConfig = Field(default_factory=_ThinkingConfig)
     response_mime_type: Any = "text/plain"
     response_schema: Any = None
     response_json_schema: Any = None
@@ -170,7 +170,7 @@ class _Generation(_Body):
     logprobs: Any = 0
 
 
-class GeminiBody(_Body):
+class GeminiBody(_CamelCaseBody):
     """The body of `POST /v1beta/models/NAME:generateContent`."""
 
     contents: Annotated[list[_Content], Field(min_length=1), BeforeValidator(_as_contents)]
@@ -178,7 +178,7 @@ class GeminiBody(_Body):
     system_instruction: Annotated[_Content | None, BeforeValidator(_as_content)] = None
     tools: list[_Tool] = Field(default_factory=list)
     tool_config: _ToolConfig = Field(default_factory=_ToolConfig)
-    generation_config: _Generation = Field(default_factory=_Generation)
+    generation_config: _GenerationConfig = Field(default_factory=_GenerationConfig)
     cached_content: Any = None
     safety_settings: Any = None  # accepted and ignored: there is no filter
 
@@ -190,60 +190,60 @@ class GeminiDialect(Dialect):
         self,
         body: bytes,
         defaults: SamplingParams,
-        context: int = 2**63,
+        max_length: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
         sees_images: bool = False,
     ) -> ParsedRequest:
-        ignored: set[str] = set()
-        data = load_body(body, "contents", context)
-        if isinstance(data, dict) and "generateContentRequest" in data:  # of countTokens
-            data = data["generateContentRequest"]
-        request = validate(GeminiBody, data, ignored)
-        generation = request.generation_config
-        for field, (neutral, hint) in NEUTRAL_VALUES.items():
-            if getattr(generation, field) != neutral:
-                raise unsupported(f"generation_config.{field}", getattr(generation, field), hint)
+        ignored_fields: set[str] = set()
+        request_json = load_body(body, "contents", max_length)
+        if isinstance(request_json, dict) and "generateContentRequest" in request_json:  # of countTokens
+            request_json = request_json["generateContentRequest"]
+        request = validate(GeminiBody, request_json, ignored_fields)
+        generation_config = request.generation_config
+        for field, (neutral_value, hint) in NEUTRAL_VALUES.items():
+            if getattr(generation_config, field) != neutral_value:
+                raise unsupported_error(f"generation_config.{field}", getattr(generation_config, field), hint)
         if request.cached_content is not None:
-            raise unsupported("cached_content", request.cached_content, "Send the whole contents")
+            raise unsupported_error("cached_content", request.cached_content, "Send the whole contents")
         fields = {"temperature", "top_p", "top_k", "seed"}
-        settings = generation.model_dump(include=fields, exclude_unset=True) | (
+        settings = generation_config.model_dump(include=fields, exclude_unset=True) | (
             {"stream": True} if stream else {}
         )
         messages = list(merge_messages(_read_messages(request, ImageParts(sees_images))))
         num_calls = sum(len(message.tool_calls) for message in messages)
-        limit = generation.max_output_tokens
-        parsed = ParsedRequest(
-            messages, _read_tools(request), sampling_params(defaults, settings), request,
-            model.removeprefix("models/") if model else None, generation.candidate_count,
-            stop=generation.stop_sequences, logprobs=generation.response_logprobs, stream=bool(stream),
-            settings=settings, limits={} if limit is None else {"max_output_tokens": limit}, clamp=True,
-            call_id=lambda number: f"call_{num_calls + number}", ignored=ignored,
+        max_tokens = generation_config.max_output_tokens
+        parsed_request = ParsedRequest(
+            messages, _read_tools(request), apply_settings(defaults, settings), request,
+            model.removeprefix("models/") if model else None, generation_config.candidate_count,
+            stop=generation_config.stop_sequences, logprobs=generation_config.response_logprobs, stream=bool(stream),
+            settings=settings, token_limits={} if max_tokens is None else {"max_output_tokens": max_tokens},
+            clamps_limits=True, make_call_id=lambda number: f"call_{num_calls + number}", ignored_fields=ignored_fields,
         )  # fmt: skip
-        if generation.seed is not None:
-            parsed.seed = generation.seed
-        return parsed
+        if generation_config.seed is not None:
+            parsed_request.seed = generation_config.seed
+        return parsed_request
 
-    def response(
+    def make_response(
         self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         candidates = [
-            _make_candidate(index, _message_parts(request, choice.message), choice)
+            _make_candidate(index, _make_message_parts(request, choice.message), choice)
             for index, choice in enumerate(choices)
         ]
-        return _make_chunk(head, candidates, sum(choice.tokens for choice in choices))
+        return _make_chunk(head, candidates, sum(choice.num_tokens for choice in choices))
 
-    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+    def make_writer(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
         return _GeminiEvents(self, request, head)
 
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def make_error_body(self, error: ApiError) -> dict[str, Any]:
         status = ERROR_STATUS.get(error.status, "INVALID_ARGUMENT")
         error_info = {"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": error.code.upper()}
         error_info |= {} if error.param is None else {"metadata": {"field": error.param}}
-        fields = {"code": error.status, "message": error.message, "status": status, "details": [error_info]}
-        return {"error": fields}
+        body = {"code": error.status, "message": error.message, "status": status, "details": [error_info]}
+        return {"error": body}
 
-    def token_count(self, tokens: int) -> dict[str, Any]:
+    def make_token_count(self, tokens: int) -> dict[str, Any]:
         return {"totalTokens": tokens}
 
 
@@ -253,26 +253,26 @@ class _GeminiEvents(EventWriter):
         self._sent_texts = [SentText() for _ in range(request.n)]
         self._num_tokens = 0  # of finished choices
 
-    def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        if parts := self._new_parts(index, message):
-            yield self._event(_make_candidate(index, parts, None))
+    def write_partial(self, choice_index: int, message: Message) -> Iterator[StreamEvent]:
+        if parts := self._make_new_parts(choice_index, message):
+            yield self._make_event(_make_candidate(choice_index, parts, None))
 
-    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
-        self._num_tokens += choice.tokens
-        parts = self._new_parts(index, choice.message) + _call_parts(choice.message)
-        yield self._event(_make_candidate(index, parts, choice))
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        self._num_tokens += choice.num_tokens
+        parts = self._make_new_parts(choice_index, choice.message) + _make_call_parts(choice.message)
+        yield self._make_event(_make_candidate(choice_index, parts, choice))
 
-    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+    def write_end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
         return ()
 
-    def error(self, error: ApiError) -> Iterable[StreamEvent]:
-        return [self._dialect.error_event(error)]
+    def write_error(self, error: ApiError) -> Iterable[StreamEvent]:
+        return [self._dialect.make_error_event(error)]
 
-    def _new_parts(self, index: int, message: Message) -> list[dict[str, Any]]:
-        new_texts = self._sent_texts[index].new_text(message)
-        return [part for kind, text in new_texts for part in _text_parts(self._request, kind, text)]
+    def _make_new_parts(self, choice_index: int, message: Message) -> list[dict[str, Any]]:
+        new_texts = self._sent_texts[choice_index].take_new_text(message)
+        return [part for field, text in new_texts for part in _make_text_parts(self._request, field, text)]
 
-    def _event(self, candidate: dict[str, Any]) -> StreamEvent:
+    def _make_event(self, candidate: dict[str, Any]) -> StreamEvent:
         return json.dumps(_make_chunk(self._head, [candidate], self._num_tokens))
 
 
@@ -292,26 +292,26 @@ def _make_candidate(index: int, parts: list[dict[str, Any]], choice: SampledChoi
         return candidate
     candidate["finishReason"] = FINISH_REASONS[choice.finish]
     if choice.logprobs is not None and (rows := choice.logprobs["content"]):
-        chosen_tokens = [{"token": row["token"], "logProbability": row["logprob"]} for row in rows]
+        logprob_rows = [{"token": row["token"], "logProbability": row["logprob"]} for row in rows]
         candidate["avgLogprobs"] = sum(row["logprob"] for row in rows) / len(rows)
-        candidate["logprobsResult"] = {"chosenCandidates": chosen_tokens, "topCandidates": []}
+        candidate["logprobsResult"] = {"chosenCandidates": logprob_rows, "topCandidates": []}
     return candidate
 
 
-def _text_parts(request: ParsedRequest, kind: str, text: str) -> list[dict[str, Any]]:
-    if kind == "content":
+def _make_text_parts(request: ParsedRequest, field: str, text: str) -> list[dict[str, Any]]:
+    if field == "content":
         return [{"text": text}]
     include_thoughts = request.body.generation_config.thinking_config.include_thoughts
     return [{"text": text, "thought": True}] if include_thoughts else []
 
 
-def _message_parts(request: ParsedRequest, message: Message) -> list[dict[str, Any]]:
-    thoughts = _text_parts(request, "reasoning", message.reasoning) if message.reasoning else []
-    text = _text_parts(request, "content", message.content) if message.content else []
-    return thoughts + text + _call_parts(message)
+def _make_message_parts(request: ParsedRequest, message: Message) -> list[dict[str, Any]]:
+    thought_parts = _make_text_parts(request, "reasoning", message.reasoning) if message.reasoning else []
+    text_parts = _make_text_parts(request, "content", message.content) if message.content else []
+    return thought_parts + text_parts + _make_call_parts(message)
 
 
-def _call_parts(message: Message) -> list[dict[str, Any]]:
+def _make_call_parts(message: Message) -> list[dict[str, Any]]:
     return [
         {"functionCall": {"id": call.id, "name": call.name, "args": call.arguments}}
         for call in message.tool_calls
@@ -321,7 +321,7 @@ def _call_parts(message: Message) -> list[dict[str, Any]]:
 def _read_messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]:
     if request.system_instruction is not None:
         pieces = _read_pieces(request.system_instruction, "system_instruction", images)
-        yield message_of_pieces("system", pieces, "system_instruction")
+        yield make_message("system", pieces, "system_instruction")
     num_calls, open_calls = 0, list[ToolCall]()  # calls without a result
     for content_index, content in enumerate(request.contents):
         param = f"contents[{content_index}]"
@@ -338,7 +338,7 @@ def _read_messages(request: GeminiBody, images: ImageParts) -> Iterator[Message]
                 yield _read_result(part.function_response, open_calls, f"{param}.parts[{index}]", images)
         pieces = list(_read_pieces(content, param, images))
         if pieces or not num_results:
-            yield message_of_pieces("system" if content.role == "system" else "user", pieces, param)
+            yield make_message("system" if content.role == "system" else "user", pieces, param)
 
 
 def _read_model_message(content: _Content, param: str, num_calls: int) -> Message:
@@ -374,9 +374,7 @@ def _read_result(
     [(name, value)] = response.response.items() if len(response.response) == 1 else [("", None)]
     is_text = name in RESULT_FIELDS and isinstance(value, str)
     text = str(value) if is_text else json.dumps(response.response, ensure_ascii=False)
-    return message_of_pieces(
-        "tool", [text, *result_images], image_param, tool_call_id=call.id, name=call.name
-    )
+    return make_message("tool", [text, *result_images], image_param, tool_call_id=call.id, name=call.name)
 
 
 def _read_pieces(content: _Content, param: str, images: ImageParts) -> Iterator[str | Image]:
@@ -391,22 +389,22 @@ def _read_pieces(content: _Content, param: str, images: ImageParts) -> Iterator[
 
 
 def _is_image(inline_data: dict[str, Any]) -> bool:
-    kind = inline_data.get("mimeType", inline_data.get("mime_type"))
-    return str(kind).startswith("image/")
+    mime_type = inline_data.get("mimeType", inline_data.get("mime_type"))
+    return str(mime_type).startswith("image/")
 
 
-def _check_supported(part: _Part, param: str) -> None:
+def _check_supported(part: _ContentPart, param: str) -> None:
     """Raise ApiError for a part of an unsupported kind. A part with only a thought's signature is accepted."""
-    kind = next((name for name in part.model_fields_set if name != "thought_signature"), None)
-    if kind is not None or part.thought_signature is None:
-        raise unsupported(param, kind or "an empty part", PARTS_HINT)
+    unsupported_field = next((name for name in part.model_fields_set if name != "thought_signature"), None)
+    if unsupported_field is not None or part.thought_signature is None:
+        raise unsupported_error(param, unsupported_field or "an empty part", PARTS_HINT)
 
 
 def _read_tools(request: GeminiBody) -> list[ToolSpec]:
     """Return the functions that the client runs. Tools that run at the provider count as unknown fields."""
     mode = request.tool_config.function_calling_config.mode.upper()
     if mode not in ("AUTO", "NONE", "VALIDATED", "MODE_UNSPECIFIED"):
-        raise unsupported("tool_config.function_calling_config.mode", mode, "Use AUTO or NONE")
+        raise unsupported_error("tool_config.function_calling_config.mode", mode, "Use AUTO or NONE")
     specs: list[ToolSpec] = []
     for row in (row for tool in request.tools for row in tool.function_declarations):
         spec = ToolSpec(row.name, row.description)
@@ -421,7 +419,7 @@ def _to_json_schema(schema: Any) -> Any:
         return [_to_json_schema(value) for value in schema]
     if not isinstance(schema, dict):
         return schema
-    converted = {name: _to_json_schema(value) for name, value in schema.items()}
-    if isinstance(kind := schema.get("type"), str):
-        converted["type"] = kind.lower()
-    return converted
+    json_schema = {name: _to_json_schema(value) for name, value in schema.items()}
+    if isinstance(schema_type := schema.get("type"), str):
+        json_schema["type"] = schema_type.lower()
+    return json_schema

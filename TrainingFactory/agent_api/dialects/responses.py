@@ -16,12 +16,12 @@ from TrainingFactory.agent_api.dialects.base import (
     SentText,
     Temperature,
     TopP,
+    make_message,
     merge_messages,
-    message_of_pieces,
-    unsupported,
+    unsupported_error,
     validate,
 )
-from TrainingFactory.agent_api.turns.requests import ParsedRequest, load_body, sampling_params
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, apply_settings, load_body
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
 from TrainingFactory.common.options import Count, Text
@@ -41,7 +41,7 @@ NEUTRAL_VALUES = {
 }
 
 
-class _Part(LenientBody):
+class _ContentPart(LenientBody):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -56,7 +56,7 @@ def _as_parts(content: Any) -> Any:
     return [{"type": "input_text", "text": content}] if isinstance(content, str) else content
 
 
-Parts = Annotated[list[_Part] | None, BeforeValidator(_as_parts)]
+Parts = Annotated[list[_ContentPart] | None, BeforeValidator(_as_parts)]
 
 
 class _Item(LenientBody):
@@ -83,12 +83,12 @@ class _Tool(LenientBody):
     strict: Any = None
 
 
-class _Format(LenientBody):
+class _TextFormat(LenientBody):
     type: str = "text"
 
 
 class _TextOptions(LenientBody):
-    format: _Format = Field(default_factory=_Format)
+    format: _TextFormat = Field(default_factory=_TextFormat)
 
 
 def _as_items(value: Any) -> Any:
@@ -133,47 +133,48 @@ class ResponsesDialect(Dialect):
         self,
         body: bytes,
         defaults: SamplingParams,
-        context: int = 2**63,
+        max_length: int = 2**63,
         model: str | None = None,
         stream: bool | None = None,
         sees_images: bool = False,
     ) -> ParsedRequest:
-        ignored: set[str] = set()
-        request = validate(ResponsesBody, load_body(body, "input", context), ignored)
-        for field, (neutral, hint) in NEUTRAL_VALUES.items():
-            if getattr(request, field) != neutral:
-                raise unsupported(field, getattr(request, field), hint)
-        if request.text.format.type != "text":
-            raise unsupported("text.format.type", request.text.format.type, "Ask for the format in a message")
+        ignored_fields: set[str] = set()
+        request = validate(ResponsesBody, load_body(body, "input", max_length), ignored_fields)
+        for field, (neutral_value, hint) in NEUTRAL_VALUES.items():
+            if getattr(request, field) != neutral_value:
+                raise unsupported_error(field, getattr(request, field), hint)
+        text_format = request.text.format.type
+        if text_format != "text":
+            raise unsupported_error("text.format.type", text_format, "Ask for the format in a message")
         settings = request.model_dump(include={"temperature", "top_p", "stream"}, exclude_unset=True)
         messages = list(
             merge_messages(_read_messages(request.instructions, request.input, ImageParts(sees_images)))
         )
-        limit = request.max_output_tokens
+        max_tokens = request.max_output_tokens
         return ParsedRequest(
-            messages, _read_tools(request, ignored), sampling_params(defaults, settings), request, request.model,
-            logprobs=LOGPROBS in request.include, stream=request.stream, settings=settings, ignored=ignored,
-            limits={} if limit is None else {"max_output_tokens": limit},
+            messages, _read_tools(request, ignored_fields), apply_settings(defaults, settings), request, request.model,
+            logprobs=LOGPROBS in request.include, stream=request.stream, settings=settings,
+            token_limits={} if max_tokens is None else {"max_output_tokens": max_tokens}, ignored_fields=ignored_fields,
         )  # fmt: skip
 
-    def response(
+    def make_response(
         self, request: ParsedRequest, head: ResponseHead, choices: Sequence[SampledChoice]
     ) -> dict[str, Any]:
         [choice] = choices
-        items = [item | {"status": "completed"} for item in _output_items(head, choice)]
+        items = [item | {"status": "completed"} for item in _make_output_items(head, choice)]
         return _make_response(request, head, items, choice)
 
-    def events(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
+    def make_writer(self, request: ParsedRequest, head: ResponseHead) -> EventWriter:
         return _ResponsesEvents(self, request, head)
 
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def make_error_body(self, error: ApiError) -> dict[str, Any]:
         return error.body
 
-    def error_event(self, error: ApiError, sequence_number: int = 0) -> StreamEvent:
+    def make_error_event(self, error: ApiError, sequence_number: int = 0) -> StreamEvent:
         fields = {"code": error.code, "message": error.message, "param": error.param}
         return _encode_event({"type": "error", "sequence_number": sequence_number} | fields)
 
-    def token_count(self, tokens: int) -> dict[str, Any]:
+    def make_token_count(self, tokens: int) -> dict[str, Any]:
         return {"object": "response.input_tokens", "input_tokens": tokens}
 
 
@@ -182,128 +183,130 @@ class _ResponsesEvents(EventWriter):
         self._dialect, self._request, self._head = dialect, request, head
         self._sent_text = SentText()
         self._sequence_number = -1  # of the last event
-        self._index = -1  # of the last output item
-        self._open_kind: str | None = None  # kind of the open item: reasoning or content
-        self._text = ""  # of the open item
+        self._item_index = -1  # of the last output item
+        self._open_field: str | None = None  # kind of the open item: reasoning or content
+        self._open_text = ""  # of the open item
 
-    def begin(self) -> Iterable[StreamEvent]:
+    def write_start(self) -> Iterable[StreamEvent]:
         response = _make_response(self._request, self._head, [], None)
-        return [self._event(f"response.{name}", response=response) for name in ("created", "in_progress")]
+        return [self._emit(f"response.{status}", response=response) for status in ("created", "in_progress")]
 
-    def partial(self, index: int, message: Message) -> Iterator[StreamEvent]:
-        for kind, text in self._sent_text.new_text(message):
-            if self._open_kind != kind:
-                yield from self._close(None)
-                yield from self._begin_text(kind)
-            self._text += text
-            name = "reasoning_text" if kind == "reasoning" else "output_text"
-            yield self._part_event(f"response.{name}.delta", delta=text, **_logprob_fields(kind, None))
+    def write_partial(self, choice_index: int, message: Message) -> Iterator[StreamEvent]:
+        for field, text in self._sent_text.take_new_text(message):
+            if self._open_field != field:
+                yield from self._close_item(None)
+                yield from self._open_item(field)
+            self._open_text += text
+            part_type = "reasoning_text" if field == "reasoning" else "output_text"
+            yield self._emit_part(f"response.{part_type}.delta", delta=text, **_make_logprobs(field, None))
 
-    def finish(self, index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
-        yield from self.partial(0, choice.message)
-        if self._open_kind != "content" and not choice.message.tool_calls:  # an empty message
-            yield from self._close(None)
-            yield from self._begin_text("content")
-        yield from self._close(choice)
+    def write_finish(self, choice_index: int, choice: SampledChoice) -> Iterator[StreamEvent]:
+        yield from self.write_partial(0, choice.message)
+        if self._open_field != "content" and not choice.message.tool_calls:  # an empty message
+            yield from self._close_item(None)
+            yield from self._open_item("content")
+        yield from self._close_item(choice)
         for call in choice.message.tool_calls:
-            item = _call_item(call)
+            item = _make_call_item(call)
             arguments = item["arguments"]
-            yield self._added_event(item | {"arguments": "", "status": "in_progress"})
-            item_fields = {"item_id": item["id"], "output_index": self._index}
-            name = "response.function_call_arguments"
-            yield self._event(f"{name}.delta", delta=arguments, **item_fields)
-            yield self._event(f"{name}.done", arguments=arguments, name=call.name, **item_fields)
-            yield self._done_event(item | {"status": "completed"})
+            yield self._emit_added(item | {"arguments": "", "status": "in_progress"})
+            item_fields = {"item_id": item["id"], "output_index": self._item_index}
+            event_type = "response.function_call_arguments"
+            yield self._emit(f"{event_type}.delta", delta=arguments, **item_fields)
+            yield self._emit(f"{event_type}.done", arguments=arguments, name=call.name, **item_fields)
+            yield self._emit_done(item | {"status": "completed"})
 
-    def end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
-        response = self._dialect.response(self._request, self._head, choices)
-        return [self._event(f"response.{response['status']}", response=response)]
+    def write_end(self, choices: Sequence[SampledChoice]) -> Iterable[StreamEvent]:
+        response = self._dialect.make_response(self._request, self._head, choices)
+        return [self._emit(f"response.{response['status']}", response=response)]
 
-    def error(self, error: ApiError) -> Iterator[StreamEvent]:
+    def write_error(self, error: ApiError) -> Iterator[StreamEvent]:
         self._sequence_number += 1
-        yield self._dialect.error_event(error, self._sequence_number)
+        yield self._dialect.make_error_event(error, self._sequence_number)
         response = _make_response(self._request, self._head, [], None) | {"status": "failed"}
         response["error"] = {"code": error.code, "message": error.message}
-        yield self._event("response.failed", response=response)
+        yield self._emit("response.failed", response=response)
 
-    def _begin_text(self, kind: str) -> Iterator[StreamEvent]:
-        self._open_kind, self._text = kind, ""
-        item = _text_item(self._head, kind, "") | {"content": [], "status": "in_progress"}
-        yield self._added_event(item)
-        yield self._part_event("response.content_part.added", part=_text_part(kind, ""))
+    def _open_item(self, field: str) -> Iterator[StreamEvent]:
+        self._open_field, self._open_text = field, ""
+        item = _make_text_item(self._head, field, "") | {"content": [], "status": "in_progress"}
+        yield self._emit_added(item)
+        yield self._emit_part("response.content_part.added", part=_make_text_part(field, ""))
 
-    def _close(self, choice: SampledChoice | None) -> Iterator[StreamEvent]:
+    def _close_item(self, choice: SampledChoice | None) -> Iterator[StreamEvent]:
         """Return the events that end the open item; `choice` has the log-probs of its content."""
-        if self._open_kind is None:
+        if self._open_field is None:
             return
-        kind, text = self._open_kind, self._text
-        name = "reasoning_text" if kind == "reasoning" else "output_text"
-        yield self._part_event(f"response.{name}.done", text=text, **_logprob_fields(kind, choice))
-        item = _text_item(self._head, kind, text, choice)
-        yield self._part_event("response.content_part.done", part=item["content"][0])
-        yield self._done_event(item | {"status": "completed"})
-        self._open_kind = None
+        field, text = self._open_field, self._open_text
+        part_type = "reasoning_text" if field == "reasoning" else "output_text"
+        yield self._emit_part(f"response.{part_type}.done", text=text, **_make_logprobs(field, choice))
+        item = _make_text_item(self._head, field, text, choice)
+        yield self._emit_part("response.content_part.done", part=item["content"][0])
+        yield self._emit_done(item | {"status": "completed"})
+        self._open_field = None
 
-    def _added_event(self, item: dict[str, Any]) -> StreamEvent:
-        self._index += 1
-        return self._event("response.output_item.added", item=item, output_index=self._index)
+    def _emit_added(self, item: dict[str, Any]) -> StreamEvent:
+        self._item_index += 1
+        return self._emit("response.output_item.added", item=item, output_index=self._item_index)
 
-    def _done_event(self, item: dict[str, Any]) -> StreamEvent:
-        return self._event("response.output_item.done", item=item, output_index=self._index)
+    def _emit_done(self, item: dict[str, Any]) -> StreamEvent:
+        return self._emit("response.output_item.done", item=item, output_index=self._item_index)
 
-    def _part_event(self, kind: str, /, **fields: Any) -> StreamEvent:
-        item_id = _item_id(self._head, self._open_kind or "")
-        return self._event(kind, item_id=item_id, output_index=self._index, content_index=0, **fields)
+    def _emit_part(self, event_type: str, /, **fields: Any) -> StreamEvent:
+        item_id = _make_item_id(self._head, self._open_field or "")
+        return self._emit(
+            event_type, item_id=item_id, output_index=self._item_index, content_index=0, **fields
+        )
 
-    def _event(self, kind: str, /, **fields: Any) -> StreamEvent:
+    def _emit(self, event_type: str, /, **fields: Any) -> StreamEvent:
         self._sequence_number += 1
-        return _encode_event({"type": kind, "sequence_number": self._sequence_number} | fields)
+        return _encode_event({"type": event_type, "sequence_number": self._sequence_number} | fields)
 
 
 def _encode_event(fields: dict[str, Any]) -> StreamEvent:
     return {"event": fields["type"], "data": json.dumps(fields)}
 
 
-def _logprob_fields(kind: str, choice: SampledChoice | None) -> dict[str, Any]:
+def _make_logprobs(field: str, choice: SampledChoice | None) -> dict[str, Any]:
     """Return the field `logprobs` for the parts and events of a message; empty for reasoning, which has no such
     field."""
-    if kind == "reasoning":
+    if field == "reasoning":
         return {}
     rows = [] if choice is None or choice.logprobs is None else choice.logprobs["content"]
     return {"logprobs": rows}
 
 
-def _item_id(head: ResponseHead, kind: str) -> str:
-    return f"rs_{head.id}" if kind == "reasoning" else f"msg_{head.id}"
+def _make_item_id(head: ResponseHead, field: str) -> str:
+    return f"rs_{head.id}" if field == "reasoning" else f"msg_{head.id}"
 
 
-def _text_part(kind: str, text: str, choice: SampledChoice | None = None) -> dict[str, Any]:
-    if kind == "reasoning":
+def _make_text_part(field: str, text: str, choice: SampledChoice | None = None) -> dict[str, Any]:
+    if field == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": []} | _logprob_fields(kind, choice)
+    return {"type": "output_text", "text": text, "annotations": []} | _make_logprobs(field, choice)
 
 
-def _text_item(
-    head: ResponseHead, kind: str, text: str, choice: SampledChoice | None = None
+def _make_text_item(
+    head: ResponseHead, field: str, text: str, choice: SampledChoice | None = None
 ) -> dict[str, Any]:
-    fields = {"type": "reasoning", "summary": []} if kind == "reasoning" else {"type": "message"}
-    fields |= {} if kind == "reasoning" else {"role": "assistant"}
-    return fields | {"id": _item_id(head, kind), "content": [_text_part(kind, text, choice)]}
+    fields = {"type": "reasoning", "summary": []} if field == "reasoning" else {"type": "message"}
+    fields |= {} if field == "reasoning" else {"role": "assistant"}
+    return fields | {"id": _make_item_id(head, field), "content": [_make_text_part(field, text, choice)]}
 
 
-def _call_item(call: ToolCall) -> dict[str, Any]:
+def _make_call_item(call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     fields = {"type": "function_call", "id": call.id.replace("call", "fc"), "call_id": call.id}
     return fields | {"name": call.name, "arguments": arguments}
 
 
-def _output_items(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any]]:
+def _make_output_items(head: ResponseHead, choice: SampledChoice) -> Iterator[dict[str, Any]]:
     message = choice.message
     if message.reasoning:
-        yield _text_item(head, "reasoning", message.reasoning)
+        yield _make_text_item(head, "reasoning", message.reasoning)
     if message.content or not message.tool_calls:
-        yield _text_item(head, "content", message.content, choice)
-    yield from map(_call_item, message.tool_calls)
+        yield _make_text_item(head, "content", message.content, choice)
+    yield from map(_make_call_item, message.tool_calls)
 
 
 def _make_response(
@@ -312,7 +315,7 @@ def _make_response(
     """Return the response object, with the status `in_progress` if there is no choice."""
     body: ResponsesBody = request.body
     status = "in_progress" if choice is None else "incomplete" if choice.finish == "length" else "completed"
-    usage = None if choice is None else _make_usage(head.prompt_tokens, choice.tokens)
+    usage = None if choice is None else _make_usage(head.prompt_tokens, choice.num_tokens)
     return {
         "id": f"resp_{head.id}",
         "object": "response",
@@ -348,7 +351,7 @@ def _make_usage(prompt_tokens: int, num_sampled: int) -> dict[str, Any]:
 
 
 def _read_messages(instructions: str | None, items: Sequence[_Item], images: ImageParts) -> Iterator[Message]:
-    names: dict[str, str] = {}  # id of a tool call -> name of the tool
+    tool_names: dict[str, str] = {}  # id of a tool call -> name of the tool
     if instructions:
         yield Message("system", instructions)
     for index, item in enumerate(items):
@@ -357,57 +360,59 @@ def _read_messages(instructions: str | None, items: Sequence[_Item], images: Ima
             yield _read_message(item, param, images)
         elif item.type == "reasoning":
             pieces = _read_pieces(item.content or (), f"{param}.content", images)
-            text = message_of_pieces("assistant", pieces, f"{param}.content", "").content
+            text = make_message("assistant", pieces, f"{param}.content", "").content
             yield Message("assistant", reasoning=text or None)
         elif item.type == "function_call":
             call = ToolCall(
-                _get_field(item, "name", param), _arguments(item, param), _get_field(item, "call_id", param)
+                _get_field(item, "name", param),
+                _load_arguments(item, param),
+                _get_field(item, "call_id", param),
             )
-            names[call.id] = call.name
+            tool_names[call.id] = call.name
             yield Message("assistant", tool_calls=[call])
         elif item.type == "function_call_output":
             call_id = _get_field(item, "call_id", param)
-            if call_id not in names:
+            if call_id not in tool_names:
                 raise ApiError(f"{param} has a call_id that matches no function_call", f"{param}.call_id")
             pieces = _read_pieces(_get_field(item, "output", param), f"{param}.output", images)
-            fields = {"tool_call_id": call_id, "name": names[call_id]}
-            yield message_of_pieces("tool", pieces, f"{param}.output", **fields)
+            fields = {"tool_call_id": call_id, "name": tool_names[call_id]}
+            yield make_message("tool", pieces, f"{param}.output", **fields)
         else:
             hint = "Send items of type message, reasoning, function_call and function_call_output"
-            raise unsupported(f"{param}.type", item.type, hint)
+            raise unsupported_error(f"{param}.type", item.type, hint)
 
 
 def _read_message(item: _Item, param: str, images: ImageParts) -> Message:
     role = _get_field(item, "role", param)
     pieces = _read_pieces(_get_field(item, "content", param), f"{param}.content", images)
     separator = "" if role == "assistant" else "\n\n"
-    return message_of_pieces("system" if role == "developer" else role, pieces, f"{param}.content", separator)
+    return make_message("system" if role == "developer" else role, pieces, f"{param}.content", separator)
 
 
-def _read_pieces(parts: Iterable[_Part], param: str, images: ImageParts) -> Iterator[str | Image]:
+def _read_pieces(parts: Iterable[_ContentPart], param: str, images: ImageParts) -> Iterator[str | Image]:
     for index, part in enumerate(parts):
         if part.type == "input_image":
             fields = {"type": "input_image", "image_url": part.image_url}
             yield images.read(fields, f"{param}[{index}].type", "input_image", "Send text only")
             continue
         if part.type not in TEXT_PARTS:
-            raise unsupported(f"{param}[{index}].type", part.type, "Send text only")
+            raise unsupported_error(f"{param}[{index}].type", part.type, "Send text only")
         text = part.refusal if part.type == "refusal" else part.text
         if text is None:
-            name = f"{param}[{index}].text"
-            raise ApiError(f"{name} is missing", name, code="missing_required_parameter")
+            text_param = f"{param}[{index}].text"
+            raise ApiError(f"{text_param} is missing", text_param, code="missing_required_parameter")
         yield text
 
 
-def _get_field(item: _Item, name: str, param: str) -> Any:
-    value = getattr(item, name)
+def _get_field(item: _Item, field_name: str, param: str) -> Any:
+    value = getattr(item, field_name)
     if value is None:
-        text = f"{param}.{name} is missing in an item of type {item.type}"
-        raise ApiError(text, f"{param}.{name}", code="missing_required_parameter")
+        text = f"{param}.{field_name} is missing in an item of type {item.type}"
+        raise ApiError(text, f"{param}.{field_name}", code="missing_required_parameter")
     return value
 
 
-def _arguments(item: _Item, param: str) -> dict[str, Any]:
+def _load_arguments(item: _Item, param: str) -> dict[str, Any]:
     try:
         arguments = json.loads(item.arguments or "{}")
     except (ValueError, RecursionError) as error:
@@ -417,14 +422,14 @@ def _arguments(item: _Item, param: str) -> dict[str, Any]:
     return arguments
 
 
-def _read_tools(request: ResponsesBody, ignored: set[str]) -> list[ToolSpec]:
-    """Return the functions that the client runs. Add the names of tools that run at the provider to `ignored`."""
+def _read_tools(request: ResponsesBody, ignored_fields: set[str]) -> list[ToolSpec]:
+    """Return the functions that the client runs. Add names of tools that run at the provider to `ignored_fields`."""
     if request.tool_choice not in ("auto", "none"):
-        raise unsupported("tool_choice", request.tool_choice, "Use auto or none")
+        raise unsupported_error("tool_choice", request.tool_choice, "Use auto or none")
     specs: list[ToolSpec] = []
     for index, tool in enumerate(request.tools):
         if tool.type != "function":
-            ignored.add(f"tool {tool.type}")
+            ignored_fields.add(f"tool {tool.type}")
         elif tool.name is None:
             param = f"tools[{index}].name"
             raise ApiError(f"{param} is missing", param, code="missing_required_parameter")

@@ -14,12 +14,12 @@ from TrainingFactory.agent_api.dialects.responses import ResponsesDialect
 @dataclass(frozen=True, slots=True)
 class Route:
     """A URL path that takes requests of a dialect. `stream` is None if the body says whether the answer is a stream.
-    With `counts`, the answer is the number of tokens of the prompt."""
+    With `counts_tokens`, the answer is the number of tokens of the prompt."""
 
     path: str
     dialect: Dialect
     stream: bool | None = None
-    counts: bool = False
+    counts_tokens: bool = False
 
 
 CHAT = ChatDialect()
@@ -29,14 +29,14 @@ GEMINI = GeminiDialect()
 GEMINI_METHODS: dict[str, dict[str, bool]] = {
     "generateContent": {"stream": False},
     "streamGenerateContent": {"stream": True},
-    "countTokens": {"stream": False, "counts": True},
+    "countTokens": {"stream": False, "counts_tokens": True},
 }
 ROUTES = [
     Route("/v1/chat/completions", CHAT),
     Route("/v1/messages", MESSAGES),
-    Route("/v1/messages/count_tokens", MESSAGES, stream=False, counts=True),
+    Route("/v1/messages/count_tokens", MESSAGES, stream=False, counts_tokens=True),
     Route("/v1/responses", RESPONSES),
-    Route("/v1/responses/input_tokens", RESPONSES, stream=False, counts=True),
+    Route("/v1/responses/input_tokens", RESPONSES, stream=False, counts_tokens=True),
     *(
         Route(f"/{version}/models/{{model:path}}:{method}", GEMINI, **options)
         for version in ("v1", "v1beta")

@@ -36,43 +36,43 @@ class TurnReader:
         self._think_start, self._think_end = chat.family.think
         self._starts_in_thought = chat.opens_thought(prompt)
 
-    def text(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         """Return the decoded text without the stop token."""
         has_stop_token = bool(token_ids) and token_ids[-1] in self._chat.stop_ids
         return self._chat.decode(token_ids[:-1] if has_stop_token else token_ids)
 
-    def message(self, token_ids: Sequence[int], text: str) -> Message:
+    def parse_message(self, token_ids: Sequence[int], text: str) -> Message:
         """Parse a finished turn with this text. Invalid tool calls stay in the content as the model wrote them."""
-        reasoning, content = self._split(text)
-        if self._tools and text == self.text(token_ids):
-            parsed = self._chat.parse(token_ids, self._prompt, self._tools)
-            if parsed.tool_calls and not any(call.error for call in parsed.tool_calls):
-                return Message("assistant", parsed.content, parsed.tool_calls, reasoning=reasoning)
+        reasoning, content = self._split_text(text)
+        if self._tools and text == self.decode(token_ids):
+            parsed_turn = self._chat.parse(token_ids, self._prompt, self._tools)
+            if parsed_turn.tool_calls and not any(call.error for call in parsed_turn.tool_calls):
+                return Message("assistant", parsed_turn.content, parsed_turn.tool_calls, reasoning=reasoning)
         return Message("assistant", content.strip(), reasoning=reasoning)
 
-    def parse_partial(self, text: str, stops: Sequence[str]) -> Message:
+    def parse_partial(self, text: str, stop_strings: Sequence[str]) -> Message:
         """Return the part of an unfinished turn that can be streamed. With tools, the content is held back until the
         turn ends, because it may be a call."""
-        text = _without_partial_marker(text, [*stops, self._think_end])
+        text = _strip_partial_marker(text, [*stop_strings, self._think_end])
         if self._think_start.startswith(text.lstrip()):
             return Message("assistant")
-        reasoning, content = self._split(text)
+        reasoning, content = self._split_text(text)
         return Message("assistant", "" if self._tools else content.strip(), reasoning=reasoning)
 
-    def _split(self, text: str) -> tuple[str | None, str]:
+    def _split_text(self, text: str) -> tuple[str | None, str]:
         """Split a turn's text into reasoning (None if there is none) and content."""
         if self._chat.family.read_turn is not None:  # a turn of several messages
-            parsed = self._chat.family.read_turn(text, ())
-            return parsed.reasoning, parsed.content
-        stripped = text.lstrip()
-        if not (self._starts_in_thought or stripped.startswith(self._think_start)):
+            parsed_turn = self._chat.family.read_turn(text, ())
+            return parsed_turn.reasoning, parsed_turn.content
+        stripped_text = text.lstrip()
+        if not (self._starts_in_thought or stripped_text.startswith(self._think_start)):
             return None, text
-        thought, _, answer = stripped.removeprefix(self._think_start).partition(self._think_end)
+        thought, _, answer = stripped_text.removeprefix(self._think_start).partition(self._think_end)
         return thought.strip(), answer
 
-    def find_stop(self, token_ids: Sequence[int], text: str, stops: Sequence[str]) -> StopMatch | None:
+    def find_stop(self, token_ids: Sequence[int], text: str, stop_strings: Sequence[str]) -> StopMatch | None:
         """Return the stop string that was complete first, so that the result does not depend on the chunk size."""
-        matches = [(index + len(stop), index) for stop in stops if (index := text.find(stop)) >= 0]
+        matches = [(index + len(stop), index) for stop in stop_strings if (index := text.find(stop)) >= 0]
         if not matches:
             return None
         end, start = min(matches)
@@ -82,28 +82,28 @@ class TurnReader:
         """Return the number of tokens after which the text has at least `num_characters` whole characters."""
 
         def has_characters(size: int) -> bool:
-            return len(self.text(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= num_characters
+            return len(self.decode(token_ids[:size]).rstrip(REPLACEMENT_CHARACTER)) >= num_characters
 
         return 1 + bisect_left(range(1, len(token_ids)), True, key=has_characters)
 
-    def logprobs(self, completion: Completion, stop_match: StopMatch | None) -> list[dict[str, Any]]:
+    def make_logprobs(self, completion: Completion, stop_match: StopMatch | None) -> list[dict[str, Any]]:
         """Return one entry per token of the text, without the stop token and stop string."""
-        ids = completion.token_ids
+        token_ids = completion.token_ids
         if stop_match is not None:
-            num_tokens = 0 if stop_match.start == 0 else self._count_tokens_for(ids, stop_match.start)
+            num_tokens = 0 if stop_match.start == 0 else self._count_tokens_for(token_ids, stop_match.start)
         else:
-            num_tokens = len(ids) - (completion.finish == "stop")
-        return [self._entry(ids[i], completion.logprobs[i]) for i in range(num_tokens)]
+            num_tokens = len(token_ids) - (completion.finish == "stop")
+        return [self._make_logprob_entry(token_ids[i], completion.logprobs[i]) for i in range(num_tokens)]
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _make_logprob_entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         token = self._chat.decode([token_id])
         # A token that is only a part of a character has no text of its own.
-        octets = None if REPLACEMENT_CHARACTER in token else list(token.encode())
-        return {"token": token, "logprob": logprob, "bytes": octets, "top_logprobs": []}
+        token_bytes = None if REPLACEMENT_CHARACTER in token else list(token.encode())
+        return {"token": token, "logprob": logprob, "bytes": token_bytes, "top_logprobs": []}
 
 
-def _without_partial_marker(text: str, markers: Sequence[str]) -> str:
+def _strip_partial_marker(text: str, markers: Sequence[str]) -> str:
     """Remove the end of a text if it may be the beginning of a marker, or of a character of several tokens."""
     text = text.rstrip(REPLACEMENT_CHARACTER)
-    sizes = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]
-    return text[: len(text) - max(sizes, default=0)]
+    lengths = [size for marker in markers for size in range(1, len(marker)) if text.endswith(marker[:size])]
+    return text[: len(text) - max(lengths, default=0)]

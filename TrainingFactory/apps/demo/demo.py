@@ -24,7 +24,7 @@ from TrainingFactory.assembly.export import export
 from TrainingFactory.common import catalog
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.evaluation.evaluation import Evaluation, config_sections
+from TrainingFactory.evaluation.evaluation import Evaluation, make_sections
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.runs.folder import CONFIG, RunFolder, TrainingReport, is_run
 from TrainingFactory.runs.tracking import Watcher
@@ -108,7 +108,7 @@ class Demo:
     def _evaluate(self, run: Path, watcher: Watcher, out: str, options: dict[str, Any]) -> None:
         """Play every held-out task once, at temperature 1 regardless of the training temperature. `options` extends the
         environment's options."""
-        sections = config_sections(find_model(str(run)))
+        sections = make_sections(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
         sections["environment"]["options"] |= options
         result = Evaluation(TrainingConfig(**sections), run / out).run(watcher.episode)

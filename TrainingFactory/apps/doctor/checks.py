@@ -19,7 +19,7 @@ from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.tools.schema import check_schema
 from TrainingFactory.training.forecasts import forecast_rows
-from TrainingFactory.training.source import StepGroups, most_frequent_error
+from TrainingFactory.training.source import StepGroups, find_frequent_error
 from TrainingFactory.types import Message, ToolCall, ToolSpec, Trajectory
 
 MAX_CHANGED_ROUTES = 0.1
@@ -110,7 +110,7 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
     if failed_episodes:
         diagnosis.add(
             "episodes_fail",
-            f"{len(failed_episodes)} of {len(episodes)} episodes: {most_frequent_error(failed_episodes)}",
+            f"{len(failed_episodes)} of {len(episodes)} episodes: {find_frequent_error(failed_episodes)}",
         )
     status_counts = ", ".join(
         f"{count} {status}" for status, count in Counter(e.status for e in episodes).items()
@@ -199,7 +199,7 @@ def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
         )
         if not trained_ids:
             diagnosis.add("mask", f"row {index} of the step has no trained token")
-        elif batch.sampled and trained_ids not in sampled_ids:
+        elif batch.is_sampled and trained_ids not in sampled_ids:
             diagnosis.add(
                 "mask", f"the trained tokens of row {index} of the step differ from its sampled tokens"
             )

@@ -169,10 +169,10 @@ class DryRun(Training):
     def new_run(self, name: str, run_info: dict[str, Any]) -> RunFolder:
         logging = self.config.logging.model_copy(update={"output_dir": str(self._folder)})
         config = self.config.model_copy(update={"logging": logging})
-        return RunFolder.create(config, name, run_info, self.total)
+        return RunFolder.create(config, name, run_info, self.num_steps)
 
-    def load(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
-        loaded_model, self.chat = super().load(day)
+    def load_model(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
+        loaded_model, self.chat = super().load_model(day)
         self.limits = (
             self.requested.sampling.max_tokens,
             build_sampler.max_length(self.requested, loaded_model),
@@ -201,10 +201,11 @@ class DryRun(Training):
             except ValueError as error:  # a demonstration cannot be replayed
                 self.diagnosis.add("episodes_fail", str(error))
                 return
-            self._check_episodes(batch.trajectories, batch.sampled)
+            is_sampled = batch.is_sampled
+            self._check_episodes(batch.trajectories, is_sampled)
             self._check_images(batch, total)
             heldout, sampler = loop.heldout, loop.sampler
-            if not batch.sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
+            if not is_sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 episodes = await heldout.rollouts.rollout_batch(
                     heldout.tasks[:1], sampler, recorded_as="doctor"
                 )
@@ -225,10 +226,10 @@ class DryRun(Training):
             return
         last_turns = [episode.turns[-1] for episode in batch.trajectories if episode.turns]
         rows = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in last_turns]
-        rows = rows if batch.sampled else [row.token_ids for row in batch.rows]
+        rows = rows if batch.is_sampled else [row.token_ids for row in batch.rows]
         checks.describe_images(self.diagnosis, rows)
         training = self.requested.training
-        members = training.group_size if batch.sampled else 1
+        members = training.group_size if batch.is_sampled else 1
         images = ImageUse.of_rows(rows, total * training.batch_size * members)
         _check_memory(
             self.diagnosis, with_changes(self.requested, {"model.vision": True}), self.loaded_model, images
@@ -248,7 +249,7 @@ class DryRun(Training):
         metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         update_seconds = time.perf_counter() - start_time
         row = batch.metrics | metrics | {"seconds/step": batch.seconds + update_seconds}
-        changes = FindingTracker(steps=1).observe(1, row, batch.trajectories)
+        changes = FindingTracker(num_steps=1).observe(1, row, batch.trajectories)
         self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
         scale = self.requested.training.batch_size / len(batch.groups)

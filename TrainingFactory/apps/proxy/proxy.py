@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, new_key
+from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeRequests, make_key
 from TrainingFactory.agent_api.agent_program import ProgramFailed, ProgramRun, SelfScoredEpisode
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.assembly.fleet import await_engines, join_cluster, max_open_episodes
@@ -40,7 +40,7 @@ class EpisodeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
     task: dict[str, Any] = Field(default_factory=dict)
-    key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{16,200}$")] = Field(default_factory=new_key)
+    key: Annotated[str, Field(pattern=r"^[\x21-\x7e]{16,200}$")] = Field(default_factory=make_key)
 
 
 class RemoteEpisode(SelfScoredEpisode):
@@ -70,10 +70,11 @@ class Proxy:
 
     def app(self, token: str | None = None, local: bool = True) -> Any:
         """Return the ASGI app; with a `token`, only clients that send it can begin episodes."""
-        api = self.endpoint.api(token, local)
+        api = self.endpoint.make_api(token, local)
         api.post("/v1/episodes", self.begin)
         api.get(
-            "/health", lambda: {"begun": self.num_started, "ended": self.num_ended} | self.endpoint.counts
+            "/health",
+            lambda: {"begun": self.num_started, "ended": self.num_ended} | self.endpoint.event_counts,
         )
         return api.app
 
@@ -84,7 +85,7 @@ class Proxy:
             [task] = load_tasks([{"id": f"episode-{self.num_started}", "prompt": "none"} | request.task])
         except ValueError as error:
             raise ApiError(f"invalid episode request: {error}", "body") from None
-        open_calls, number = self.endpoint.open_calls, self.num_started
+        open_calls, number = self.endpoint.open_episodes, self.num_started
         if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
             problem = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(problem, "key", status=409, code="conflict")
@@ -101,7 +102,7 @@ class Proxy:
 
     async def close(self) -> None:
         """End the open episodes and save them as failed."""
-        for calls in self.endpoint.open_calls.values():
+        for calls in self.endpoint.open_episodes.values():
             calls.reward_reported.set()
         await asyncio.gather(*self._episode_tasks, return_exceptions=True)
 

@@ -288,11 +288,11 @@ class Recipe:
         variant = "-".join([name, *(environment_options or ())])
         file = self.out / "episodes" / f"{variant}-{split}-{temperature:g}.jsonl"
         compared_model = ComparedModel(variant)
-        compared_model.add(RecordedEvaluation(model, file, notify=watcher.say))
-        for evaluation in compared_model.pending:
+        compared_model.add_evaluation(RecordedEvaluation(model, file, notify=watcher.say))
+        for evaluation in compared_model.evaluations:
             if evaluation is not None:
                 watcher.say(
-                    f"{variant} on {split} at temperature {temperature:g}: {evaluation.total} episodes"
+                    f"{variant} on {split} at temperature {temperature:g}: {evaluation.num_episodes} episodes"
                 )
                 watcher.phase("evaluate")
                 if evaluation.run(watcher.episode).interrupted:
@@ -319,7 +319,7 @@ class Recipe:
         }
         results |= {"blind": self.blind} if self.blind else {}
         greedy = list(self.compared.values())[-1]["greedy"]
-        changed_episodes = greedy.episodes([*greedy.better[:MAX_EXAMPLES], *greedy.worse[:MAX_EXAMPLES]])
+        changed_episodes = greedy.load_episodes([*greedy.wins[:MAX_EXAMPLES], *greedy.losses[:MAX_EXAMPLES]])
         results["examples"] = [_example(self.evaluated, episodes) for _, episodes in changed_episodes]
         self._write("results.json", results)
         return results

@@ -17,9 +17,9 @@ def comparison_page(
 ) -> str:
     """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""
     flip_groups = [
-        (comparison, direction, len(flips), comparison.episodes(flips[:MAX_FLIPPED_TASKS]))
+        (comparison, direction, len(flips), comparison.load_episodes(flips[:MAX_FLIPPED_TASKS]))
         for comparison in comparisons
-        for direction, flips in (("better", comparison.better), ("worse", comparison.worse))
+        for direction, flips in (("better", comparison.wins), ("worse", comparison.losses))
     ]
     context = {"sides": sides, "found": comparisons, "parts": flip_groups, "decision": decision}
     return render("compare.html.jinja", **context, conversation=conversation_with_images, ending=ending_text)

@@ -20,7 +20,7 @@ from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples, turn_spans
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.runs.episode_texts import reward_text
-from TrainingFactory.training.filters import samples_by_role
+from TrainingFactory.training.filters import make_rows_by_role
 from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: factor of a token's gradient. weight: the same for demonstrations. reward: input of ppo's advantages.
@@ -170,7 +170,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     groups: dict[str, list[Trajectory]] = {trajectory.group: [] for trajectory in trajectories}
     for trajectory in trajectories:
         groups[trajectory.group].append(trajectory)
-    samples = {name: samples_by_role(algorithm, group) for name, group in groups.items()}
+    samples = {name: make_rows_by_role(algorithm, group) for name, group in groups.items()}
     _write_advantages([row for episode_rows in samples.values() for row in episode_rows], algorithm)
     decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     credits = []

@@ -13,7 +13,7 @@ from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.sampler import make_sampler_and_model
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
-from TrainingFactory.evaluation.evaluation import config_sections
+from TrainingFactory.evaluation.evaluation import make_sections
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.model_names import ResolvedModel
@@ -57,7 +57,7 @@ def load_served_model(
 def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:
     """Return the config to serve a model with: its training config's model and sampling sections and its folding of
     conversations, plus overrides."""
-    sections = config_sections(model)
+    sections = make_sections(model)
     assignments = [
         key_value(f"{section}.{key}", value)
         for section in ("model", "sampling")

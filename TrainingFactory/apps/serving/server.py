@@ -19,13 +19,13 @@ from typing import Any
 
 from TrainingFactory.agent_api.dialects.base import ResponseHead
 from TrainingFactory.agent_api.dialects.routes import ROUTES, Route
-from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_size
+from TrainingFactory.agent_api.turns.requests import ParsedRequest, check_body_size
 from TrainingFactory.agent_api.turns.responses import (
     OnPartial,
     SampledChoice,
-    complete,
     sample_choice,
-    stream,
+    sample_choices,
+    stream_choices,
 )
 from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served_model
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
@@ -79,9 +79,9 @@ class ChatServer:
         try:
             with self.admitted():
                 request, prompt = await self.read(served, route, body, model)
-                self.ignored += bool(request.ignored)
-                if route.counts:
-                    return dialect.token_count(len(prompt))
+                self.ignored += bool(request.ignored_fields)
+                if route.counts_tokens:
+                    return dialect.make_token_count(len(prompt))
                 if served.folding is not None and len(prompt) > served.folding.limit:
                     prompt = await self._fold(served, served.folding, request, prompt)
                 self._set_max_tokens(served, request, len(prompt))
@@ -89,8 +89,9 @@ class ChatServer:
                 choose = partial(self._sample_choice, served, request, prompt)
                 head = ResponseHead(self.name, len(prompt), served.version, request.folded)
                 if request.stream:
-                    return stream(request.n, choose, dialect.events(request, head), self.admitted(request.n))
-                return dialect.response(request, head, await complete(request.n, choose))
+                    writer = dialect.make_writer(request, head)
+                    return stream_choices(request.n, choose, writer, self.admitted(request.n))
+                return dialect.make_response(request, head, await sample_choices(request.n, choose))
         except ApiError:
             self.refused += 1
             raise
@@ -113,7 +114,7 @@ class ChatServer:
         self, served: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Return the validated request and its prompt tokens."""
-        check_size(body, served.sampler.max_length, served.chat.sees_images)
+        check_body_size(body, served.sampler.max_length, served.chat.sees_images)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._writer, self._read, served, route, body, model)
 
@@ -136,9 +137,9 @@ class ChatServer:
         """Set the maximum number of sampled tokens; raise ApiError if they do not fit into the context."""
         max_length = served.sampler.max_length
         tokens_left = max_length - prompt_tokens
-        limits = {"messages": tokens_left} | request.limits
+        limits = {"messages": tokens_left} | request.token_limits
         param = max(limits, key=lambda name: limits[name])
-        if tokens_left < 1 or (limits[param] > tokens_left and not request.clamp):
+        if tokens_left < 1 or (limits[param] > tokens_left and not request.clamps_limits):
             text = f"the messages take {prompt_tokens} of the {max_length} tokens of the model's context; shorten them"
             text += f", or set {param} to at most {tokens_left}" if tokens_left > 0 else ""
             raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")

@@ -31,8 +31,8 @@ from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.examples import read_recorded_episode
 from TrainingFactory.data.ranking import sum_rewards
 from TrainingFactory.data.trajectories import load_trajectories, save_trajectories
-from TrainingFactory.evaluation.identity import conditions
-from TrainingFactory.evaluation.records import task_digest
+from TrainingFactory.evaluation.identity import make_conditions
+from TrainingFactory.evaluation.records import digest_task
 from TrainingFactory.evaluation.rollouts import Rollouts
 from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
@@ -88,7 +88,7 @@ class Teaching(Rollouts):
         save_trajectories(self._partial_file, earlier_episodes.values())  # which it has emptied
         self.scored_by = scored_by(self.config, check_reward(self.config))
         self._check_same_request()
-        requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
+        requested = {(digest_task(task), member) for task in self.tasks for member in range(episodes)}
         self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in requested]
         # Episodes of other tasks, or of more episodes per task, stay in the file.
         self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in requested]
@@ -111,11 +111,11 @@ class Teaching(Rollouts):
     def _check_same_request(self) -> None:
         """Store the teacher and the conditions of its episodes; raise ValueError if the folder has episodes of another
         teacher or conditions."""
-        play_conditions = conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
+        conditions = make_conditions(self.config, (), 1).model_dump(exclude={"tasks", "count", "episodes"})
         request = {
             "teacher": self.settings.model,
             "endpoint": self.settings.endpoint().identity,
-        } | play_conditions
+        } | conditions
         request = json.loads(json.dumps(request))
         path = self.folder / REQUEST
         if not path.is_file():
@@ -131,8 +131,8 @@ class Teaching(Rollouts):
                 "differ. Choose another folder with --out, or repeat the first command"
             )
 
-    def _finish(self) -> None:
-        super()._finish()
+    def _save_episodes(self) -> None:
+        super()._save_episodes()
         if self._other_episodes:
             save_trajectories(self.path, self._other_episodes, append=True)
 
@@ -176,5 +176,5 @@ def _earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
     for path in (folder / EPISODES, folder / f"{EPISODES}.part"):
         for episode in load_trajectories(path, is_growing=True) if path.is_file() else ():
             if episode.status not in FAILED and episode.reward is not None:
-                episodes[task_digest(episode.task), episode.member] = episode
+                episodes[digest_task(episode.task), episode.member] = episode
     return episodes

@@ -10,7 +10,7 @@ from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.files import read_json, read_last_lines
 from TrainingFactory.apps.views.runs import evaluation_row, lineage_rows
-from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare, paired, success_rate
+from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare, pair_up, success_rate
 from TrainingFactory.evaluation.records import read_all_records
 from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import Version
@@ -64,7 +64,7 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
         command = f"tfactory compare {first} {second}{runs_option(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
     matching = _most_similar(pairs)
-    outcomes = [paired(a.record, b.record) for a, b in matching]
+    outcomes = [pair_up(a.record, b.record) for a, b in matching]
     first_model, second_model = (
         ComparedModel(name, [pair[side] for pair in matching]) for side, name in enumerate((first, second))
     )
@@ -72,8 +72,8 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     if has_entries := len(matching) > 1:
         suite = matching[0][0].record.suite
         comparison.notes.append(f"{len(matching)} entries of suite {suite}: every task has equal weight")
-    flips = [*comparison.worse, *comparison.better][:MAX_SHOWN_FLIPS]
-    episodes = {flip[:2]: pair for flip, pair in comparison.episodes(flips)}
+    flips = [*comparison.losses, *comparison.wins][:MAX_SHOWN_FLIPS]
+    episodes = {flip[:2]: pair for flip, pair in comparison.load_episodes(flips)}
     tasks = []
     for index, (a, b) in ((index, pair) for index, pairs in enumerate(outcomes) for pair in pairs):
         name = f"{matching[index][0].record.entry}: {a.task}" if has_entries else a.task

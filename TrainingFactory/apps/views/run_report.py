@@ -77,7 +77,7 @@ def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
 
 def sample_episodes(run: RunFolder) -> list[tuple[str, Trajectory]]:
     """Return the best and the worst recorded episode of the first and of the last step."""
-    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed()):
+    if not (run.path / TRAJECTORIES).is_file() or not (steps := run.consumed_tasks()):
         return []
     episodes: list[tuple[str, Trajectory]] = []
     for step in dict.fromkeys((min(steps), max(steps))):

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.runs.folder import RESOLVED, RunFolder
+from TrainingFactory.runs.folder import NOTES_KEY, RunFolder
 
 # metric shown if the run has it -> format
 FORMATS = {
@@ -42,7 +42,7 @@ def state_rows(run: RunFolder) -> list[tuple[str, str]]:
         ("model", run.config.model.name),
         ("training", training_summary(run.config, run_info)),
         ("started", f"{run_info['started']}, torch {run_info['versions']['torch']}{commit}"),
-        *(("resolved", note) for note in run_info.get(RESOLVED, ())),
+        *(("resolved", note) for note in run_info.get(NOTES_KEY, ())),
     ]
 
 

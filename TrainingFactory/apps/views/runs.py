@@ -353,7 +353,7 @@ def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
         result.steps.append(step)
         result.times.append(time if isinstance(time, int | float) else None)
         for name, value in numbers.items():
-            column = result.series.setdefault(run_files.OLD_METRICS.get(name, name), [])
+            column = result.series.setdefault(run_files.NEW_NAMES.get(name, name), [])
             column += [None] * (len(result.steps) - 1 - len(column)) + [value]
     for column in result.series.values():
         column += [None] * (len(result.steps) - len(column))

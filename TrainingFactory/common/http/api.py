@@ -46,9 +46,9 @@ Handler = Callable[..., Awaitable[HandlerResult]]  # gets the body, and the vari
 class ErrorFormat(Protocol):
     """Format of the error responses in one API dialect."""
 
-    def error(self, error: ApiError) -> dict[str, Any]: ...
+    def make_error_body(self, error: ApiError) -> dict[str, Any]: ...
 
-    def error_event(self, error: ApiError) -> StreamEvent: ...
+    def make_error_event(self, error: ApiError) -> StreamEvent: ...
 
 
 def encode_events(events: Iterable[StreamEvent]) -> bytes:
@@ -63,10 +63,10 @@ def encode_events(events: Iterable[StreamEvent]) -> bytes:
 
 
 class OpenAIErrors:
-    def error(self, error: ApiError) -> dict[str, Any]:
+    def make_error_body(self, error: ApiError) -> dict[str, Any]:
         return error.body
 
-    def error_event(self, error: ApiError) -> StreamEvent:
+    def make_error_event(self, error: ApiError) -> StreamEvent:
         return json.dumps(error.body)
 
 
@@ -138,7 +138,8 @@ class Api:
             except Exception as exception:
                 error = exception
             response = as_api_error(error)
-            return json_response(errors.error(response), response.status, ERROR_HEADERS.get(response.status))
+            headers = ERROR_HEADERS.get(response.status)
+            return json_response(errors.make_error_body(response), response.status, headers)
 
         self._routes.append(f"{method} {path}")
         self.app.add_api_route(path, handle_errors, methods=[method], response_model=None)
@@ -167,7 +168,7 @@ class EventStreamResponse(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last_event = encode_events([self._errors.error_event(_stopping_error())])
+            last_event = encode_events([self._errors.make_error_event(_stopping_error())])
             await send({"type": "http.response.body", "body": last_event, "more_body": False})
         finally:
             await self._events.aclose()

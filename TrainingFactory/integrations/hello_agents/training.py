@@ -17,7 +17,7 @@ from TrainingFactory.integrations.hello_agents import datasets
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
 from TrainingFactory.resolve.model_names import ADAPTER, find_model
 from TrainingFactory.runs.tracking import PlainLines, metrics_line
-from TrainingFactory.trainers.trl_keywords import VALUES
+from TrainingFactory.trainers.trl_keywords import VALUE_MAP
 
 if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.trainers.trainer import Trainer
@@ -36,7 +36,7 @@ OPTIONS = {
 }  # fmt: skip
 SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef", "clip_range",
            "use_wandb", "use_tensorboard", "wandb_project", "logging_steps")  # fmt: skip
-OPTIMIZERS = VALUES["optim"][1]
+OPTIMIZERS = VALUE_MAP["optim"][1]
 BATCH_SIZE = 4  # the textbook's default
 # Key of our section `lora` -> key of PEFT's adapter config
 PEFT_KEYS = {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}
