@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.kits.run import Quiet, assert_same_run
-from TrainingFactory.apps.demo.demo import Demo, StageNotices
+from TrainingFactory.apps.demo.demo import Demo, StageAnnouncer
 from TrainingFactory.apps.demo.lessons import LESSONS as LESSONS_OF
 from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.cli import main
@@ -84,7 +84,7 @@ def test_new_kinds_of_rows_are_announced_where_the_loss_jumps(folder: Path) -> N
         def say(self, text: str) -> None:
             lines.append(text)
 
-    watcher = StageNotices(Lines(), stages)
+    watcher = StageAnnouncer(Lines(), stages)
     for step in (1, 2, 3, 4):
         watcher.step(step, 4, {})
     assert [line for line in lines if line.startswith("step")] == ["step 1", "step 2", "step 3", "step 4"]

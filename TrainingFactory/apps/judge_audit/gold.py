@@ -88,19 +88,19 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
     low, high = (scale.low, scale.high) if isinstance(scale, ScoreVerdict) else (0.0, 1.0)
 
-    def read(source: DatasetRow, number: int) -> GoldItem:
+    def read(dataset_row: DatasetRow, line_number: int) -> GoldItem:
         try:
-            row: GoldRow = make_from(GoldRow, source.columns, "a gold item")
+            row: GoldRow = make_from(GoldRow, dataset_row.columns, "a gold item")
         except ValueError as error:
             raise ValueError(f"is not a valid gold item: {error}") from None
         if "reference" in judge.prompt.fields and row.reference is None:
             raise ValueError('has no "reference", which the judge\'s template uses')
-        row_id, messages = str(number if row.id is None else row.id), row.messages
+        row_id, messages = str(line_number if row.id is None else row.id), row.messages
         trajectory, value = row.trajectory(row_id, messages), row.value(low, high)
         if row.pair is None or row.better is None:
             return GoldItem(trajectory, value)
-        rejected = row.trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
-        return GoldItem(trajectory, value, rejected, PREFERENCES[row.better])
+        rejected_trajectory = row.trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
+        return GoldItem(trajectory, value, rejected_trajectory, PREFERENCES[row.better])
 
     items = parse_rows(path, f"gold items {EXAMPLE_LINE}", read)
     scores = [item.value for item in items if item.value is not None]

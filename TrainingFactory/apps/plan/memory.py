@@ -39,8 +39,8 @@ def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> Training
     """Return a copy of the config with changed values, by dotted key."""
     for key, value in changes.items():
         section, _, name = key.partition(".")
-        changed = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: changed})
+        changed_section = getattr(config, section).model_copy(update={name: value})
+        config = config.model_copy(update={section: changed_section})
     return config
 
 
@@ -51,8 +51,8 @@ def check_memory(
     """Report a run's memory on a device, and add a finding if the device has too little. `estimate_other` estimates
     changed configs, to suggest options that fit."""
     on_gpu = device.type == "cuda"
-    available = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(diagnosis, config, needed, available, str(device), estimate_other)
+    available_bytes = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    compare_memory(diagnosis, config, needed, available_bytes, str(device), estimate_other)
 
 
 def compare_memory(
@@ -61,38 +61,38 @@ def compare_memory(
 ) -> None:  # fmt: skip
     needed = needed | _limit_cache(diagnosis, config, needed, MAX_MEMORY_SHARE * available)
     total = sum(needed.values())
-    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needed.items() if count)
+    part_sizes = ", ".join(f"{name} {format_bytes(count)}" for name, count in needed.items() if count)
     diagnosis.facts["memory"] = (
-        f"about {format_bytes(total)} of {format_bytes(available)} on {device}: {parts}"
+        f"about {format_bytes(total)} of {format_bytes(available)} on {device}: {part_sizes}"
     )
     if total > MAX_MEMORY_SHARE * available:
-        largest = max(needed, key=lambda name: needed[name])
-        fitting = find_fitting(config, available, device, estimate_other) if estimate_other else ""
+        largest_part = max(needed, key=lambda name: needed[name])
+        fitting = find_fitting_options(config, available, device, estimate_other) if estimate_other else ""
         diagnosis.add(
             "memory",
             f"training needs about {format_bytes(total)}, but {device} has {format_bytes(available)}; largest part: "
-            f"{largest}",
+            f"{largest_part}",
             "error" if total > available else "warning",
             f"{fitting}{suggest_options(config, needed, device)}",
         )
 
 
 def _limit_cache(
-    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float
+    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available_bytes: float
 ) -> dict[str, float]:
     """Return the bytes of the KV cache, limited to the memory that the other parts leave. Report how many episodes it
     holds."""
-    if not (full_cache := needed.get("cache", 0.0)):
+    if not (full_cache_bytes := needed.get("cache", 0.0)):
         return {}
-    room = available - sum(needed.values()) + full_cache
+    room = available_bytes - sum(needed.values()) + full_cache_bytes
     if config.sampling.cache_gib is not None:
         room = config.sampling.cache_gib * GIB - needed.get("states", 0.0)
     slots = config.sampling.slots
-    episodes = min(slots, int(room / full_cache * slots))  # of full length that the cache holds
+    episodes = min(slots, int(room / full_cache_bytes * slots))  # of full length that the cache holds
     if episodes < 1:
-        return {"cache": full_cache / slots}
+        return {"cache": full_cache_bytes / slots}
     if episodes == slots:
-        return {"cache": full_cache}
+        return {"cache": full_cache_bytes}
     diagnosis.facts["KV cache"] = (
         f"{format_bytes(room)} of pages: {episodes} of {slots} episodes at full length, more if they are shorter or "
         "share prefixes"
@@ -109,7 +109,7 @@ def _limit_cache(
     return {"cache": room}
 
 
-def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
+def list_saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     """Return the memory-saving options that are not set yet, the least intrusive first."""
     training, sampling, model = config.training, config.sampling, config.model
     is_local, has_adapter = not config.compute.learners, config.lora.enabled or model.adapter is not None
@@ -135,21 +135,21 @@ def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     return options
 
 
-def find_fitting(
-    config: TrainingConfig, available: float, device: str, estimate_other: MemoryEstimator
+def find_fitting_options(
+    config: TrainingConfig, available_bytes: float, device: str, estimate_other: MemoryEstimator
 ) -> str:
-    """Return the smallest combination of `saving_options` that fits, with its memory; empty if none fits."""
-    options = saving_options(config, device)
-    for count in range(1, len(options) + 1):
-        for keys in itertools.combinations(options, count):
-            changed = with_changes(config, {key: options[key] for key in keys})
-            has_adapter = changed.lora.enabled or changed.model.adapter is not None
+    """Return the smallest combination of `list_saving_options` that fits, with its memory; empty if none fits."""
+    options = list_saving_options(config, device)
+    for num_options in range(1, len(options) + 1):
+        for keys in itertools.combinations(options, num_options):
+            changed_config = with_changes(config, {key: options[key] for key in keys})
+            has_adapter = changed_config.lora.enabled or changed_config.model.adapter is not None
             if "model.quantization" in keys and not has_adapter:
                 continue
-            total = sum(estimate_other(changed).values())
-            if total <= MAX_MEMORY_SHARE * available:
+            total_bytes = sum(estimate_other(changed_config).values())
+            if total_bytes <= MAX_MEMORY_SHARE * available_bytes:
                 settings = " ".join(format_option(key, options[key]) for key in keys)
-                return f"To fit, in about {format_bytes(total)}, set: {settings}. "
+                return f"To fit, in about {format_bytes(total_bytes)}, set: {settings}. "
     return ""
 
 
@@ -162,7 +162,7 @@ def suggest_options(
 ) -> str:
     """Return a text with the options that save memory, those for the largest part first. If `needed` is None, it lists
     the options for every part."""
-    needed, options = needed or dict.fromkeys(REDUCING_OPTIONS, 1.0), saving_options(config, device)
+    needed, options = needed or dict.fromkeys(REDUCING_OPTIONS, 1.0), list_saving_options(config, device)
     if not config.lora.enabled and config.model.adapter is None:
         options.pop("model.quantization", None)  # trained weights cannot be quantized
     large_parts = [part for part in needed if needed[part] > MIN_PART_SHARE * sum(needed.values())]
@@ -174,5 +174,5 @@ def suggest_options(
     return f"Options that save memory, largest part first: {settings}." if settings else ""
 
 
-def format_bytes(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+def format_bytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from TrainingFactory.apps.judge_audit.report import AUDITS
+from TrainingFactory.apps.judge_audit.report import AUDITS_FILE
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.files import read_json, read_last_lines
@@ -110,10 +110,10 @@ def _find_records(name: str, records: list[StoredRecord], catalogue: Catalogue) 
 def audits(runs: Path) -> shapes.AuditList:
     """Return the audits of `tfactory judge audit`, oldest first, from the last `MAX_AUDIT_BYTES` of their file. An
     invalid line becomes an entry with its problem."""
-    entries, (audit_lines, skipped_bytes) = [], read_last_lines(runs / AUDITS, MAX_AUDIT_BYTES)
+    entries, (audit_lines, skipped_bytes) = [], read_last_lines(runs / AUDITS_FILE, MAX_AUDIT_BYTES)
     for line in audit_lines:
         try:
             entries.append(dict(read_json(line)))
         except (ValueError, TypeError) as error:
-            entries.append({"problem": f"a line of {AUDITS} cannot be read: {error}"})
+            entries.append({"problem": f"a line of {AUDITS_FILE} cannot be read: {error}"})
     return shapes.AuditList(audits=entries, left_out=skipped_bytes)
