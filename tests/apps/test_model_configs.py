@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.kits.families import BY_KEY
 from TrainingFactory.apps.doctor.examination import forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
-from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, counted_shape, find_shape, sampler_bytes
+from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, count_shape, find_shape, sampler_bytes
 from TrainingFactory.assembly.memory import mlp_width, state_bytes
 from TrainingFactory.assembly.states import RecurrentSizes
 from TrainingFactory.config import TrainingConfig
@@ -107,7 +107,7 @@ def counted_flops(model: Any, tokens: int) -> int:
 def test_flops_of_a_hybrid_are_those_of_its_forward_pass(family: str) -> None:
     model: Any = BY_KEY[family].build()
     config = model.config.get_text_config()
-    shape = counted_shape(family, config.to_dict())
+    shape = count_shape(family, config.to_dict())
     for tokens in (128, 512):
         found = counted_flops(model, tokens)
         if (

@@ -19,11 +19,11 @@ from TrainingFactory.apps.plan.shapes import (
     learner_bytes,
     sampler_bytes,
 )
-from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
+from TrainingFactory.apps.plan.step_time import Costs, StepModel, expect_maximum
 from TrainingFactory.apps.plan.workload import (
     Workload,
     draw_workload,
-    fork_factor,
+    estimate_fork_factor,
     parse_distribution,
     workload_from_run,
 )
@@ -95,11 +95,11 @@ def test_sampling_stops_while_weights_are_loaded() -> None:
 
 def test_the_expected_maximum_is_that_of_order_statistics() -> None:
     values = np.array([3.0, 1.0, 2.0])
-    assert expected_maximum(values, 1) == pytest.approx(2.0)
-    assert expected_maximum(values, 2) == pytest.approx((1 * 1 + 2 * 3 + 3 * 5) / 9)  # of nine pairs
+    assert expect_maximum(values, 1) == pytest.approx(2.0)
+    assert expect_maximum(values, 2) == pytest.approx((1 * 1 + 2 * 3 + 3 * 5) / 9)  # of nine pairs
     # of an exponential quantity: the harmonic number
     draws = np.random.default_rng(0).exponential(1.0, 20_000)
-    assert expected_maximum(draws, 128) == pytest.approx(sum(1 / n for n in range(1, 129)), rel=0.03)
+    assert expect_maximum(draws, 128) == pytest.approx(sum(1 / n for n in range(1, 129)), rel=0.03)
 
 
 def test_a_step_waits_for_its_longest_episode_and_a_bound_helps() -> None:
@@ -361,7 +361,7 @@ def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
 )
 def test_forks_multiply_the_turns_of_a_group(branching: dict[str, Any], factor: float) -> None:
     """Of 2 episodes with 4 turns each."""
-    assert fork_factor(BranchingSection(**branching), np.full(8, 4.0), 2) == pytest.approx(factor)
+    assert estimate_fork_factor(BranchingSection(**branching), np.full(8, 4.0), 2) == pytest.approx(factor)
 
 
 def test_a_plan_counts_forks() -> None:

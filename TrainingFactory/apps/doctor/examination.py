@@ -15,7 +15,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.doctor import checks
 from TrainingFactory.apps.plan.memory import check_memory, compare_memory, suggest_options, with_changes
 from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
-from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, planned_shape
+from TrainingFactory.apps.plan.shapes import ModelShape, plan_shape, read_dense_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
@@ -84,7 +84,7 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     replaces the shape of the config's model. If the config fits, add the step time of `tfactory plan`."""
     capacity = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     diagnosis = Diagnosis()
-    shape = planned_shape(config, size)
+    shape = plan_shape(config, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
     active_text = f", {shape.active:,} active" if shape.active < shape.total else ""
     if shape.tower is not None:
@@ -133,7 +133,7 @@ def _check_memory(
 ) -> None:
     limit = build_sampler.max_length(config, loaded_model)
     sizes = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit, images)
-    shape = dense_shape(config.model.name, loaded_model.model.config.to_dict())
+    shape = read_dense_shape(config.model.name, loaded_model.model.config.to_dict())
     estimate_other = None if shape is None else partial(_estimate_shape, shape, limit, images=images)
     check_memory(diagnosis, config, sizes, next(loaded_model.model.parameters()).device, estimate_other)
 

@@ -13,11 +13,11 @@ import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.plan.memory import with_changes
-from TrainingFactory.apps.plan.shapes import FIGURES, learner_bytes, planned_shape, sampler_bytes
+from TrainingFactory.apps.plan.shapes import FIGURES, learner_bytes, plan_shape, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
 from TrainingFactory.apps.plan.workload import (
     draw_workload,
-    fork_factor,
+    estimate_fork_factor,
     parse_distribution,
     workload_from_run,
 )
@@ -98,7 +98,7 @@ class RunPlanner:
             raise ValueError(
                 f"training.algorithm={config.training.algorithm} does not sample; use grpo, ppo or rft"
             )
-        self.config, self.gpus, self.shape = config, gpus, planned_shape(config, size)
+        self.config, self.gpus, self.shape = config, gpus, plan_shape(config, size)
         if self.shape.tower is not None and gpus > 1:
             raise ValueError(
                 f"--gpus {gpus}: runs with images use one GPU; set --gpus 1 or model.vision=false"
@@ -126,7 +126,7 @@ class RunPlanner:
         # Episodes of a group as sampled and learned: a turn that forked episodes share counts once.
         self.group_size: float = config.training.group_size
         if (branching := config.training.branching) is not None:
-            fork_ratio = fork_factor(branching, self.episodes.turns, config.training.group_size)
+            fork_ratio = estimate_fork_factor(branching, self.episodes.turns, config.training.group_size)
             self.group_size *= fork_ratio
             factor_source = f"estimated from training.branching with at={branching.at}"
             self.figures["fork_factor"] = PlanFigure(

@@ -28,7 +28,7 @@ TOWER = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "
 TASK_COUNTS = {"tasks": 4000, "dev": 200, "test": 1000}
 TASK_SEEDS = {"tasks": 1, "dev": 2, "test": 3, "sft": 100}  # of the tasks of each part
 ALIGNMENT_STEPS = 300  # about 2 minutes on a CPU core
-DEMONSTRATIONS = 80
+NUM_DEMONSTRATIONS = 80
 MISTAKES = 0.4  # share of the demonstrations that tap a random cell, which leaves GRPO something to improve
 
 
@@ -46,7 +46,7 @@ def write_model(
 
     from TrainingFactory.apps.recipes.alignment import align_tower
 
-    _checked_environment(options)
+    _make_environment(options)
     loaded = load_model(text_model, dtype="float32", device="cpu")
     language_model, tokenizer = loaded.model, loaded.tokenizer
     word_embeddings = language_model.get_input_embeddings().weight[: len(tokenizer)]
@@ -96,9 +96,9 @@ def _first_tokens(tokenizer: Any) -> dict[str, int]:
 
 async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     """Return the demonstrations and tasks of the environment `screen` with these options."""
-    environment = _checked_environment(options)
+    environment = _make_environment(options)
     rng, rows = random.Random("screen recipe"), []
-    for task in environment.tasks("train", TASK_SEEDS["sft"], DEMONSTRATIONS):
+    for task in environment.tasks("train", TASK_SEEDS["sft"], NUM_DEMONSTRATIONS):
         screen = environment(task)
         rows.append(await _row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert()))
     prepared = PreparedRows({"sft": rows})
@@ -111,7 +111,7 @@ async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     return prepared
 
 
-def _checked_environment(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
+def _make_environment(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
     """Return the environment; raise ValueError unless its tasks name a color and its taps a cell."""
     screens = Screens.from_options(options)
     for key, expected in (("kinds", ["color"]), ("tap", "cell")):

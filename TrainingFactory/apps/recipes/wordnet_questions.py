@@ -16,7 +16,7 @@ from TrainingFactory.types import Message, ToolCall
 SenseRef = tuple[str, int]  # a word and its sense number
 # (part, shared ancestor) -> word that waits for a partner.
 PendingWords = dict[tuple[str, SenseRef], SenseRef]
-PER_KIND, PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
+MAX_PER_KIND, MAX_PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
 # Question about a word with several senses; by kind, the relation in it and the tools that lead to the answer.
 QUESTION = 'Take the noun "{}" in the sense "{}". It is a {} What is that a kind of? Answer with one word.'
 QUESTION_KINDS = {
@@ -26,11 +26,11 @@ QUESTION_KINDS = {
 }
 PAIRING = 'Of what are both "{}, sense {}" and "{}, sense {}" a kind? Answer with the one word that is nearest to both.'
 NO_PARTNER = "no other word to compare with"
-_WORD, _SINGLE_ENTRY = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
+_PLAIN_WORD, _SINGLE_ENTRY = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
 _RUDE = re.compile("offensive|slur|disparag|derogatory|obscene|vulgar|slang|sexual|intercourse|prostitut")
 
 
-class NoQuestion(Exception):
+class NoQuestionError(Exception):
     """Error with the reason why a word yields no question."""
 
 
@@ -43,13 +43,13 @@ async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRo
         PendingWords(),
     )
     with_tools = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in wordnet.tools]}
-    for word in sorted(wordnet.index, key=_hash):
-        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hash(word) % DEV_EVERY, "tasks")
+    for word in sorted(wordnet.index, key=_hash_word):
+        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hash_word(word) % DEV_EVERY, "tasks")
         try:
             dialogue, answer = await _ask_about(wordnet, word, split, unpaired)
-            if counts[dialogue.kind, ""] == PER_KIND or counts[dialogue.kind, answer] == PER_ANSWER:
-                raise NoQuestion("enough questions of this kind, or with this answer")
-        except NoQuestion as reason:
+            if counts[dialogue.kind, ""] == MAX_PER_KIND or counts[dialogue.kind, answer] == MAX_PER_ANSWER:
+                raise NoQuestionError("enough questions of this kind, or with this answer")
+        except NoQuestionError as reason:
             prepared.dropped[f"nouns: {reason}"] += 1
             continue
         counts.update([(dialogue.kind, ""), (dialogue.kind, answer)])
@@ -64,7 +64,7 @@ async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRo
 
 
 class Dialogue:
-    """Conversation that answers a question by calling tools; raises NoQuestion unless the answer is unambiguous."""
+    """Conversation that answers a question by calling tools; raises NoQuestionError unless the answer is unambiguous."""
 
     def __init__(self, net: WordNet, kind: str, prompt: str, *words: str) -> None:
         self.kind, self.prompt, self.id = kind, prompt, "-".join((kind, *words))
@@ -82,7 +82,7 @@ class Dialogue:
     async def step(self, name: str, sense: SenseRef) -> SenseRef:
         match = _SINGLE_ENTRY.fullmatch(await self.call(name, word=sense[0], sense=sense[1]))
         if match is None:
-            raise NoQuestion("a step leads nowhere, or to several things")
+            raise NoQuestionError("a step leads nowhere, or to several things")
         return match[1], int(match[2])
 
     async def follow(self, sense: SenseRef, steps: list[str]) -> str:
@@ -103,24 +103,24 @@ class Dialogue:
         is_mentioned = any(
             re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *earlier_texts)
         )
-        if is_mentioned or not _WORD.fullmatch(answer):
-            raise NoQuestion("the answer is not one word of small letters, or is seen too early")
+        if is_mentioned or not _PLAIN_WORD.fullmatch(answer):
+            raise NoQuestionError("the answer is not one word of small letters, or is seen too early")
         return answer
 
 
 async def _ask_about(net: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
     """Return a question about one sense of a word, or about what a word with a single sense shares with a pending
     word."""
-    if not _WORD.fullmatch(word):
-        raise NoQuestion("not one word of small letters")
-    senses, word_hash = [net.sense_at(offset) for offset in net.offsets(word)], _hash(word) // DEV_EVERY
+    if not _PLAIN_WORD.fullmatch(word):
+        raise NoQuestionError("not one word of small letters")
+    senses, word_hash = [net.sense_at(offset) for offset in net.offsets(word)], _hash_word(word) // DEV_EVERY
     glosses = {chosen.gloss for chosen in senses}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
     candidates = [
         n for n, chosen in enumerate(senses) if chosen.words[0] == word and not chosen.has_pointer("~%")
     ]
     if not candidates or not len(glosses) == len(senses) <= MAX_ENTRIES or _RUDE.search(" ".join(glosses)):
-        raise NoQuestion("others are kinds or parts of it, or its senses are too many, alike, or rude")
+        raise NoQuestionError("others are kinds or parts of it, or its senses are too many, alike, or rude")
     sense = candidates[word_hash % len(candidates)]
     chosen, sense_ref = senses[sense], (word, sense + 1)
     if len(senses) > 1:
@@ -132,10 +132,10 @@ async def _ask_about(net: WordNet, word: str, split: str, unpaired: PendingWords
     key = split, await probe.step("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
     if (partner := unpaired.pop(key, None)) is None:
         unpaired[key] = sense_ref
-        raise NoQuestion(NO_PARTNER)
+        raise NoQuestionError(NO_PARTNER)
     dialogue = Dialogue(net, "both", PAIRING.format(*partner, *sense_ref), partner[0], word)
     return dialogue, await dialogue.climb(partner, sense_ref)
 
 
-def _hash(word: str) -> int:
+def _hash_word(word: str) -> int:
     return int.from_bytes(blake2b(word.encode(), digest_size=8).digest(), "big")
