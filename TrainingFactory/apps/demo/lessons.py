@@ -123,7 +123,7 @@ def demonstrate(
     novice_share: float,
     rng: random.Random,
 ) -> list[Trajectory]:
-    """Play one scripted episode per task, a share `mistakes` of them with the novice policy."""
+    """Play one scripted episode per task, a share `novice_share` of them with the novice policy."""
 
     async def play_all() -> list[Trajectory]:
         episodes = []

@@ -27,7 +27,7 @@ MAX_SUGGESTED_ITEMS = 10_000  # do not suggest labelling more items than this
 
 
 def _metric(label: str, number_format: str, meaning: str) -> Any:
-    """Return a dataclass field that the report shows as a row with label `name`, format and meaning."""
+    """Return a dataclass field that the report shows as a row with label `label`, format and meaning."""
     return field(default=None, metadata={"row": (label, number_format, meaning)})
 
 

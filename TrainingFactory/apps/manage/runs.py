@@ -27,7 +27,7 @@ class RunReferences:
 
 
 def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
-    """Return the references to `run` by the runs and registered models of the folder `runs`."""
+    """Return the references to `run` by the runs and registered models of the folder `runs_folder`."""
     references = RunReferences(size=_measure_folder(run.path))
     folder = run.path.resolve()
     for other_run in list_runs(runs_folder):
@@ -48,7 +48,7 @@ def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
 
 
 def delete_run(run: RunFolder, runs_folder: Path, force: bool = False) -> RunReferences:
-    """Delete a run of the folder `runs`. Raise ValueError if it is running or in use, if it is not directly in `runs`,
+    """Delete a run of the folder `runs_folder`. Raise ValueError if it is running or in use, if it is not directly in `runs_folder`,
     or if another run needs its files and `force` is not set. Return the references to the run."""
     references = _lock_run(run, runs_folder, None if force else "deleted")
     try:
@@ -59,7 +59,7 @@ def delete_run(run: RunFolder, runs_folder: Path, force: bool = False) -> RunRef
 
 
 def rename_run(run: RunFolder, name: str, runs_folder: Path) -> RunFolder:
-    """Rename a run of the folder `runs`, with the labels of its episodes. Raise ValueError like `delete_run`."""
+    """Rename a run of the folder `runs_folder`, with the labels of its episodes. Raise ValueError like `delete_run`."""
     check_run_name(name)
     new_path = run.path.with_name(name)
     if os.path.lexists(new_path) or os.path.lexists(new_path.with_name(f".{name}.part")):

@@ -207,7 +207,7 @@ class RunPlanner:
 
     def update_seconds(self, learners: int, flops: float, gather_seconds: float) -> float:
         """Return the seconds of an update: its compute time, or the time of FSDP's communication if that is longer.
-        `gathered` is the communication time per pack: 16 bits of every weight twice, 32 bits of every gradient."""
+        `gather_seconds` is the communication time per pack: 16 bits of every weight twice, 32 bits of every gradient."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
         trained_share = 1 - (1 - episodes.taught) ** (self.refill + 1)
         groups, size = training.batch_size * trained_share, self.group_size
@@ -223,7 +223,7 @@ class RunPlanner:
         return max(compute_seconds, training.update_epochs * num_packs * gather_seconds)
 
     def model(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> StepModel:
-        """Return the step-time model of a plan, in which the part `without` of a step takes no time."""
+        """Return the step-time model of a plan, in which the part `skipped_part` of a step takes no time."""
         training, samplers = self.config.training, self.samplers(learners)
         zeroed_costs = dict.fromkeys(STEP_PARTS.get(skipped_part, ()), 0.0)
         costs, episodes = self.costs(learners, self.group_size)._replace(**zeroed_costs), self.episodes

@@ -97,7 +97,7 @@ class ModelShape(NamedTuple):
 
     def adapter(self, rank: int, includes_experts: bool | None = None) -> int:
         """Return the number of weights of a LoRA adapter on all linear layers: rank x (inputs + outputs) for each.
-        `experts`: whether it includes the experts."""
+        `includes_experts`: whether it includes the experts."""
         if self.total_weights:
             with_experts = self.all_linear_has_experts if includes_experts is None else includes_experts
             return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)
@@ -117,14 +117,14 @@ class ModelShape(NamedTuple):
         return WeightCounts(weights + adapter, stored + 2 * adapter, adapter + trained_tower, 0, 2)
 
     def forward(self, num_tokens: float, context: float) -> float:
-        """Return the FLOPs of the layers for `tokens` tokens with a mean context of `context` tokens. The cost of a
+        """Return the FLOPs of the layers for `num_tokens` tokens with a mean context of `context` tokens. The cost of a
         recurrent layer does not depend on the context."""
         weight_flops = 2 * self.layer_weights * self.num_hidden_layers
         attention_flops = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
         return num_tokens * (weight_flops + attention_flops + self.recurrent.flops * recurrent_layers(self))
 
     def encode(self, num_tokens: float) -> float:
-        """Return the FLOPs of the vision tower for `tokens` image tokens, without its attention."""
+        """Return the FLOPs of the vision tower for `num_tokens` image tokens, without its attention."""
         return 0.0 if self.tower is None else 2 * self.tower.weights * self.tower.patches * num_tokens
 
 

@@ -93,7 +93,7 @@ class StepModel:
         return step_seconds
 
     def _sampler_seconds(self, num_rows: float, pushes: float) -> Array:
-        """Return the seconds that each episode spends in its sampler while `rows` episodes decode concurrently."""
+        """Return the seconds that each episode spends in its sampler while `num_rows` episodes decode concurrently."""
         costs = self.costs
         blocked_seconds = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
         return self.episodes.sampled * costs.decode(num_rows) + num_rows * blocked_seconds

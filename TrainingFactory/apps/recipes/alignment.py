@@ -30,7 +30,7 @@ def align_tower(
 ) -> float:
     """Train the new tower and connector of a SmolVLM, and return the squared error of the last step as a share of the
     variance of the color words. `options` configures the environment `screen`."""
-    target = WordTargets(model, tokenizer, options)
+    targets = WordTargets(model, tokenizer, options)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         _initialize_weights(model)
@@ -45,7 +45,7 @@ def align_tower(
     for _ in range(steps):
         batch = [next(screens) for _ in range(BATCH_SIZE)]
         outputs = _encode_screens(model, processor, batch)
-        loss = (outputs - torch.stack([target(screen) for screen in batch])).pow(2).mean() / target.variance
+        loss = (outputs - torch.stack([targets(screen) for screen in batch])).pow(2).mean() / targets.variance
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(tower_weights, 1.0)
@@ -62,12 +62,12 @@ class WordTargets:
     cell, " red", "1", " blue", "2", ... as a text would have them."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        vision_config, screen = model.config.vision_config, Screens.from_options(options).options
-        num_cells = screen.columns * screen.rows
+        vision_config, board = model.config.vision_config, Screens.from_options(options).options
+        num_cells = board.columns * board.rows
         tokens_per_edge = vision_config.image_size // vision_config.patch_size // model.config.scale_factor
         if (tokens := tokens_per_edge**2) < 2 * num_cells:
             raise ValueError(
-                f"a screen of {screen.columns} x {screen.rows} cells has {2 * num_cells} words, more than the {tokens} "
+                f"a screen of {board.columns} x {board.rows} cells has {2 * num_cells} words, more than the {tokens} "
                 "tokens of a picture; reduce environment.options.columns or rows"
             )
         embeddings = model.get_input_embeddings().weight.detach()

@@ -240,7 +240,7 @@ class Recipe:
         return write_screen(options, requested["model"], folder, requested["seed"], num_steps)
 
     def train(self, run_name: str, watcher: Watcher) -> None:
-        """Train the run `name`, or resume it; skip it if it has finished."""
+        """Train the run `run_name`, or resume it; skip it if it has finished."""
         folder = self.out / run_name
         if is_run(folder) and RunFolder(folder).state == "finished":
             watcher.say(f"{run_name}: already finished")
@@ -255,7 +255,7 @@ class Recipe:
                 raise KeyboardInterrupt
 
     def splits(self, with_test: bool) -> list[str]:
-        """Return the splits to evaluate: `dev`, and `test` if `final` is set or was set in an earlier call."""
+        """Return the splits to evaluate: `dev`, and `test` if `with_test` is set or was set in an earlier call."""
         self.state["final"] = with_test or self.state.get("final", False)
         return ["dev", "test"] if self.state["final"] else ["dev"]
 
