@@ -107,7 +107,8 @@ def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
 def check_episodes(
     diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_limit: int, max_length: int
 ) -> None:
-    """Check how sampled episodes ended. `turn_limit` and `max_length` are the maximum tokens of a turn and an episode."""
+    """Check how sampled episodes ended. `turn_limit` and `max_length` are the maximum tokens of a turn and an
+    episode."""
     failed_episodes = [episode for episode in episodes if episode.status in ("error", "tool_failure")]
     if failed_episodes:
         diagnosis.add(

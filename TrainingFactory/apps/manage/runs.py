@@ -48,8 +48,8 @@ def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
 
 
 def delete_run(run: RunFolder, runs_folder: Path, force: bool = False) -> RunReferences:
-    """Delete a run of the folder `runs_folder`. Raise ValueError if it is running or in use, if it is not directly in `runs_folder`,
-    or if another run needs its files and `force` is not set. Return the references to the run."""
+    """Delete a run of the folder `runs_folder`. Raise ValueError if it is running or in use, if it is not directly in
+    `runs_folder`, or if another run needs its files and `force` is not set. Return the references to the run."""
     references = _lock_run(run, runs_folder, None if force else "deleted")
     try:
         remove_folder(run.path)

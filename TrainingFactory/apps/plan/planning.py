@@ -207,7 +207,8 @@ class RunPlanner:
 
     def update_seconds(self, learners: int, flops: float, gather_seconds: float) -> float:
         """Return the seconds of an update: its compute time, or the time of FSDP's communication if that is longer.
-        `gather_seconds` is the communication time per pack: 16 bits of every weight twice, 32 bits of every gradient."""
+        `gather_seconds` is the communication time per pack: 16 bits of every weight twice, 32 bits of every
+        gradient."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
         trained_share = 1 - (1 - episodes.taught) ** (self.refill + 1)
         groups, size = training.batch_size * trained_share, self.group_size

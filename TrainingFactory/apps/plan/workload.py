@@ -106,7 +106,8 @@ def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_token
 
 
 def workload_from_run(run: RunFolder, tool_seconds: Distribution | None = None) -> Workload:
-    """Return the workload of a run's recorded episodes. Tool calls take the recorded time unless `tool_seconds` replaces it."""
+    """Return the workload of a run's recorded episodes. Tool calls take the recorded time unless `tool_seconds`
+    replaces it."""
     path, groups = run.path / TRAJECTORIES, dict[str, list[Trajectory]]()
     for trajectory in load_trajectories(path, growing=True) if path.is_file() else []:
         if trajectory.turns:
