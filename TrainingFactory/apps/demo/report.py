@@ -45,10 +45,10 @@ class DemoStats:
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> DemoStats:
         metrics = evaluation_metrics(episodes)
-        calls = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
+        counts = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
         low, high = metrics.get("success_low", 0.0), metrics.get("success_high", 0.0)
         shares = metrics.get("success", 0.0), low, high, metrics.get("tool_success")
-        return cls(len(episodes), *shares, metrics["turns"], dict(sorted(calls.items())))
+        return cls(len(episodes), *shares, metrics["turns"], dict(sorted(counts.items())))
 
     def share(self, calls: int) -> float:
         """Return the share of episodes with this number of tool calls."""

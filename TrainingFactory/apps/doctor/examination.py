@@ -110,7 +110,7 @@ def _estimate_shape(
     """Return the bytes of each part of a run, computed from the model's shape. `max_length` applies if the config sets
     none."""
     length, needs = config.model.max_length or max_length, make_algorithm(config).needs
-    return needed(config, shape, shape.held(config), needs, length, shape.tower, images)
+    return needed(config, shape, shape.count_held(config), needs, length, shape.tower, images)
 
 
 def _check_model_alone(diagnosis: Diagnosis, config: TrainingConfig) -> None:
@@ -131,10 +131,10 @@ def _check_model(
 def _check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, loaded_model: LoadedModel, images: ImageUse | None = None
 ) -> None:
-    limit = build_sampler.max_length(config, loaded_model)
-    sizes = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit, images)
+    length = build_sampler.max_length(config, loaded_model)
+    sizes = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, length, images)
     shape = read_dense_shape(config.model.name, loaded_model.model.config.to_dict())
-    estimate_other = None if shape is None else partial(_estimate_shape, shape, limit, images=images)
+    estimate_other = None if shape is None else partial(_estimate_shape, shape, length, images=images)
     check_memory(diagnosis, config, sizes, next(loaded_model.model.parameters()).device, estimate_other)
 
 

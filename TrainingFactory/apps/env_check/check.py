@@ -133,22 +133,22 @@ class _EnvironmentCheck:
         and replies."""
         pairs = list(zip(episodes, replays, strict=True))
         count = len(pairs)
-        differing = [a.task.id for a, b in pairs if _total_reward(a) != _total_reward(b)]
-        detail = f"differs for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
+        task_ids = [a.task.id for a, b in pairs if _total_reward(a) != _total_reward(b)]
+        detail = f"differs for {', '.join(task_ids)}" if task_ids else f"equal in {count} repeated episodes"
         if all(_total_reward(episode) is None for episode in episodes):
             report.add("the reward is deterministic", False, f"no reward: {_first_error(episodes)}")
         else:
-            report.add("the reward is deterministic", not differing, detail)
-        differing = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
-        detail = f"differs for {', '.join(differing)}" if differing else f"equal for {count} tasks"
-        report.add("reset restores the initial state", not differing, f"first messages and tools: {detail}")
-        differing = [
+            report.add("the reward is deterministic", not task_ids, detail)
+        task_ids = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
+        detail = f"differs for {', '.join(task_ids)}" if task_ids else f"equal for {count} tasks"
+        report.add("reset restores the initial state", not task_ids, f"first messages and tools: {detail}")
+        task_ids = [
             a.task.id
             for a, b in pairs
             if [turn.replies for turn in a.turns] != [turn.replies for turn in b.turns]
         ]
-        detail = f"differ for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
-        report.add("replies are deterministic", not differing, detail)
+        detail = f"differ for {', '.join(task_ids)}" if task_ids else f"equal in {count} repeated episodes"
+        report.add("replies are deterministic", not task_ids, detail)
 
     async def _check_concurrent(self, report: EnvironmentReport, player: MakePlayer, count: int) -> None:
         start_time = time.perf_counter()
@@ -157,8 +157,8 @@ class _EnvironmentCheck:
         failed_episodes = [episode for episode in episodes if _total_reward(episode) is None]
         report.figures |= {"episodes": float(count), "episodes_per_second": count / seconds}
         limit = self._max_episodes
-        limited = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
-        detail = f"{count / seconds:.3g} episodes per second{limited}"
+        note = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
+        detail = f"{count / seconds:.3g} episodes per second{note}"
         if failed_episodes:
             detail = f"{len(failed_episodes)} of {count} failed: {_first_error(failed_episodes)}"
         report.add(f"{count} episodes run concurrently", not failed_episodes, detail)

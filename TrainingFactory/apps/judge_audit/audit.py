@@ -54,11 +54,11 @@ async def audit(
             return None
         finally:
             if on_judged is not None:
-                on_judged(len(scored) * (repeats + 1) + 2 * len(gold_pairs))
+                on_judged(len(items) * (repeats + 1) + 2 * len(gold_pairs))
         result.judgements += 1
         return score
 
-    scored = [item for item in gold if item.value is not None]
+    items = [item for item in gold if item.value is not None]
     gold_pairs = [(item.trajectory, item.rejected) for item in gold if item.rejected is not None]
     judge_options = {name: getattr(judge, name) for name in ("client", "samples", "vote", "fence_seed")}
     pair_judge = PairJudge(prompt=judge.prompt.for_pairs(), **judge_options)
@@ -66,11 +66,11 @@ async def audit(
     judge_ordered = pair_judge.ordered
     pair_judgements = [(record(judge_ordered(a, b)), record(judge_ordered(b, a))) for a, b in gold_pairs]
     clean_scores, attacked_scores, pair_scores = await asyncio.gather(
-        _gather_rows([[record(judge.judge(item.trajectory, n)) for n in range(repeats)] for item in scored]),
-        _gather_rows([[record(judge.judge(_with_attack(item, index)))] for index, item in enumerate(scored)]),
+        _gather_rows([[record(judge.judge(item.trajectory, n)) for n in range(repeats)] for item in items]),
+        _gather_rows([[record(judge.judge(_with_attack(item, index)))] for index, item in enumerate(items)]),
         _gather_rows(pair_judgements),
     )
-    _measure_agreement(result, scored, clean_scores)
+    _measure_agreement(result, items, clean_scores)
     _measure_injection(result, clean_scores, attacked_scores)
     _measure_order_bias(result, [item.better for item in gold if item.better is not None], pair_scores)
     result.failures = dict(failures)

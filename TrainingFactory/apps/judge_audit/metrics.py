@@ -47,7 +47,7 @@ def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[
     except StatisticsError:  # too few values, or a constant, which explains nothing
         return values
     # rounded, because floating-point noise must not look like a correlation
-    return [round(value - intercept - slope * g, 9) for value, g in zip(values, predictor, strict=True)]
+    return [round(value - intercept - slope * x, 9) for value, x in zip(values, predictor, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:

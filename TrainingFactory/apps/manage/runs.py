@@ -34,7 +34,7 @@ def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
         if other_run.path.resolve() == folder:
             continue
         used_paths = sorted(
-            {str(path.relative_to(folder)) for path in _used_paths(other_run) if path.is_relative_to(folder)}
+            {str(path.relative_to(folder)) for path in _find_paths(other_run) if path.is_relative_to(folder)}
         )
         if not used_paths:
             continue
@@ -112,7 +112,7 @@ def _is_complete(run: RunFolder) -> bool:
         return False
 
 
-def _used_paths(run: RunFolder) -> Iterator[Path]:
+def _find_paths(run: RunFolder) -> Iterator[Path]:
     """Yield the paths in environment.json that a resumed run loads; skip those of its lineage."""
     try:
         run_info = json.loads(read_whole(run.path / ENVIRONMENT))

@@ -103,7 +103,7 @@ class ModelShape(NamedTuple):
             return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)
         return self.num_hidden_layers * rank * (self.layer_weights // self.hidden_size + 7 * self.hidden_size)
 
-    def held(self, config: TrainingConfig) -> WeightCounts:
+    def count_held(self, config: TrainingConfig) -> WeightCounts:
         """Return the counts of weights that a GPU holds for a config that trains all weights or a LoRA adapter."""
         # Quantization leaves fused experts as they are.
         num_quantizable = self.computed if self.active < self.total_weights else self.params
@@ -113,8 +113,8 @@ class ModelShape(NamedTuple):
         trained_tower = vision * config.model.train_tower
         if not config.lora.enabled:
             return WeightCounts(weights, stored, self.params + trained_tower, 0, 2)
-        adapter = self.adapter(config.lora.r, config.lora.experts)
-        return WeightCounts(weights + adapter, stored + 2 * adapter, adapter + trained_tower, 0, 2)
+        lora = self.adapter(config.lora.r, config.lora.experts)
+        return WeightCounts(weights + lora, stored + 2 * lora, lora + trained_tower, 0, 2)
 
     def forward(self, num_tokens: float, context: float) -> float:
         """Return the FLOPs of the layers for `num_tokens` tokens with a mean context of `context` tokens. The cost of a
@@ -147,8 +147,8 @@ def find_shape(name: str, size: str | None) -> ModelShape:
         if (shape_row := shapes.get(key) or shapes.get(key.upper())) is not None:
             return ModelShape(*shape_row)
     problem = f"--model-size {size}" if size else f"model.name: {name} (not a folder with a config.json)"
-    models = [model_name for model_name, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
-    raise ValueError(f"{problem}: unknown size; set --model-size to one of {', '.join([*shapes, *models])}")
+    names = [model_name for model_name, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
+    raise ValueError(f"{problem}: unknown size; set --model-size to one of {', '.join([*shapes, *names])}")
 
 
 def _find_config(name: str) -> dict[str, Any] | None:
@@ -242,8 +242,10 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     if not is_plain:
         obstacle = "experts" if has_experts else "layers of different kinds"
         raise ValueError(f"model.name: config.json of {name} has {obstacle} but no model_type")
-    if missing := [key for key in DIMENSIONS if key not in dimensions]:
-        raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
+    if missing_keys := [key for key in DIMENSIONS if key not in dimensions]:
+        raise ValueError(
+            f"model.name: config.json of {name} has no {', '.join(missing_keys)}; set --model-size"
+        )
     return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(model_config))
 
 
@@ -251,18 +253,18 @@ def learner_bytes(
     shape: ModelShape, config: TrainingConfig, needs: Set[str], learners: int, images: ImageUse | None = None
 ) -> dict[str, float]:
     token_budget = config.training.token_budget
-    part_bytes = memory.learner_bytes(config, shape, shape.held(config), needs, learners, token_budget)
+    sizes = memory.learner_bytes(config, shape, shape.count_held(config), needs, learners, token_budget)
     if shape.tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        part_bytes |= image_bytes(config, shape.tower, images, token_budget, 2)
-    return part_bytes
+        sizes |= image_bytes(config, shape.tower, images, token_budget, 2)
+    return sizes
 
 
 def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dict[str, float]:
     """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. The
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""
-    parts = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
+    sizes = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
     if recurrent_layers(shape):
-        parts["states"] = state_bytes(shape, rows, 2) / gpus
-    return parts
+        sizes["states"] = state_bytes(shape, rows, 2) / gpus
+    return sizes

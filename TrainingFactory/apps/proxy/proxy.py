@@ -84,14 +84,14 @@ class Proxy:
             [task] = load_tasks([{"id": f"episode-{self.num_started}", "prompt": "none"} | request.task])
         except ValueError as error:
             raise ApiError(f"invalid episode request: {error}", "body") from None
-        open_calls, number = self.endpoint.open_calls, self.num_started
+        open_calls, index = self.endpoint.open_calls, self.num_started
         if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
             problem = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(problem, "key", status=409, code="conflict")
         self.num_started += 1
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
-        trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
-        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
+        trajectory = Trajectory(task, group=f"proxy/{task.id}", member=index)
+        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, index))
         episode_task = asyncio.create_task(self._play(run))
         self._episode_tasks.add(episode_task)
         episode_task.add_done_callback(self._episode_tasks.discard)

@@ -314,13 +314,13 @@ class Recipe:
             "runs": {name: _summarize_run(RunFolder(self.out / name)) for name in self.runs},
         }
         results["evaluations"] = {
-            split: {decoding: _comparison_results(comparison) for decoding, comparison in by_decoding.items()}
+            split: {decoding: _format_comparison(comparison) for decoding, comparison in by_decoding.items()}
             for split, by_decoding in self.compared.items()
         }
         results |= {"blind": self.blind} if self.blind else {}
         greedy = list(self.compared.values())[-1]["greedy"]
         changed_episodes = greedy.episodes([*greedy.better[:MAX_EXAMPLES], *greedy.worse[:MAX_EXAMPLES]])
-        results["examples"] = [_example(self.evaluated, episodes) for _, episodes in changed_episodes]
+        results["examples"] = [_make_example(self.evaluated, episodes) for _, episodes in changed_episodes]
         self._write_json("results.json", results)
         return results
 
@@ -336,10 +336,10 @@ class Recipe:
             with suppress(OSError):  # must not mask the stage's error; the next stage writes the state again
                 self._write_json(STATE_FILE, self.state)
 
-    def _write_json(self, file_name: str, content: dict[str, Any]) -> None:
+    def _write_json(self, file_name: str, results: dict[str, Any]) -> None:
         with _with_resume_hint():
             self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.out / file_name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(self.out / file_name, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextmanager
@@ -378,7 +378,7 @@ def _summarize_run(run: RunFolder) -> dict[str, Any]:
     }
 
 
-def _comparison_results(comparison: Comparison) -> dict[str, Any]:
+def _format_comparison(comparison: Comparison) -> dict[str, Any]:
     summary = comparison.as_json()
     keys = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
     model_results = {model.name: _select_metrics(model) for model in (comparison.first, comparison.second)}
@@ -391,7 +391,9 @@ def _select_metrics(model: ComparedModel) -> dict[str, float]:
     return {key: metrics[key] for key in REPORTED_METRICS if key in metrics}
 
 
-def _example(model_names: Iterable[str], episodes_by_model: Iterable[Trajectory | None]) -> dict[str, Any]:
+def _make_example(
+    model_names: Iterable[str], episodes_by_model: Iterable[Trajectory | None]
+) -> dict[str, Any]:
     named_episodes = zip(model_names, episodes_by_model, strict=True)
     episodes = {name: episode for name, episode in named_episodes if episode is not None}
     task = next(iter(episodes.values())).task

@@ -100,14 +100,16 @@ async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     rng, rows = random.Random("screen recipe"), []
     for task in environment.tasks("train", TASK_SEEDS["sft"], NUM_DEMONSTRATIONS):
         screen = environment(task)
-        rows.append(await _row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert()))
+        rows.append(
+            await _make_row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert())
+        )
     prepared_rows = PreparedRows({"sft": rows})
     for split, count in TASK_COUNTS.items():
         tasks = list(environment.tasks("train" if split == "tasks" else "heldout", TASK_SEEDS[split], count))
         prepared_rows.rows[split] = [asdict(task) for task in tasks]
         if split == "dev":
             screens = [environment(task) for task in tasks]
-            prepared_rows.rows["sft_dev"] = [await _row(screen, screen.expert()) for screen in screens]
+            prepared_rows.rows["sft_dev"] = [await _make_row(screen, screen.expert()) for screen in screens]
     return prepared_rows
 
 
@@ -123,7 +125,7 @@ def _make_environment(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
     return screens.as_environment()
 
 
-async def _row(screen: ScreenEnvironment, turns: Iterator[Message]) -> dict[str, Any]:
+async def _make_row(screen: ScreenEnvironment, turns: Iterator[Message]) -> dict[str, Any]:
     """Return a demonstration that writes the named color and the number of its cell before it taps, in the order of the
     image tokens, because a language model copies what followed a word before."""
     metadata, turn = screen.task.metadata, next(turns)

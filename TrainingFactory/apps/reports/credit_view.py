@@ -42,7 +42,7 @@ NOTES: dict[Measure, str] = {
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class TokenPiece:
     """The smallest run of sampled tokens that decodes to whole characters; nearly always one token."""
 
     text: str
@@ -65,7 +65,7 @@ class Piece:
 class TurnCredit:
     turn: Turn
     step_reward: float | None  # None: the episode has no step rewards
-    pieces: list[Piece]
+    pieces: list[TokenPiece]
 
     @property
     def values(self) -> list[float]:
@@ -176,7 +176,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     credits = []
     for name, group in groups.items():
         reasons = [
-            _why_untrained(
+            _explain_untrained(
                 trajectory, [member for member in group if member.role == trajectory.role], algorithm
             )
             for trajectory in group
@@ -253,13 +253,17 @@ def _make_turn_credits(
                 for value, is_trained in zip(row_values, row.loss_mask[token_slice], strict=True)
             ]
         pieces = [
-            Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
+            TokenPiece(
+                text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None]
+            )
             for start, end, text in decode_pieces(ids, decode)
         ]
         yield TurnCredit(turn, step_rewards[index] if step_rewards else None, pieces)
 
 
-def _why_untrained(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
+def _explain_untrained(
+    trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm
+) -> str | None:
     """Return the reason why training excludes an episode regardless of its group's rewards, or None."""
     if trajectory.reward is None:
         return f"not scored: {trajectory.error or 'no reason given'}"

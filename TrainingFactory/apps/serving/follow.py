@@ -48,14 +48,14 @@ def follow_alias(
         return
     catalogue = Catalogue(registry_path(runs, registry))
 
-    def config_of(version_name: str) -> TrainingConfig:
+    def make_config(version_name: str) -> TrainingConfig:
         return serving_config(find_model(version_name, runs, registry), overrides)
 
-    if samples_elsewhere(config_of(str(resolved.version))):
+    if samples_elsewhere(make_config(str(resolved.version))):
         raise ValueError(
             f"{resolved.requested}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
-    follower = Follower(server, catalogue, resolved.version.model, name_match["alias"], config_of, notify)
+    follower = Follower(server, catalogue, resolved.version.model, name_match["alias"], make_config, notify)
     follower.report_problem(None)
     stop_event = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.

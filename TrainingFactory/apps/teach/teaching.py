@@ -88,17 +88,19 @@ class Teaching(Rollouts):
         save_trajectories(self._partial_file, earlier_episodes.values())  # which it has emptied
         self.scored_by = scored_by(self.config, check_reward(self.config))
         self._check_same_request()
-        requested = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
-        self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in requested]
+        keys = {(task_digest(task), member) for task in self.tasks for member in range(episodes)}
+        self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in keys]
         # Episodes of other tasks, or of more episodes per task, stay in the file.
-        self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in requested]
+        self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in keys]
         if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
-            self._ended_episodes = [e for e in self._ended_episodes if self._num_ended(e.task.id) == episodes]
+            self._ended_episodes = [
+                e for e in self._ended_episodes if self._count_ended(e.task.id) == episodes
+            ]
         self.num_finished = len(self._ended_episodes)
-        self.rounds = [[task for task in self.tasks if self._num_ended(task.id) < episodes]]
+        self.rounds = [[task for task in self.tasks if self._count_ended(task.id) < episodes]]
         save_trajectories(self._partial_file, [*self._other_episodes, *self._ended_episodes])
 
-    def _num_ended(self, task_id: str) -> int:
+    def _count_ended(self, task_id: str) -> int:
         return sum(episode.task.id == task_id for episode in self._ended_episodes)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from TrainingFactory.apps.reports.credit_view import Piece
+from TrainingFactory.apps.reports.credit_view import TokenPiece
 from TrainingFactory.apps.reports.run_credit import resolve_step, run_credit
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.index import EpisodeIndex
@@ -33,23 +33,25 @@ def group_credit(
     members = [m for m in members if m[-1].task.id == task and group in (None, m[-1].group)]
     logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
     if with_learner:
-        from TrainingFactory.apps.views.learned import learner_logprobs  # slow: imports the model code
+        from TrainingFactory.apps.views.learned import (
+            compute_learner_logprobs,
+        )  # slow: imports the model code
 
         try:
-            logprobs = learner_logprobs(run, [episode for *_, episode in members])
+            logprobs = compute_learner_logprobs(run, [episode for *_, episode in members])
         except (ValueError, OSError) as error:
             group_view.notes.append(f"the learner's log-probs are not available: {error}")
     for (line, line_number, episode), by_turn in zip(members, logprobs, strict=True):
         view, entry = episode_view(line, line_number, run.name), credits[episode.group, episode.member]
         view.credit = CreditView(
             measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=entry.left_out,
-            turns=[{"pieces": list(_piece_rows(turn.pieces, p))} for turn, p in zip(entry.turns, by_turn, strict=True)]
+            turns=[{"pieces": list(_list_pieces(turn.pieces, p))} for turn, p in zip(entry.turns, by_turn, strict=True)]
         )  # fmt: skip
         group_view.members.append(view)
     return group_view
 
 
-def _piece_rows(pieces: Sequence[Piece], logprobs: Sequence[float]) -> Iterator[Json]:
+def _list_pieces(pieces: Sequence[TokenPiece], logprobs: Sequence[float]) -> Iterator[Json]:
     end_token = 0
     for piece in pieces:
         row = {"text": piece.text, "ids": piece.token_ids, "logprobs": piece.logprobs, "values": piece.values}

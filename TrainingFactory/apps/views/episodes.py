@@ -16,15 +16,17 @@ from TrainingFactory.runs.folder import TRAJECTORIES
 from TrainingFactory.types import Trajectory
 
 # Most of a line is lists of numbers, of which views show only the length. Quotes in texts are escaped: no match there.
-NUMBERS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
+NUMBER_LISTS = re.compile(rb'"(new_ids|token_ids|logprobs|versions)": ?\[([^\]"]*)\]')
 NEVER_ESCAPED = re.compile(r"[ !#-.0-\[\]-~]+")  # characters that JSON writes as they are
-FIELDS = ("content", "ok", "error", "cached", "seconds", "id", "images")
+RESULT_FIELDS = ("content", "ok", "error", "cached", "seconds", "id", "images")
 READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def read_line(line: bytes) -> Json:
     """Parse a line of trajectories.jsonl. Each list of numbers is replaced by its length."""
-    data = read_json(NUMBERS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line))
+    data = read_json(
+        NUMBER_LISTS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line)
+    )
     if not isinstance(data, dict):
         raise ValueError("not a JSON object")
     return data
@@ -42,7 +44,7 @@ def read_row(line: bytes, line_number: int) -> tuple[EpisodeRow, list[str]]:
 
 def make_episode_row(episode: Json, line_number: int) -> tuple[EpisodeRow, list[str]]:
     turns, reward, group = episode["turns"], episode.get("reward"), str(episode["group"])
-    results = [result for turn in turns for result in _results(turn)]
+    results = [result for turn in turns for result in _iterate_results(turn)]
     failed_tools = [name for name, result in results if not result.get("ok", True)]
     sampled_ids = [turn["completion"]["token_ids"] for turn in turns]
     step = group.partition("/")[0]
@@ -60,7 +62,7 @@ def make_episode_row(episode: Json, line_number: int) -> tuple[EpisodeRow, list[
     return row, sorted(set(failed_tools))
 
 
-def _results(turn: Json) -> Iterator[tuple[str, Json]]:
+def _iterate_results(turn: Json) -> Iterator[tuple[str, Json]]:
     """Yield (tool name, result) for each result of a turn."""
     calls = turn["message"].get("tool_calls") or []
     call_names = [(call.get("id"), str(call.get("function", call).get("name"))) for call in calls]
@@ -101,7 +103,10 @@ def episode_view(source: bytes | Trajectory, line_number: int, run: str | None =
 
 def _make_turn_view(turn: Json, step_reward: float | None) -> TurnView:
     completion = turn["completion"]
-    results = [{key: result.get(key) for key in FIELDS} | {"call": name} for name, result in _results(turn)]
+    results = [
+        {key: result.get(key) for key in RESULT_FIELDS} | {"call": name}
+        for name, result in _iterate_results(turn)
+    ]
     return TurnView(
         message=turn["message"], replies=turn.get("replies", []), tool_results=results, step_reward=step_reward,
         signals=turn.get("signals", {}), finish=str(completion.get("finish")), tokens=completion["token_ids"],

@@ -50,8 +50,8 @@ class Query:
             ("reward <= ?", self.most), ("tool_failures > ?", 0 if tool_name == "*" else None),
             ("instr(failed, ?)", None if tool_name in (None, "*") else f"\n{tool_name}\n"),
         ]  # fmt: skip
-        active = [(clause, value) for clause, value in conditions if value is not None]
-        return " AND ".join(["1", *(clause for clause, _ in active)]), [value for _, value in active]
+        filters = [(clause, value) for clause, value in conditions if value is not None]
+        return " AND ".join(["1", *(clause for clause, _ in filters)]), [value for _, value in filters]
 
 
 class EpisodeIndex:
@@ -59,7 +59,7 @@ class EpisodeIndex:
 
     def __init__(self, run: RunFolder) -> None:
         self.run, self.path = run, run.path / TRAJECTORIES
-        self._position, self._count, self._lock = FilePosition(), 0, threading.Lock()
+        self._position, self._num_rows, self._lock = FilePosition(), 0, threading.Lock()
         # With an empty name SQLite uses a temporary database, which it moves to disk when it grows large.
         self._db = sqlite3.connect("", check_same_thread=False)
         self._db.row_factory = sqlite3.Row
@@ -76,7 +76,7 @@ class EpisodeIndex:
                 bytes_read += more_bytes
             condition, parameters = query.make_condition()
             sql = f"SELECT count(*) FROM episodes WHERE {condition}"
-            num_matched = self._db.execute(sql, parameters).fetchone()[0] if parameters else self._count
+            num_matched = self._db.execute(sql, parameters).fetchone()[0] if parameters else self._num_rows
             sort_key, direction = SORT_KEYS[query.sort], "DESC" if query.down else "ASC"
             max_rows = max(1, min(query.limit, MAX_ROWS))
             if query.after is not None:
@@ -100,7 +100,7 @@ class EpisodeIndex:
         if query.text:
             num_matched = None if is_cut or chunk.has_more or query.after is not None else len(rows)
         return EpisodePage(
-            total=self._count, matched=num_matched, rows=rows, bytes_read=bytes_read + searched_bytes,
+            total=self._num_rows, matched=num_matched, rows=rows, bytes_read=bytes_read + searched_bytes,
             next=(cursor or query.after) if is_cut or chunk.has_more else None,
             partial=chunk.has_more or (is_cut and len(rows) < max_rows), indexed=chunk.position.offset, size=chunk.size
         )  # fmt: skip
@@ -138,7 +138,7 @@ class EpisodeIndex:
                 sql = f"SELECT * FROM episodes WHERE {condition} ORDER BY number"
                 rows = self._db.execute(sql, parameters).fetchall()
                 # a later line is indexed already, so all matching lines are known
-                if not has_more or (rows and rows[-1]["number"] < self._count):
+                if not has_more or (rows and rows[-1]["number"] < self._num_rows):
                     return [(self._read_line(row), row["number"]) for row in rows]
 
     def _read_line(self, row: sqlite3.Row) -> bytes:
@@ -152,7 +152,7 @@ class EpisodeIndex:
         while True:
             chunk = read_new_lines(self.path, self._position, BLOCK_BYTES)
             num_lines, start, rows = (
-                0 if chunk.was_truncated else self._count,
+                0 if chunk.was_truncated else self._num_rows,
                 chunk.start,
                 list[tuple[Any, ...]](),
             )
@@ -165,7 +165,7 @@ class EpisodeIndex:
                 if chunk.was_truncated:
                     self._db.execute("DELETE FROM episodes")
                 self._db.executemany(INSERT_EPISODE, rows)
-            self._position, self._count = chunk.position, num_lines
+            self._position, self._num_rows = chunk.position, num_lines
             bytes_read += start - chunk.start
             if not chunk.has_more or bytes_read >= MAX_INDEXED_BYTES:
                 return bytes_read, chunk

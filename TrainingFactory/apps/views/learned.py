@@ -18,7 +18,7 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
 
-def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
+def compute_learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
     """Return the learner's log-probs of all sampled tokens, by episode and turn, under the weights before it trained on
     these tokens. Raise ValueError if the weights that sampled them are no longer stored."""
     config = _find_sampling_config(run, episodes)

@@ -63,20 +63,20 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     if not pairs:
         command = f"tfactory compare {first} {second}{runs_option(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
-    matching = _most_similar(pairs)
-    outcomes = [paired(a.record, b.record) for a, b in matching]
+    matches = _find_similar(pairs)
+    outcomes = [paired(a.record, b.record) for a, b in matches]
     first_model, second_model = (
-        ComparedModel(name, [pair[side] for pair in matching]) for side, name in enumerate((first, second))
+        ComparedModel(name, [pair[side] for pair in matches]) for side, name in enumerate((first, second))
     )
     comparison = compare(first_model, second_model, [float(len(tasks)) for tasks in outcomes])
-    if has_entries := len(matching) > 1:
-        suite = matching[0][0].record.suite
-        comparison.notes.append(f"{len(matching)} entries of suite {suite}: every task has equal weight")
+    if has_entries := len(matches) > 1:
+        suite = matches[0][0].record.suite
+        comparison.notes.append(f"{len(matches)} entries of suite {suite}: every task has equal weight")
     flips = [*comparison.worse, *comparison.better][:MAX_SHOWN_FLIPS]
     episodes = {flip[:2]: pair for flip, pair in comparison.episodes(flips)}
     tasks = []
     for index, (a, b) in ((index, pair) for index, pairs in enumerate(outcomes) for pair in pairs):
-        name = f"{matching[index][0].record.entry}: {a.task}" if has_entries else a.task
+        name = f"{matches[index][0].record.entry}: {a.task}" if has_entries else a.task
         task_pair = shapes.TaskPair(task=name, first=success_rate(a), second=success_rate(b))
         if task_pair.first != task_pair.second:
             task_pair.flipped = "better" if task_pair.second > task_pair.first else "worse"
@@ -86,7 +86,7 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     return shapes.ComparisonView(tasks=tasks, summary=comparison.as_json())
 
 
-def _most_similar(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
+def _find_similar(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
     """Return the pair of records with the most similar conditions; if these belong to a suite, the pairs of all its
     entries."""
     records = [(pair, *(stored.record for stored in pair)) for pair in pairs]

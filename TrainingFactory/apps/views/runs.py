@@ -91,13 +91,15 @@ class Runs:
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
-        self._cached, self._lock = dict[Path, _CachedRun](), threading.Lock()
+        self._cached_runs, self._lock = dict[Path, _CachedRun](), threading.Lock()
 
     def rows(self) -> list[shapes.RunRow]:
         """Return a row for each run, the oldest first. `problem` says why a run cannot be read."""
         with self._lock:
-            self._cached = {path: self._cached.get(path, _CachedRun()) for path in self._list_folders()}
-            return [self._load_row(RunFolder(path)) for path in self._cached]
+            self._cached_runs = {
+                path: self._cached_runs.get(path, _CachedRun()) for path in self._list_folders()
+            }
+            return [self._load_row(RunFolder(path)) for path in self._cached_runs]
 
     def row(self, run: RunFolder) -> shapes.RunRow:
         with self._lock:
@@ -115,7 +117,7 @@ class Runs:
         return sorted(times_by_folder, key=times_by_folder.__getitem__)
 
     def _load_row(self, run: RunFolder) -> shapes.RunRow:
-        cached = self._cached.setdefault(run.path, _CachedRun())
+        cached = self._cached_runs.setdefault(run.path, _CachedRun())
         stats = [stat_file(run.path / name) for name in WATCHED_FILES]
         row = cached.row
         if row is None or stats != cached.file_stats or (row.state in LOCK_STATES and row.state != run.state):
@@ -191,9 +193,9 @@ def _select_options(config: TrainingConfig) -> shapes.Json:
     """Return the options that differ from their defaults. A long value is cut, with a digest that distinguishes it from
     other values with the same beginning."""
     options, defaults = _flatten(config.model_dump()), _flatten_defaults()
-    changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
+    changes = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {
-        key: _shorten_value(value) for key, value in changed.items() if not key.startswith(UNLISTED_OPTIONS)
+        key: _shorten_value(value) for key, value in changes.items() if not key.startswith(UNLISTED_OPTIONS)
     }
 
 
@@ -214,13 +216,13 @@ def _find_newest_evaluation(
 ) -> shapes.Heldout | None:
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
-    place = config.environment.environment_id
+    env_id = config.environment.environment_id
     for line in reversed(read_last_lines(run.path / run_files.EVALUATIONS, MAX_METRICS_BYTES)[0]):
         with contextlib.suppress(*READ_ERRORS):  # the run's page reports unreadable lines
             row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
             if row is None or row.success is None or row.step is None or row.suite:
                 continue
-            if place is not None and row.environment not in (place, Path(place).name):
+            if env_id is not None and row.environment not in (env_id, Path(env_id).name):
                 continue
             if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
                 by = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
