@@ -21,7 +21,7 @@ from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.folder import RunFolder, list_runs
 
-LESSONS = Lessons(drills=6, short=6, num_dialogues=12, num_demonstrations=24)
+LESSONS = Lessons(num_drills=6, num_short=6, num_dialogues=12, num_demonstrations=24)
 OVERRIDES = ["training.batch_size=4", "training.group_size=4", "training.max_steps=3", "data.count=12",
              "data.heldout_count=6", "sampling.max_tokens=12", "environment.max_turns=2"]  # fmt: skip
 WARM = "out-warm-start"

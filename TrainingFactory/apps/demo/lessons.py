@@ -63,18 +63,18 @@ class Lessons:
 
     drill: Callable[[random.Random], Drill] = make_word_drill
     skill: str = "copy words or sums"  # what the drills teach
-    drills: int = 1600
+    num_drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
-    short: int = 1920
+    num_short: int = 1920
     num_dialogues: int = 4480
     num_demonstrations: int = 1500  # different demonstrations
-    mistakes: float = 0.55  # share of novice demonstrations
+    novice_share: float = 0.55  # share of novice demonstrations
     model: str = BUILTIN
     configs: tuple[str, str] = ("warm_start.yaml", "grpo.yaml")
 
     def stages(self, batch_size: int) -> dict[int, str]:
         """Return the first step of each stage with a description of its rows."""
-        short_start, whole_start = self.drills, self.drills + self.short
+        short_start, whole_start = self.num_drills, self.num_drills + self.num_short
         return {
             1: f"drills that {self.skill}",
             short_start // batch_size + 1: "demonstrations without their system prompt",
@@ -90,26 +90,28 @@ class Lessons:
         rng: random.Random,
     ) -> None:
         """Write the dataset in training order, with demonstrations of `tasks`."""
-        drills = [self.drill(rng) for _ in range(self.drills)]
-        episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
+        drills = [self.drill(rng) for _ in range(self.num_drills)]
+        episodes = demonstrate(environment, chat, tasks, self.novice_share, rng)
         rows = [_make_drill_row(drill) for drill in drills]
-        rows += [_make_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
+        rows += [_make_row(episode, system=False) for episode in rng.choices(episodes, k=self.num_short)]
         rows += [_make_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 LESSONS = {
-    "search": Lessons(drills=2400),
-    "calculator": Lessons(make_sum_drill, drills=2400, short=4320, num_dialogues=5040, mistakes=0.45),
+    "search": Lessons(num_drills=2400),
+    "calculator": Lessons(
+        make_sum_drill, num_drills=2400, num_short=4320, num_dialogues=5040, novice_share=0.45
+    ),
     "screen": Lessons(
         make_picture_drill,
         "tap in pictures with few buttons, without mistakes",
-        drills=4800,
-        short=320,
+        num_drills=4800,
+        num_short=320,
         num_dialogues=2880,
         num_demonstrations=2000,
-        mistakes=0.55,
+        novice_share=0.55,
         model=BUILTIN_VL,
         configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
     ),

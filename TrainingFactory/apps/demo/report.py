@@ -168,7 +168,7 @@ class DemoReport:
             "demo.html.jinja",
             report=self,
             config=self.configs[1],
-            mistakes=LESSONS[self.environment].mistakes,
+            mistakes=LESSONS[self.environment].novice_share,
             steps=pluralize(len(self.curve), "step"),
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
             chart=self._chart(),
