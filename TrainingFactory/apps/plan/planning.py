@@ -43,7 +43,7 @@ STEP_PARTS = {
     "evaluations": ("evaluation",),
     "checkpoints": ("checkpoint",),
 }
-WAITING_PARTS = {"tools": "tool", "reward": "reward"}  # part -> field of Workload with its seconds
+WAIT_FIELDS = {"tools": "tool", "reward": "reward"}  # part -> field of Workload with its seconds
 # Costs that do not occur in an evaluation.
 LEARNER_COSTS = ("update", "write", "load", "record", "checkpoint")
 REMEDIES: dict[str, Any] = {
@@ -155,7 +155,7 @@ class RunPlanner:
         )
         return next((n for n, size in enumerate(learner_bytes_by_count, 1) if size <= self.room), 1025)
 
-    def samplers(self, learners: int) -> int:
+    def count_samplers(self, learners: int) -> int:
         return max(1, (self.gpus - learners) // self.width)
 
     def costs(self, learners: int, group_size: float) -> Costs:
@@ -171,7 +171,7 @@ class RunPlanner:
         prompt, num_tokens = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
         # Each sampler that has episodes of a group computes the group's prompt once.
-        prompt_share = prompt * min(group_size, self.samplers(learners)) / group_size
+        prompt_share = prompt * min(group_size, self.count_samplers(learners)) / group_size
         image_tokens = self.episodes.prompt_image_tokens * prompt_share / prompt
         encoding = shape.encode(image_tokens + self.episodes.reply_image_tokens)
         pushed_gb = 2e-9 * trained_weights * (self.gpus > 1 or self.config.sampling.engine != "native")
@@ -210,7 +210,7 @@ class RunPlanner:
         `gather_seconds` is the communication time per pack: 16 bits of every weight twice, 32 bits of every
         gradient."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
-        trained_share = 1 - (1 - episodes.taught) ** (self.refill + 1)
+        trained_share = 1 - (1 - episodes.taught_share) ** (self.refill + 1)
         groups, size = training.batch_size * trained_share, self.group_size
         tokens = groups * (episodes.length * size - episodes.prompt * (size - 1))  # the prompt counts once
         lm_head = 2 * shape.hidden_size * shape.vocab_size * groups * size * float(np.mean(episodes.sampled))
@@ -223,13 +223,13 @@ class RunPlanner:
         compute_seconds = passes * work / flops / self["update_mfu"] / learners
         return max(compute_seconds, training.update_epochs * num_packs * gather_seconds)
 
-    def model(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> StepModel:
+    def make_model(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> StepModel:
         """Return the step-time model of a plan, in which the part `skipped_part` of a step takes no time."""
-        training, samplers = self.config.training, self.samplers(learners)
+        training, samplers = self.config.training, self.count_samplers(learners)
         zeroed_costs = dict.fromkeys(STEP_PARTS.get(skipped_part, ()), 0.0)
         costs, episodes = self.costs(learners, self.group_size)._replace(**zeroed_costs), self.episodes
-        if skipped_part in WAITING_PARTS:
-            episodes = episodes._replace(**{WAITING_PARTS[skipped_part]: np.zeros_like(episodes.turns)})
+        if skipped_part in WAIT_FIELDS:
+            episodes = episodes._replace(**{WAIT_FIELDS[skipped_part]: np.zeros_like(episodes.turns)})
         if training.eval_every and skipped_part != "evaluations":
             eval_costs = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | zeroed_costs)
             evaluation = StepModel(episodes, eval_costs, self.config.data.heldout_count, 1, slots, samplers)
@@ -238,7 +238,7 @@ class RunPlanner:
         return StepModel(episodes, costs, *batch_shape, slots, samplers, max_staleness, self.refill)
 
     def step(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> float:
-        return self.model(learners, slots, max_staleness, skipped_part).seconds()
+        return self.make_model(learners, slots, max_staleness, skipped_part).seconds()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
@@ -266,14 +266,14 @@ class RunPlanner:
         seconds_without = {part: self.step(best, slots, staleness, part) for part in STEP_PARTS}
         num_steps = self._count_steps()
         seconds, bottleneck = splits[best], min(seconds_without, key=seconds_without.__getitem__)
-        step_tokens = self.model(best, slots, staleness).count * float(np.mean(self.episodes.sampled))
+        step_tokens = self.make_model(best, slots, staleness).count * float(np.mean(self.episodes.sampled))
         advice = dict[str, str]()
         if not staleness and seconds_by_staleness[1] < 0.9 * seconds:
             advice["optimization.async_rollout=true"] = f"{seconds_by_staleness[1]:.3g} s a step"
         if bottleneck == "push" and not config.lora.enabled:
             advice["lora.enabled=true"] = "pushes an adapter instead of all weights"
         return {
-            "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.samplers(best),
+            "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.count_samplers(best),
             "gpus_per_sampler": self.width, "episodes_per_sampler": slots,
             "gpu_memory_gib": self["gpu_memory_gib"], "room_gib": self.room / GIB,
             "learner_gib": bytes_to_gib(learner_bytes(self.shape, config, self.needs, best, self.images)),

@@ -59,7 +59,7 @@ class StepModel:
     @property
     def expected_attempts(self) -> float:
         """Return the expected number of times that a group is sampled."""
-        return sum((1 - self.episodes.taught) ** attempt for attempt in range(self.refill + 1))
+        return sum((1 - self.episodes.taught_share) ** attempt for attempt in range(self.refill + 1))
 
     @property
     def count(self) -> float:
@@ -101,7 +101,7 @@ class StepModel:
     def _wait_for_last(self, durations: Array, running: float) -> float:
         """Return the expected seconds of the longest episode that a step waits for, summed over the rounds of refilled
         groups and weighted by the probability of each round."""
-        equal_share, wait_seconds = 1 - self.episodes.taught, 0.0
+        equal_share, wait_seconds = 1 - self.episodes.taught_share, 0.0
         for attempt in range(self.refill + 1):
             probability = 1 - (1 - equal_share**attempt) ** self.groups
             num_episodes = min(self.groups * equal_share**attempt * self.group_size, running * self.samplers)

@@ -59,7 +59,7 @@ class Workload(NamedTuple):
     replies: Array  # tokens returned by tools
     tool: Array  # seconds of all tool calls
     reward: Array  # seconds
-    taught: float = 1.0  # share of groups whose rewards differ, so that they are trained on
+    taught_share: float = 1.0  # share of groups whose rewards differ, so that they are trained on
     prompt_image_tokens: float = 0.0  # mean, of the tokens of a prompt
     reply_image_tokens: float = 0.0  # mean of an episode, of the tokens of its replies
     image_tokens: float = 0.0  # mean of an image
@@ -98,7 +98,7 @@ def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_token
         replies=_sum_draws(figures["reply_tokens"], turns - 1, rng) + in_reply * (turns - 1),
         tool=_sum_draws(figures["tool_seconds"], turns - 1, rng),
         reward=figures["reward_seconds"].draw(rng, (NUM_DRAWS,)),
-        taught=figures["taught_share"].mean,
+        taught_share=figures["taught_share"].mean,
         prompt_image_tokens=in_prompt,
         reply_image_tokens=in_reply * float(np.mean(turns - 1)),
         image_tokens=image_tokens,
@@ -148,7 +148,7 @@ def workload_from_groups(
         replies=np.maximum(0.0, np.array(lengths) - np.array(sampled) - prompts),
         tool=seconds,
         reward=np.full(len(episodes), reward_seconds),
-        taught=sum(taught_flags) / len(taught_flags),
+        taught_share=sum(taught_flags) / len(taught_flags),
         prompt_image_tokens=float(in_prompts.mean()),
         reply_image_tokens=float((image_token_counts - in_prompts).mean()),
         image_tokens=sum(image_sizes) / max(1, len(image_sizes)),
