@@ -116,7 +116,7 @@ def read_yaml(
         if not isinstance(node, yaml.MappingNode):
             raise _make_file_error(path, f"must contain {expected_content}")
         _locate_keys(node, (), str(path), locations, problems)
-        data = loader.construct_document(node)
+        mapping = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         # Not str(error): that quotes the line, which may contain a secret.
         problem = " ".join(part for part in (error.context, error.problem) if part)
@@ -128,7 +128,7 @@ def read_yaml(
     for alias, key in ALIASES.items():
         if location := locations.get(tuple(alias.split("."))):
             locations.setdefault(tuple(key.split(".")), location)
-    return data
+    return mapping
 
 
 def _make_missing_hint(path: Path) -> str:

@@ -40,9 +40,7 @@ class KeyLocations:
     def find_location(self, key: tuple[str | int, ...]) -> str:
         """Return the location of a key, or of the innermost located section around it."""
         locations = (
-            self.locations[key[:length]]
-            for length in range(len(key), 0, -1)
-            if key[:length] in self.locations
+            self.locations[key[:depth]] for depth in range(len(key), 0, -1) if key[:depth] in self.locations
         )
         return next(locations, self.default_location)
 

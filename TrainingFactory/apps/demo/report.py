@@ -190,9 +190,11 @@ def _choose_trial(before_episodes: Sequence[Trajectory], after_episodes: Sequenc
     """Return a task that failed before and succeeded after; prefer a failure that ended regularly after several
     turns."""
     trials = [Trial(*pair) for pair in zip(before_episodes, after_episodes, strict=True)]
-    improved = [trial for trial in trials if not _succeeded(trial.before) and _succeeded(trial.after)]
-    finished = [trial for trial in improved if trial.before.status == "done" and len(trial.before.turns) > 1]
-    return (finished or improved or trials)[0]
+    improved_trials = [trial for trial in trials if not _succeeded(trial.before) and _succeeded(trial.after)]
+    finished_trials = [
+        trial for trial in improved_trials if trial.before.status == "done" and len(trial.before.turns) > 1
+    ]
+    return (finished_trials or improved_trials or trials)[0]
 
 
 def _succeeded(episode: Trajectory) -> bool:

@@ -119,8 +119,12 @@ def check_episodes(
         f"{count} {status}" for status, count in Counter(episode.status for episode in episodes).items()
     )
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    totals = [reward.outcome + sum(reward.steps) for reward in rewards]
-    reward_range = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
+    reward_totals = [reward.outcome + sum(reward.steps) for reward in rewards]
+    reward_range = (
+        f"rewards from {min(reward_totals):g} to {max(reward_totals):g}"
+        if reward_totals
+        else "no episode was scored"
+    )
     diagnosis.facts["dry episodes"] = f"{len(episodes)}: {status_counts}; {reward_range}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):

@@ -118,15 +118,15 @@ def _find_paths(run: RunFolder) -> Iterator[Path]:
         run_info = json.loads(read_whole(run.path / ENVIRONMENT))
     except (OSError, ValueError):
         return
-    pending_values = [run_info]
-    while pending_values:
-        value = pending_values.pop()
-        if isinstance(value, dict):
-            pending_values += [child for key, child in value.items() if key != "parent"]
-        elif isinstance(value, list):
-            pending_values += value
-        elif isinstance(value, str) and value.startswith(os.sep):
-            yield Path(value)
+    nodes = [run_info]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            nodes += [child for key, child in node.items() if key != "parent"]
+        elif isinstance(node, list):
+            nodes += node
+        elif isinstance(node, str) and node.startswith(os.sep):
+            yield Path(node)
 
 
 def _measure_folder(folder: Path) -> int:

@@ -38,8 +38,8 @@ MIN_PART_SHARE = 0.05  # share of the total below which a part gets no remedy
 def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
     """Return a copy of the config with changed values, by dotted key."""
     for key, value in changes.items():
-        section, _, name = key.partition(".")
-        changed_section = getattr(config, section).model_copy(update={name: value})
+        section, _, option_name = key.partition(".")
+        changed_section = getattr(config, section).model_copy(update={option_name: value})
         config = config.model_copy(update={section: changed_section})
     return config
 
@@ -104,7 +104,7 @@ def _limit_cache(
             "ones wait, or are prefilled again",
             "warning",
             "Lower model.max_length or sampling.slots, or free memory: "
-            + suggest_options(config, {name: count for name, count in usage.items() if name != "cache"}),
+            + suggest_options(config, {name: size for name, size in usage.items() if name != "cache"}),
         )
     return {"cache": room}
 

@@ -244,7 +244,7 @@ class RunPlanner:
         """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
         config = self.config
         staleness, length = config.optimization.effective_max_staleness, self.episodes.length
-        fewest, spare_bytes = self.find_min_learners(config), self.room * self.width - 2 * self.shape.params
+        min_gpus, spare_bytes = self.find_min_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
             sampler_weights = 2 * self.shape.params * (config.sampling.engine != "native")
             spare_bytes = (
@@ -256,10 +256,12 @@ class RunPlanner:
             self.shape, 2
         )
         slots = min(config.sampling.slots, int(spare_bytes / slot_bytes))
-        most = max(1, self.gpus - self.width)
-        if slots < 1 or not fewest <= (learners or fewest) <= most:
-            raise ValueError(self._explain_too_few(fewest, learners))
-        candidates = {round(fewest + (most - fewest) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)}
+        max_gpus = max(1, self.gpus - self.width)
+        if slots < 1 or not min_gpus <= (learners or min_gpus) <= max_gpus:
+            raise ValueError(self._explain_too_few(min_gpus, learners))
+        candidates = {
+            round(min_gpus + (max_gpus - min_gpus) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)
+        }
         splits = {n: self.step(n, slots, staleness) for n in sorted({learners} if learners else candidates)}
         best = min(splits, key=splits.__getitem__)
         seconds_by_staleness = {n: self.step(best, slots, n) for n in sorted({0, staleness or 1})}

@@ -116,8 +116,8 @@ class StepModel:
         learning_seconds = costs.learner - costs.load
         overlap = min(work / costs.sampler_overlap, learning_seconds / costs.learner_overlap)
         lost = overlap * ((depth - 1) * (1 - costs.sampler_overlap) + 1 - costs.learner_overlap)
-        gained = overlap * (costs.sampler_overlap + costs.learner_overlap - 1)
-        return max((sampling + costs.learner + lost) / depth, work + learning_seconds - gained + costs.load)
+        saving = overlap * (costs.sampler_overlap + costs.learner_overlap - 1)
+        return max((sampling + costs.learner + lost) / depth, work + learning_seconds - saving + costs.load)
 
 
 def expect_maximum(values: Array, num_draws: float) -> float:

@@ -133,10 +133,10 @@ def workload_from_groups(
         [max(result.seconds for result in turn.tool_results) for turn in episode.turns if turn.tool_results]
         for episode in episodes
     ]
-    seconds = np.array([sum(turn_waits) for turn_waits in waits], float)
+    tool_waits = np.array([sum(turn_waits) for turn_waits in waits], float)
     if tool_seconds is not None:
         num_calls = np.array([len(turn_waits) for turn_waits in waits], float)
-        seconds = _sum_draws(tool_seconds, num_calls, np.random.default_rng(0))
+        tool_waits = _sum_draws(tool_seconds, num_calls, np.random.default_rng(0))
     in_prompts = np.array([_count_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
     image_token_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
     image_sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
@@ -146,7 +146,7 @@ def workload_from_groups(
         turns=np.array([len(episode.turns) for episode in episodes], float),
         sampled=np.array(sampled, float),
         replies=np.maximum(0.0, np.array(lengths) - np.array(sampled) - prompts),
-        tool=seconds,
+        tool=tool_waits,
         reward=np.full(len(episodes), reward_seconds),
         taught_share=sum(taught_flags) / len(taught_flags),
         prompt_image_tokens=float(in_prompts.mean()),

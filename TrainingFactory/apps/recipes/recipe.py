@@ -263,8 +263,10 @@ class Recipe:
         """Evaluate both models on `dev` or `test` at every temperature; reuse recorded evaluations."""
         with self._record_seconds(split), _with_resume_hint():
             for decoding, temperature in TEMPERATURES.items():
-                first, second = (self._evaluate(name, split, temperature, watcher) for name in self.evaluated)
-                self.compared.setdefault(split, {})[decoding] = compare(first, second)
+                baseline, candidate = (
+                    self._evaluate(name, split, temperature, watcher) for name in self.evaluated
+                )
+                self.compared.setdefault(split, {})[decoding] = compare(baseline, candidate)
                 if self.task == "screen":
                     blind = self._evaluate("grpo", split, temperature, watcher, {"blind": True})
                     self.blind.setdefault(split, {})[decoding] = _select_metrics(blind)

@@ -127,14 +127,14 @@ class Follower:
             self.notify(f"{alias_name}: {problem}")
 
 
-def check_free_memory(config: TrainingConfig, current: ServedModel) -> None:
+def check_free_memory(config: TrainingConfig, current_model: ServedModel) -> None:
     """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
-    needed, available = needed_bytes(config, current), free_bytes(device)
-    if needed > available:
+    required_bytes, available_bytes = needed_bytes(config, current_model), free_bytes(device)
+    if required_bytes > available_bytes:
         raise MemoryError(
-            f"it needs {format_bytes(needed)} beside {current.version}, but {device} has {format_bytes(available)} "
-            f"free; free {format_bytes(needed - available)} more"
+            f"it needs {format_bytes(required_bytes)} beside {current_model.version}, but {device} has "
+            f"{format_bytes(available_bytes)} free; free {format_bytes(required_bytes - available_bytes)} more"
         )
 
 

@@ -94,7 +94,7 @@ class Teaching(Rollouts):
         self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in keys]
         if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
             self._ended_episodes = [
-                e for e in self._ended_episodes if self._count_ended(e.task.id) == episodes
+                episode for episode in self._ended_episodes if self._count_ended(episode.task.id) == episodes
             ]
         self.num_finished = len(self._ended_episodes)
         self.rounds = [[task for task in self.tasks if self._count_ended(task.id) < episodes]]

@@ -30,7 +30,9 @@ def group_credit(
     credits = {(entry.trajectory.group, entry.trajectory.member): entry for entry in episode_credits}
     group_view = GroupView(step=step, task=task, members=[], notes=credit.notes)
     members = [(*line, episode) for line, episode in zip(lines, episodes, strict=True)]
-    members = [m for m in members if m[-1].task.id == task and group in (None, m[-1].group)]
+    members = [
+        member for member in members if member[-1].task.id == task and group in (None, member[-1].group)
+    ]
     logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
     if with_learner:
         from TrainingFactory.apps.views.learned import (

@@ -24,12 +24,12 @@ READ_ERRORS = (ValueError, LookupError, TypeError, AttributeError, OverflowError
 
 def read_line(line: bytes) -> Json:
     """Parse a line of trajectories.jsonl. Each list of numbers is replaced by its length."""
-    data = read_json(
+    episode = read_json(
         NUMBER_LISTS.sub(lambda m: b'"%s":%d' % (m[1], m[2].count(b",") + bool(m[2].strip())), line)
     )
-    if not isinstance(data, dict):
+    if not isinstance(episode, dict):
         raise ValueError("not a JSON object")
-    return data
+    return episode
 
 
 def read_row(line: bytes, line_number: int) -> tuple[EpisodeRow, list[str]]:

@@ -80,7 +80,9 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
         task_pair = shapes.TaskPair(task=name, first=success_rate(a), second=success_rate(b))
         if task_pair.first != task_pair.second:
             task_pair.flipped = "better" if task_pair.second > task_pair.first else "worse"
-        task_pair.episodes = [e and episode_view(e, 0) for e in episodes.get((index, a.task), [])]
+        task_pair.episodes = [
+            episode and episode_view(episode, 0) for episode in episodes.get((index, a.task), [])
+        ]
         tasks.append(task_pair)
     tasks.sort(key=lambda pair: not pair.flipped)
     return shapes.ComparisonView(tasks=tasks, summary=comparison.as_json())
