@@ -100,7 +100,7 @@ def _annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
     return [("tags", ", ".join(tags)), ("note", annotations.note), ("archived", archived)]
 
 
-def _print_plot(metrics: run_tables.Rows) -> None:
+def _print_plot(metrics: run_tables.MetricRows) -> None:
     """Print a plot of the reward, or of the loss if there is none, over all steps."""
     name = next((name for name in ("reward", "loss") if any(name in row for row in metrics)), None)
     if name is None:

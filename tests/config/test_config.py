@@ -13,7 +13,7 @@ from TrainingFactory.assembly.learner import importance_cap, make_algorithm
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT_KEYS
-from TrainingFactory.config.not_yet import UNIMPLEMENTED
+from TrainingFactory.config.not_yet import UNIMPLEMENTED_OPTIONS
 from TrainingFactory.config.problems import fields_by_key
 from TrainingFactory.trainers.notices import notices, unused_options
 
@@ -119,7 +119,7 @@ def test_every_alias_leads_to_a_key() -> None:
     keys = fields_by_key(TrainingConfig)
     assert set(ALIASES.values()) <= keys.keys()
     assert {f"{section}.{key}" for section, key in SHORT_KEYS.items()} <= keys.keys()
-    assert UNIMPLEMENTED.keys() <= keys.keys()
+    assert UNIMPLEMENTED_OPTIONS.keys() <= keys.keys()
 
 
 def test_a_config_survives_its_own_dump() -> None:
