@@ -45,7 +45,7 @@ def test_weights_of_a_model_are_those_of_its_card(name: str) -> None:
     shape = find_shape(name, None)
     assert shape.params / 1e9 == pytest.approx(MODEL_CONFIGS[name]["billions"], rel=0.011)
     assert shape.active / 1e9 == pytest.approx(ACTIVE.get(name, shape.active / 1e9), rel=0.02)
-    assert 0 < shape.active <= shape.total
+    assert 0 < shape.active <= shape.total_weights
     assert find_shape("other", SHORT_NAMES[name])[1:] == shape[1:]  # --model-size
 
 
@@ -54,10 +54,10 @@ def test_local_mixture_of_experts(family: str, tmp_path: Path) -> None:
     model: Any = BY_KEY[family].build()
     model.config.save_pretrained(tmp_path)
     shape = find_shape(str(tmp_path), None)
-    assert shape.total == sum(weight.numel() for weight in model.parameters())
+    assert shape.total_weights == sum(weight.numel() for weight in model.parameters())
     experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
     assert (
-        shape.total - shape.active == sum(weight.numel() for weight in experts) * 6 // 8
+        shape.total_weights - shape.active == sum(weight.numel() for weight in experts) * 6 // 8
     )  # 2 of 8 are active
     for experts in (None, True, False):
         adapted = add_lora(BY_KEY[family].build(), r=3, experts=experts)

@@ -160,7 +160,9 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
         assert shards[part] == pytest.approx(size * shape.params / 4)
     assert shards["reference model"] == 2 * shape.params / 4
     # Of float32 shards of all weights none is kept in 16 bits; two layers and the head are gathered.
-    assert shards["weights"] == pytest.approx(2 * (2 * shape.block + shape.hidden_size * shape.vocab_size))
+    assert shards["weights"] == pytest.approx(
+        2 * (2 * shape.layer_weights + shape.hidden_size * shape.vocab_size)
+    )
 
 
 def test_adapters_have_the_weights_that_peft_makes() -> None:

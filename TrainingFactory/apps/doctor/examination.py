@@ -86,7 +86,7 @@ def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     diagnosis = Diagnosis()
     shape = plan_shape(config, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    active_text = f", {shape.active:,} active" if shape.active < shape.total else ""
+    active_text = f", {shape.active:,} active" if shape.active < shape.total_weights else ""
     if shape.tower is not None:
         active_text += f", a vision tower of {shape.tower.weights:,}"
         diagnosis.facts["images"] = (
