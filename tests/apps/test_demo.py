@@ -133,7 +133,7 @@ def images_of(path: Path) -> set[str]:
 
 
 def test_the_screen_demo_sees_pictures_and_is_evaluated_blind(tmp_path: Path) -> None:
-    few = {"drills": 6, "short": 6, "num_dialogues": 12, "num_demonstrations": 24}
+    few = {"num_drills": 6, "num_short": 6, "num_dialogues": 12, "num_demonstrations": 24}
     lessons = dataclasses.replace(LESSONS_OF["screen"], **few)
     demo = Demo("screen", 2, tmp_path / "out", lessons, OVERRIDES)
     demo.warm_start(Quiet())
