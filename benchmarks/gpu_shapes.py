@@ -70,7 +70,7 @@ def random_model(size: str, device: str, positions: int = 4096) -> Any:
 
 def estimated(size: str, kind: str, device: str) -> dict[str, Any]:
     config, shape = config_of(kind, device), find_shape("", size)
-    parts = needed(config, shape, shape.held(config), make_algorithm(config).needs, 1024)
+    parts = needed(config, shape, shape.count_held(config), make_algorithm(config).needs, 1024)
     gib = sum(parts.values()) / 2**30
     return {"size": size, "kind": kind, "parameters": shape.params, "estimated_gib": gib}
 

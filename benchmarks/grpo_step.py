@@ -30,7 +30,7 @@ import torch
 from benchmarks.sampling import EPISODES, GROUPS, MAX_TOKENS, MAX_TURNS, MEMBERS, calculator
 from benchmarks.warm import warm_run
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.apps.demo.lessons import Lessons, sum_drill
+from TrainingFactory.apps.demo.lessons import Lessons, make_sum_drill
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.envs import CalculatorEnvironment
@@ -48,7 +48,9 @@ Figures = dict[str, float]
 
 def warmed(steps: int) -> tuple[Any, ChatFormat]:
     """The built-in model after drills and demonstrations, some of them with mistakes: it solves some tasks."""
-    lessons = Lessons(sum_drill, short=5 * steps, num_dialogues=11 * steps)  # 16 demonstrations a step
+    lessons = Lessons(
+        make_sum_drill, num_short=5 * steps, num_dialogues=11 * steps
+    )  # 16 demonstrations a step
     tasks = list(CalculatorEnvironment.tasks("train", 0, 1000))
     with tempfile.TemporaryDirectory() as folder:
         warm = warm_run(CalculatorEnvironment, tasks, lessons, folder)

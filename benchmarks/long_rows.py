@@ -46,7 +46,7 @@ def config_of(kind: str, device: str, tokens: int) -> TrainingConfig:
 def estimated_gib(size: str, config: TrainingConfig) -> float:
     """Return the doctor's estimate of the learner's memory for one row of `model.max_length` tokens."""
     shape, tokens = find_shape("", size), config.model.max_length
-    parts = learner_bytes(config, shape, shape.held(config), make_algorithm(config).needs, 1, tokens)
+    parts = learner_bytes(config, shape, shape.count_held(config), make_algorithm(config).needs, 1, tokens)
     return sum(parts.values()) / 2**30
 
 

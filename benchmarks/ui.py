@@ -32,7 +32,7 @@ import psutil
 
 from tests.kits.browser import PROGRAM, Browser
 from TrainingFactory.apps.views.index import EpisodeIndex, Query
-from TrainingFactory.apps.views.runs import Runs, metrics_part
+from TrainingFactory.apps.views.runs import Runs, read_metrics_part
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.runs.folder import METRICS, TRAJECTORIES, RunFolder, Status
@@ -92,7 +92,7 @@ def by_function(folder: Path) -> Ask:
         if path == "/api/runs":
             return {"runs": [row.model_dump() for row in runs.rows()]}
         if path.endswith("/metrics"):
-            return metrics_part(runs.find("live"), **given).model_dump()
+            return read_metrics_part(runs.find("live"), **given).model_dump()
         if path.endswith("/episodes"):
             return index.page(Query(**given)).model_dump()
         return index.episode(int(path.rpartition("/")[2])).model_dump()

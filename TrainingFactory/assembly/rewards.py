@@ -14,7 +14,7 @@ from TrainingFactory.assembly.local_judge import LocalJudge, Notify
 from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, reward_model
 from TrainingFactory.common.options import OptionError
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.problems import ConfigError, Problem, dotted, option_problems, problems_of
+from TrainingFactory.config.problems import ConfigError, Problem, dotted, list_option_problems, list_problems
 from TrainingFactory.config.schema import RewardPart, RewardSection, SingleRewardSection
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment, EnvironmentFactory, RewardFunction
@@ -221,7 +221,7 @@ def _make_combined(
         try:
             part = RewardPart(**entry)
         except ValidationError as error:
-            part_problems = problems_of(error, RewardPart)
+            part_problems = list_problems(error, RewardPart)
             problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in part_problems]
             continue
         reward = _make_single(part, key, context, problems)
@@ -268,7 +268,7 @@ class _Problems(list[Problem]):
         except ConfigError as error:
             self.extend(error.problems)
         except OptionError as error:
-            for problem in option_problems(error, ()):
+            for problem in list_option_problems(error, ()):
                 is_section_key = problem.key[:1] and problem.key[0] in SECTION_KEYS
                 location = key if is_section_key else options or key
                 self.append(dataclasses.replace(problem, key=(*location, *problem.key)))

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast, get_args
 
 from cyclopts import App, Parameter, validators
 
-from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows
+from TrainingFactory.apps.recipes.gsm8k import HUB_ID, PreparedRows
 from TrainingFactory.cli import show
 from TrainingFactory.cli.display import Display
 from TrainingFactory.cli.options import RunsFolder
@@ -179,7 +179,7 @@ def lessons(environment: Literal["search", "calculator"] = "search", /, *, out: 
 
 
 @data.command
-def gsm8k(source: str = HUB, /, *, out: Path = Path("gsm8k"), plain: bool = False) -> int:
+def gsm8k(source: str = HUB_ID, /, *, out: Path = Path("gsm8k"), plain: bool = False) -> int:
     """Convert GSM8K to SFT rows, in which calculator calls replace the marked calculations, and to RL tasks for
     training (tasks), development (dev, a fixed part of the training set) and the final test (test).
 

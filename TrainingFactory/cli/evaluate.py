@@ -161,7 +161,7 @@ def _print_result(evaluation: RecordedEvaluation, result: RolloutReport, as_json
         result_values = {"model": model, "environment": environment, "scored_by": scored_by} | metrics
         print(json.dumps(result_values if record is None else result_values | {"record": record.id}))
     else:
-        judge_cost = run_tables.usage_rows([metrics])
+        judge_cost = run_tables.format_usage([metrics])
         rows = [
             *success_rows(metrics),
             *summary_rows(metrics, episodes),

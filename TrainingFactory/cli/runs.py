@@ -67,9 +67,9 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     """
     run = RunFolder.find(name, runs_folder)
     if as_json:
-        print(views.run_view(run, views.Runs(runs_folder)).model_dump_json())
+        print(views.make_run_view(run, views.Runs(runs_folder)).model_dump_json())
         return
-    rows = [("run", f"{run.name} in {run.path}"), *run_tables.state_rows(run)]
+    rows = [("run", f"{run.name} in {run.path}"), *run_tables.list_state_rows(run)]
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     if (best_checkpoint := run.best()) is not None:
         rows.append(("best", f"{best_checkpoint}, on held-out tasks or rows"))
@@ -78,7 +78,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
     metrics, metric_rows = run.metrics(), []
-    for label, key, number_format in run_tables.labelled_metrics(metrics):
+    for label, key, number_format in run_tables.label_metrics(metrics):
         values = [row[key] for row in metrics if key in row]
         statistics = [
             number_format.format(value) for value in (values[0], values[-1], min(values), max(values))
@@ -86,7 +86,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
         metric_rows.append((label, *statistics, sparkline(values)))
     show.columns(["metric", "first", "last", "min", "max", "curve"], metric_rows)
     _print_plot(metrics)
-    show.table(list(run_tables.usage_rows(metrics)))
+    show.table(list(run_tables.format_usage(metrics)))
     for finding in views.findings(run):
         show.note(f"{finding.severity}, {finding.when}: {finding.name}: {finding.sentence}. {finding.remedy}")
     if run.state in ("interrupted", "failed", "killed"):
@@ -100,7 +100,7 @@ def _annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
     return [("tags", ", ".join(tags)), ("note", annotations.note), ("archived", archived)]
 
 
-def _print_plot(metrics: run_tables.Rows) -> None:
+def _print_plot(metrics: run_tables.MetricRows) -> None:
     """Print a plot of the reward, or of the loss if there is none, over all steps."""
     name = next((name for name in ("reward", "loss") if any(name in row for row in metrics)), None)
     if name is None:
@@ -129,10 +129,10 @@ def report(name: RunName, *, out: Path | None = None, runs_folder: RunsFolder = 
     Args:
         out: HTML file to write. Default: run.html in the run's folder.
     """
-    from TrainingFactory.apps.views.run_report import run_page
+    from TrainingFactory.apps.views.run_report import render_run_page
 
     run = RunFolder.find(name, runs_folder)
-    show.write_page(out or run.path / "run.html", run_page(run))
+    show.write_page(out or run.path / "run.html", render_run_page(run))
 
 
 @runs.command
@@ -154,10 +154,10 @@ def compare(*names: RunName, as_json: Json = False, runs_folder: RunsFolder = "r
         print(diff.model_dump_json())
         return
     histories = [run.metrics() for run in folders]
-    latest = [run_tables.latest_metrics(history) | run_tables.usage_totals(history) for history in histories]
-    formats = run_tables.shown_metrics([row for history in histories for row in history])
+    latest = [run_tables.latest_metrics(history) | run_tables.sum_usage(history) for history in histories]
+    formats = run_tables.select_metrics([row for history in histories for row in history])
     formats |= dict.fromkeys(
-        (key for history in histories for key in run_tables.usage_totals(history)), "{:.6g}"
+        (key for history in histories for key in run_tables.sum_usage(history)), "{:.6g}"
     )
     rows = [(row["key"], *map(str, row["values"])) for row in diff.rows]
     rows.append(("steps", *(str(run.status.step) for run in folders)))

@@ -22,44 +22,44 @@ MAX_DEPTH = 50
 MAX_VALUES = 100_000  # with aliases expanded: a few lines of nested aliases can expand to billions of values
 
 # libyaml parses six times as fast. `Composer` comes first to replace libyaml's composer, which has no limits.
-BASES = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
+BASE_LOADERS = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 MAX_DIGITS = 100
 TAGS = "tag:yaml.org,2002:"
-NOT_JSON = {f"{TAGS}{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
+NON_JSON_TAGS = {f"{TAGS}{name}" for name in ("timestamp", "binary", "set", "omap", "pairs")}
 
 
-class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
+class ConfigLoader(*BASE_LOADERS):  # pyright: ignore[reportGeneralTypeIssues]
     """YAML loader restricted to JSON types: unlike in YAML 1.1, 1e-6 is a number, not a string, and 2024-01-31 is a
     string, not a date. Rejects files that expand to too many values."""
 
     def __init__(self, text: str) -> None:
         try:
-            BASES[-1].__init__(self, text)
+            BASE_LOADERS[-1].__init__(self, text)
         except UnicodeEncodeError as error:
             raise yaml.YAMLError(f"character {error.start + 1} is not valid Unicode") from None
         Composer.__init__(self)
         self._depth = self._num_values = 0
-        self._sizes: dict[str, int] = {}  # number of values under each anchor
+        self._anchor_sizes: dict[str, int] = {}  # number of values under each anchor
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         event, parent_values = self.peek_event(), self._num_values
         is_alias = isinstance(event, yaml.AliasEvent)
         # An alias to the node that contains it: the node's size is not known yet.
-        size = self._sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
-        self._num_values += size if is_alias else 1
+        alias_size = self._anchor_sizes.get(event.anchor, MAX_VALUES if event.anchor in self.anchors else 0)
+        self._num_values += alias_size if is_alias else 1
         self._depth += 1
         if self._num_values > MAX_VALUES or self._depth > MAX_DEPTH:
-            limits = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values, counted with aliases expanded"
-            raise yaml.YAMLError(f"too large at line {event.start_mark.line + 1}; allowed are {limits}")
+            limits_text = f"at most {MAX_DEPTH} levels and {MAX_VALUES} values, counted with aliases expanded"
+            raise yaml.YAMLError(f"too large at line {event.start_mark.line + 1}; allowed are {limits_text}")
         node = super().compose_node(parent, index)
         self._depth -= 1
         if event.anchor and not is_alias:
-            self._sizes[event.anchor] = self._num_values - parent_values
+            self._anchor_sizes[event.anchor] = self._num_values - parent_values
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
-            if node.tag in NOT_JSON or (node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS):
+            if node.tag in NON_JSON_TAGS or (node.tag == f"{TAGS}int" and len(node.value) > MAX_DIGITS):
                 raise ValueError
             return super().construct_object(node, deep)
         except (ValueError, KeyError, IndexError, OverflowError):  # `!!bool abc`, `!!int ""`, `1:59:59...`
@@ -69,7 +69,7 @@ class ConfigLoader(*BASES):  # pyright: ignore[reportGeneralTypeIssues]
 
 
 ConfigLoader.yaml_implicit_resolvers = {
-    first_char: [(tag, pattern) for tag, pattern in resolvers if tag not in NOT_JSON]
+    first_char: [(tag, pattern) for tag, pattern in resolvers if tag not in NON_JSON_TAGS]
     for first_char, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 ConfigLoader.add_implicit_resolver(
@@ -83,18 +83,18 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
     """Load a config file (None: the defaults) and apply overrides such as `tools.0.name=search`; raise ConfigError."""
     problems: list[Problem] = []
     locations: dict[Key, str] = {}
-    data = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
+    sections = expand(read_yaml(Path(path), locations, problems)) if path is not None else {}
     for override in overrides:
-        _apply_override(override, data, locations, problems)
+        _apply_override(override, sections, locations, problems)
     key_locations = KeyLocations(locations, str(path) if path is not None else "")
     try:
-        config = TrainingConfig(**data)
+        config = TrainingConfig(**sections)
         if not problems:
             config._key_locations = key_locations
             return config
     except ConfigError as error:
         problems += error.problems
-    raise key_locations.error(problems) from None
+    raise key_locations.make_error(problems) from None
 
 
 def key_value(key: str, value: Any) -> str:
@@ -114,32 +114,32 @@ def read_yaml(
         loader = ConfigLoader(path.read_text(encoding="utf-8-sig"))
         node = loader.get_single_node()
         if not isinstance(node, yaml.MappingNode):
-            raise _file_error(path, f"must contain {expected_content}")
+            raise _make_file_error(path, f"must contain {expected_content}")
         _locate_keys(node, (), str(path), locations, problems)
-        data = loader.construct_document(node)
+        mapping = loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
         # Not str(error): that quotes the line, which may contain a secret.
-        text = " ".join(part for part in (error.context, error.problem) if part)
-        raise _file_error(path, f"is not valid YAML: {text}", error.problem_mark) from None
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        raise _make_file_error(path, f"is not valid YAML: {problem}", error.problem_mark) from None
     except FileNotFoundError:
-        raise _file_error(path, f"file not found{_missing_file_hint(path)}") from None
+        raise _make_file_error(path, f"file not found{_make_missing_hint(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise _file_error(path, f"cannot be read: {str(error).splitlines()[0]}") from None
+        raise _make_file_error(path, f"cannot be read: {str(error).splitlines()[0]}") from None
     for alias, key in ALIASES.items():
         if location := locations.get(tuple(alias.split("."))):
             locations.setdefault(tuple(key.split(".")), location)
-    return data
+    return mapping
 
 
-def _missing_file_hint(path: Path) -> str:
+def _make_missing_hint(path: Path) -> str:
     if command := command_that_creates(path):
         return f"; create it with: {command}"
-    closest = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
-    return did_you_mean(closest and str(path.parent / closest))
+    closest_name = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
+    return did_you_mean(closest_name and str(path.parent / closest_name))
 
 
-def _file_error(path: Path, text: str, mark: yaml.Mark | None = None) -> ConfigError:
-    return ConfigError([Problem((), text, location=f"{path}:{mark.line + 1}" if mark else str(path))])
+def _make_file_error(path: Path, problem: str, mark: yaml.Mark | None = None) -> ConfigError:
+    return ConfigError([Problem((), problem, location=f"{path}:{mark.line + 1}" if mark else str(path))])
 
 
 def _locate_keys(
@@ -147,27 +147,27 @@ def _locate_keys(
 ) -> None:
     """Record the line of every key in `locations`, and duplicate keys in `problems`."""
     if isinstance(node, yaml.SequenceNode):
-        for index, entry in enumerate(node.value):
-            locations[(*key, index)] = f"{path}:{entry.start_mark.line + 1}"
-            _locate_keys(entry, (*key, index), path, locations, problems)
+        for index, entry_node in enumerate(node.value):
+            locations[(*key, index)] = f"{path}:{entry_node.start_mark.line + 1}"
+            _locate_keys(entry_node, (*key, index), path, locations, problems)
     elif isinstance(node, yaml.MappingNode):
-        lines: dict[Key, int] = {}
-        for name, value in node.value:
-            inner_key, line = (*key, str(name.value)), name.start_mark.line + 1
-            if inner_key in lines:
-                text = f"duplicate key in lines {lines[inner_key]} and {line}; remove one of them"
-                problems.append(Problem(inner_key, text, location=f"{path}:{line}"))
-            lines[inner_key] = line
+        lines_by_key: dict[Key, int] = {}
+        for key_node, value_node in node.value:
+            inner_key, line = (*key, str(key_node.value)), key_node.start_mark.line + 1
+            if inner_key in lines_by_key:
+                problem = f"duplicate key in lines {lines_by_key[inner_key]} and {line}; remove one of them"
+                problems.append(Problem(inner_key, problem, location=f"{path}:{line}"))
+            lines_by_key[inner_key] = line
             locations[inner_key] = f"{path}:{line}"
-            _locate_keys(value, inner_key, path, locations, problems)
+            _locate_keys(value_node, inner_key, path, locations, problems)
 
 
 def _apply_override(
-    override: str, data: dict[str, Any], locations: dict[Key, str], problems: list[Problem]
+    override: str, sections: dict[str, Any], locations: dict[Key, str], problems: list[Problem]
 ) -> None:
     """Set the value of one `key=value` in the data. The schema reports unknown keys later."""
-    name, equals, value_text = override.partition("=")
-    if not equals or not name.strip():
+    name, separator, value_text = override.partition("=")
+    if not separator or not name.strip():
         problems.append(Problem((), f"expected key=value, got {override!r}", location=COMMAND_LINE))
         return
     key: Key = tuple(int(part) if part.isdecimal() else part for part in full_key(name.strip()).split("."))
@@ -176,7 +176,7 @@ def _apply_override(
     except yaml.YAMLError:
         problems.append(Problem(key, "the value is not valid YAML; quote it", location=COMMAND_LINE))
         return
-    if problem := _set_value(data, key, value):
+    if problem := _set_value(sections, key, value):
         problems.append(Problem(key, problem, location=COMMAND_LINE))
     locations[key] = COMMAND_LINE
     for depth in range(1, len(key)):
@@ -185,20 +185,20 @@ def _apply_override(
 
 def _set_value(container: Any, key: Key, value: Any) -> str | None:
     """Set data["a"]["b"] for the key a.b, creating missing sections. Return the problem if that is impossible."""
-    name: Any = key[0]
+    key_part: Any = key[0]
     if isinstance(container, list):
-        if not isinstance(name, int) or name > len(container):
+        if not isinstance(key_part, int) or key_part > len(container):
             return f"no such list entry; the list has {len(container)} entries, counted from 0"
-        if name == len(container):
+        if key_part == len(container):
             container.append(None)
     elif isinstance(container, dict):
-        name = str(name)
-        container.setdefault(name)
+        key_part = str(key_part)
+        container.setdefault(key_part)
     else:
         return "cannot be set, because its parent is not a section"
     if len(key) == 1:
-        container[name] = value
+        container[key_part] = value
         return None
-    if container[name] is None:
-        container[name] = [] if isinstance(key[1], int) else {}
-    return _set_value(container[name], key[1:], value)
+    if container[key_part] is None:
+        container[key_part] = [] if isinstance(key[1], int) else {}
+    return _set_value(container[key_part], key[1:], value)

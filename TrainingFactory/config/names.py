@@ -52,29 +52,27 @@ def full_key(key: str) -> str:
     return f"{key}.{SHORT_KEYS[key]}" if key in SHORT_KEYS else ALIASES.get(key, key)
 
 
-def expand(data: dict[Any, Any]) -> dict[str, Any]:
+def expand(raw_config: dict[Any, Any]) -> dict[str, Any]:
     """Return the full form of a config. An alias whose key is also set stays, so that the schema rejects it."""
     # YAML reads an empty section (all its lines commented out) as null: use its defaults.
-    data = {str(key): value for key, value in data.items() if value is not None}
-    expanded = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    raw_config = {str(key): value for key, value in raw_config.items() if value is not None}
+    config = {key: dict(value) if isinstance(value, dict) else value for key, value in raw_config.items()}
     for section, key in SHORT_KEYS.items():
-        if isinstance(expanded.get(section), str | os.PathLike):
-            expanded[section] = {key: expanded[section]}
-    if isinstance(expanded.get("tools"), list):
-        expanded["tools"] = [
-            {"name": entry} if isinstance(entry, str) else entry for entry in expanded["tools"]
-        ]
+        if isinstance(config.get(section), str | os.PathLike):
+            config[section] = {key: config[section]}
+    if isinstance(config.get("tools"), list):
+        config["tools"] = [{"name": tool} if isinstance(tool, str) else tool for tool in config["tools"]]
     for alias, key in ALIASES.items():
         *parents, alias_name = alias.split(".")
-        container = expanded.get(parents[0]) if parents else expanded
-        section, name = key.split(".")
-        target = expanded.get(section, {})
+        container = config.get(parents[0]) if parents else config
+        section, option_name = key.split(".")
+        target_section = config.get(section, {})
         if (
             isinstance(container, dict)
             and alias_name in container
-            and isinstance(target, dict)
-            and name not in target
+            and isinstance(target_section, dict)
+            and option_name not in target_section
         ):
-            target[name] = container.pop(alias_name)
-            expanded[section] = target
-    return expanded
+            target_section[option_name] = container.pop(alias_name)
+            config[section] = target_section
+    return config

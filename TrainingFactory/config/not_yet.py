@@ -7,19 +7,19 @@ from typing import Any
 from TrainingFactory.config.schema import TrainingConfig
 
 # key -> (value that describes the present behaviour, notice for any other value)
-UNIMPLEMENTED: dict[str, tuple[Any, str]] = {
+UNIMPLEMENTED_OPTIONS: dict[str, tuple[Any, str]] = {
     "environment.async_execution": (True, "tools always run while other episodes are sampled"),
 }
 
 
-def unimplemented_notices(config: TrainingConfig) -> list[str]:
+def list_unimplemented(config: TrainingConfig) -> list[str]:
     """Return one notice per requested feature that is not implemented yet."""
     notices = []
-    for key, (default, text) in UNIMPLEMENTED.items():
-        section_name, name = key.split(".")
+    for key, (default, notice) in UNIMPLEMENTED_OPTIONS.items():
+        section_name, option_name = key.split(".")
         section = getattr(config, section_name)
-        if name in section.model_fields_set and getattr(section, name) != default:
-            notices.append(f"{key}: {text}")
+        if option_name in section.model_fields_set and getattr(section, option_name) != default:
+            notices.append(f"{key}: {notice}")
     return notices
 
 

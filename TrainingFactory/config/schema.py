@@ -19,7 +19,7 @@ from TrainingFactory.config.algorithms import (
     SFTSection,
 )
 from TrainingFactory.config.names import expand
-from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem, problems_of
+from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem, list_problems
 from TrainingFactory.config.section import PathText, Section
 
 
@@ -59,7 +59,7 @@ class ModelSection(Section):
     """Run Python code shipped with the model. Enable only for models you trust."""
 
 
-def _check_stops(stop_when: dict[Any, float]) -> dict[Any, float]:
+def _check_stop_when(stop_when: dict[Any, float]) -> dict[Any, float]:
     patience = stop_when.get("patience", 1)
     if patience < 1 or patience % 1:
         raise ValueError("patience is a number of evaluations: it must be an integer of at least 1")
@@ -112,8 +112,8 @@ class TrainingSection(Section):
     """Optimizer steps per pass. Must divide batch_size (kto: with at least 2 examples in each mini-batch)."""
     eval_every: Count | None = None
     """Evaluate on held-out tasks or rows before training, every N steps and at the end. null: never."""
-    stop_when: Annotated[dict[Literal["patience", "target"], float], AfterValidator(_check_stops)] = Field(
-        default_factory=dict
+    stop_when: Annotated[dict[Literal["patience", "target"], float], AfterValidator(_check_stop_when)] = (
+        Field(default_factory=dict)
     )
     """Stop early. {patience: 3}: after 3 consecutive evaluations without a new best. {target: 0.9}: when success or
     accuracy on held-out data reaches 0.9. With both: whichever comes first."""
@@ -472,14 +472,14 @@ class TrainingConfig(Section):
 
     def wrong(self, problems: Iterable[Problem]) -> ConfigError:
         """Return a ConfigError for problems found after loading, each with the file and line of its key."""
-        return self._key_locations.error(problems)
+        return self._key_locations.make_error(problems)
 
     def __init__(self, **data: Any) -> None:
         try:
             super().__init__(**expand(data))
         except ValidationError as error:
             # `from None`: pydantic's message repeats the values, which may be secrets.
-            raise ConfigError(problems_of(error, TrainingConfig)) from None
+            raise ConfigError(list_problems(error, TrainingConfig)) from None
 
 
 ALGORITHMS: tuple[str, ...] = get_args(TrainingSection.model_fields["algorithm"].annotation)

@@ -13,7 +13,7 @@ from TrainingFactory.common.options import Count, Positive, Text, ZeroOrMore, di
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import Key, read_yaml
 from TrainingFactory.config.names import full_key
-from TrainingFactory.config.problems import KeyLocations, Problem, problems_of
+from TrainingFactory.config.problems import KeyLocations, Problem, list_problems
 from TrainingFactory.config.schema import RewardSection, SamplingSection, ToolEntry
 from TrainingFactory.config.section import PathText, Section
 from TrainingFactory.evaluation import statistics
@@ -128,8 +128,8 @@ def load_suite(name_or_file: str) -> tuple[Suite, Path | None]:
         if not problems:
             return suite.model_copy(update={"name": suite.name or path.stem}), path.parent
     except ValidationError as error:
-        problems += problems_of(error, Suite)
-    raise KeyLocations(locations, str(path)).error(problems) from None
+        problems += list_problems(error, Suite)
+    raise KeyLocations(locations, str(path)).make_error(problems) from None
 
 
 def _find_problems(suite: Suite) -> list[Problem]:

@@ -63,7 +63,7 @@ def read_entries() -> Entries:
         chained = {name: target for name, target in targets.items() if target != name and target in ids}
         problems += [Problem((kind, name), message.format(target)) for name, target in chained.items()]
     if problems:
-        raise KeyLocations(locations, FILE).error(problems)
+        raise KeyLocations(locations, FILE).make_error(problems)
     return configs
 
 

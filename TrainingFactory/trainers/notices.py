@@ -8,7 +8,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.learner import importance_cap
 from TrainingFactory.cluster.launcher import launched_process
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.config.not_yet import changed_keys, unimplemented_notices
+from TrainingFactory.config.not_yet import changed_keys, list_unimplemented
 from TrainingFactory.rewards.rules.code import ToolRule
 from TrainingFactory.rewards.rules.tool_verified import make_rule_or_verifier
 
@@ -18,7 +18,7 @@ ASYNC_KEYS = ("async_rollout", "max_staleness", "async_order")
 def notices(config: TrainingConfig, *, has_reward: bool = False) -> list[str]:
     """Return one line for each option that is not implemented, or not supported by this reward. `has_reward`: the
     caller's reward replaces the config's."""
-    return [*unimplemented_notices(config), *_list_process_notices(config, has_reward)]
+    return [*list_unimplemented(config), *_list_process_notices(config, has_reward)]
 
 
 def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldout: bool = False) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
-from TrainingFactory.apps.views.registry import audits, runs_option
+from TrainingFactory.apps.views.registry import load_audits, runs_option
 from TrainingFactory.apps.views.shapes import AuditList, EpisodeView, Json, Number
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import write_atomically
@@ -52,7 +52,7 @@ class JudgeRoutes:
 
     def audits(self) -> AuditList:
         """List the judge audits, the oldest first."""
-        return audits(self._runs)
+        return load_audits(self._runs)
 
     def labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from TrainingFactory.apps.views.runs import LOG, Runs, file_stat, findings, log_part, metrics_part
+from TrainingFactory.apps.views.runs import LOG, Runs, findings, read_log_part, read_metrics_part, stat_file
 from TrainingFactory.apps.views.shapes import RunRow
 from TrainingFactory.common.http.site import Event, Events, event
 from TrainingFactory.data.disk import open_regular_file
@@ -63,16 +63,16 @@ class _FileReader:
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         self._metrics, self._log = (_last_line_end(run.path / name) for name in (METRICS, LOG))
-        self._findings = file_stat(run.path / FINDINGS)
+        self._findings = stat_file(run.path / FINDINGS)
 
     def read_events(self) -> list[Event]:
         events = []
-        if (metrics := metrics_part(self.run, self._metrics)).steps or metrics.again:
+        if (metrics := read_metrics_part(self.run, self._metrics)).steps or metrics.again:
             events.append(event("metrics", metrics.model_copy(update={"start": self._metrics})))
-        if (log := log_part(self.run, self._log)).text or log.again:
+        if (log := read_log_part(self.run, self._log)).text or log.again:
             events.append(event("log", log.model_copy(update={"start": self._log})))
         self._metrics, self._log = metrics.offset, log.offset
-        if (stat := file_stat(self.run.path / FINDINGS)) != self._findings:
+        if (stat := stat_file(self.run.path / FINDINGS)) != self._findings:
             rows = [finding.model_dump() for finding in findings(self.run)]
             events.append(event("findings", {"findings": rows}))
         self._findings = stat

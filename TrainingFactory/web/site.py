@@ -133,11 +133,11 @@ class Page:
 
     def run(self, name: str) -> shapes.RunView:
         """Show a run in full."""
-        return views.run_view(self.find(name), self.runs)
+        return views.make_run_view(self.find(name), self.runs)
 
     def config(self, name: str) -> shapes.ConfigView:
         """Show the options of a run."""
-        return views.config_view(self.find(name))
+        return views.make_config_view(self.find(name))
 
     def diff(self, name: str, other: str) -> shapes.RunDiff:
         """Show the options in which two runs differ."""
@@ -145,11 +145,11 @@ class Page:
 
     def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
         """Return the metrics of a run after byte `after` of their file."""
-        return views.metrics_part(self.find(name), after)
+        return views.read_metrics_part(self.find(name), after)
 
     def log(self, name: str, after: int = 0) -> shapes.LogPart:
         """Return the log of a run after byte `after`; a negative value counts from the end."""
-        return views.log_part(self.find(name), after)
+        return views.read_log_part(self.find(name), after)
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List the matching episodes of a run, page by page."""

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.kits.run import Quiet, assert_same_run
-from TrainingFactory.apps.demo.demo import Demo, StageNotices
+from TrainingFactory.apps.demo.demo import Demo, StageAnnouncer
 from TrainingFactory.apps.demo.lessons import LESSONS as LESSONS_OF
 from TrainingFactory.apps.demo.lessons import Lessons
 from TrainingFactory.cli import main
@@ -21,7 +21,7 @@ from TrainingFactory.models import load_model
 from TrainingFactory.rollout import rollout_metrics
 from TrainingFactory.runs.folder import RunFolder, list_runs
 
-LESSONS = Lessons(drills=6, short=6, num_dialogues=12, num_demonstrations=24)
+LESSONS = Lessons(num_drills=6, num_short=6, num_dialogues=12, num_demonstrations=24)
 OVERRIDES = ["training.batch_size=4", "training.group_size=4", "training.max_steps=3", "data.count=12",
              "data.heldout_count=6", "sampling.max_tokens=12", "environment.max_turns=2"]  # fmt: skip
 WARM = "out-warm-start"
@@ -84,7 +84,7 @@ def test_new_kinds_of_rows_are_announced_where_the_loss_jumps(folder: Path) -> N
         def say(self, text: str) -> None:
             lines.append(text)
 
-    watcher = StageNotices(Lines(), stages)
+    watcher = StageAnnouncer(Lines(), stages)
     for step in (1, 2, 3, 4):
         watcher.step(step, 4, {})
     assert [line for line in lines if line.startswith("step")] == ["step 1", "step 2", "step 3", "step 4"]
@@ -133,7 +133,7 @@ def images_of(path: Path) -> set[str]:
 
 
 def test_the_screen_demo_sees_pictures_and_is_evaluated_blind(tmp_path: Path) -> None:
-    few = {"drills": 6, "short": 6, "num_dialogues": 12, "num_demonstrations": 24}
+    few = {"num_drills": 6, "num_short": 6, "num_dialogues": 12, "num_demonstrations": 24}
     lessons = dataclasses.replace(LESSONS_OF["screen"], **few)
     demo = Demo("screen", 2, tmp_path / "out", lessons, OVERRIDES)
     demo.warm_start(Quiet())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
-from TrainingFactory.apps.demo.report import DemoReport, Stats, Trial
+from TrainingFactory.apps.demo.report import DemoReport, DemoStats, Trial
 from TrainingFactory.common.charts import running_mean
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.types import Completion, Message, Reward, Task, ToolCall, Trajectory, Turn
@@ -29,8 +29,8 @@ def report(text: str, **changed: Any) -> DemoReport:
         "configs": (TrainingConfig().model_dump(), TrainingConfig(environment="search").model_dump()),
         "seconds": (40.0, 60.0),
         "versions": {text: text},
-        "before": Stats(200, 0.45, 0.38, 0.52, None, 2.1, {0: 60, 1: 50, 2: 90}),
-        "after": Stats(200, 0.97, 0.93, 0.99, 0.99, 3.0, {2: 196, 3: 4}),
+        "before": DemoStats(200, 0.45, 0.38, 0.52, None, 2.1, {0: 60, 1: 50, 2: 90}),
+        "after": DemoStats(200, 0.97, 0.93, 0.99, 0.99, 3.0, {2: 196, 3: 4}),
         "curve": [n / 9 for n in range(10)],
         "trial": Trial(episode(text, False), episode(text, True)),
     }

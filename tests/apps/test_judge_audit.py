@@ -15,7 +15,7 @@ import pytest
 from tests.kits.judge import Said, judging
 from TrainingFactory.apps.judge_audit.audit import ATTACKS, audit
 from TrainingFactory.apps.judge_audit.gold import GoldItem, load_gold
-from TrainingFactory.apps.judge_audit.metrics import accuracy, kappa, pearson, ranks, spearman
+from TrainingFactory.apps.judge_audit.metrics import accuracy, compute_ranks, kappa, pearson, spearman
 from TrainingFactory.apps.judge_audit.report import Audit, verdict_of
 from TrainingFactory.rewards.judge.model_judge import ModelJudge, model_judge
 from TrainingFactory.rewards.judge.prompts import PAIR_TEMPLATE, JudgePrompt
@@ -32,8 +32,8 @@ def test_metrics_by_hand():
     # deviations -1.5 -.5 .5 1.5 and -2 0 1 1: 5 / sqrt(5 * 6)
     assert pearson([1, 2, 3, 4], [1, 3, 4, 4]) == pytest.approx(5 / 30**0.5)
     assert pearson([1, 2], [3, 3]) is None and pearson([1], [1]) is None
-    assert ranks([10, 30, 20, 30]) == [1, 3.5, 2, 3.5]
-    # ranks 1 2 3 4 and 1 2 3.5 3.5: 4.5 / sqrt(5 * 4.5)
+    assert compute_ranks([10, 30, 20, 30]) == [1, 3.5, 2, 3.5]
+    # compute_ranks 1 2 3 4 and 1 2 3.5 3.5: 4.5 / sqrt(5 * 4.5)
     assert spearman([1, 20, 300, 4000], [1, 3, 4, 4]) == pytest.approx(4.5 / 22.5**0.5)
     assert spearman([1, 2, 3], [9, 4, 1]) == pytest.approx(-1)
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.kits.families import BY_KEY
 from TrainingFactory.apps.doctor.examination import forecast
 from TrainingFactory.apps.plan.planning import RunPlanner
-from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, counted_shape, find_shape, sampler_bytes
+from TrainingFactory.apps.plan.shapes import MODEL_CONFIGS, count_shape, find_shape, sampler_bytes
 from TrainingFactory.assembly.memory import mlp_width, state_bytes
 from TrainingFactory.assembly.states import RecurrentSizes
 from TrainingFactory.config import TrainingConfig
@@ -45,7 +45,7 @@ def test_weights_of_a_model_are_those_of_its_card(name: str) -> None:
     shape = find_shape(name, None)
     assert shape.params / 1e9 == pytest.approx(MODEL_CONFIGS[name]["billions"], rel=0.011)
     assert shape.active / 1e9 == pytest.approx(ACTIVE.get(name, shape.active / 1e9), rel=0.02)
-    assert 0 < shape.active <= shape.total
+    assert 0 < shape.active <= shape.total_weights
     assert find_shape("other", SHORT_NAMES[name])[1:] == shape[1:]  # --model-size
 
 
@@ -54,10 +54,10 @@ def test_local_mixture_of_experts(family: str, tmp_path: Path) -> None:
     model: Any = BY_KEY[family].build()
     model.config.save_pretrained(tmp_path)
     shape = find_shape(str(tmp_path), None)
-    assert shape.total == sum(weight.numel() for weight in model.parameters())
+    assert shape.total_weights == sum(weight.numel() for weight in model.parameters())
     experts = [weight for name, weight in model.named_parameters() if ".experts." in name]
     assert (
-        shape.total - shape.active == sum(weight.numel() for weight in experts) * 6 // 8
+        shape.total_weights - shape.active == sum(weight.numel() for weight in experts) * 6 // 8
     )  # 2 of 8 are active
     for experts in (None, True, False):
         adapted = add_lora(BY_KEY[family].build(), r=3, experts=experts)
@@ -107,7 +107,7 @@ def counted_flops(model: Any, tokens: int) -> int:
 def test_flops_of_a_hybrid_are_those_of_its_forward_pass(family: str) -> None:
     model: Any = BY_KEY[family].build()
     config = model.config.get_text_config()
-    shape = counted_shape(family, config.to_dict())
+    shape = count_shape(family, config.to_dict())
     for tokens in (128, 512):
         found = counted_flops(model, tokens)
         if (

@@ -19,11 +19,11 @@ from TrainingFactory.apps.plan.shapes import (
     learner_bytes,
     sampler_bytes,
 )
-from TrainingFactory.apps.plan.step_time import Costs, StepModel, expected_maximum
+from TrainingFactory.apps.plan.step_time import Costs, StepModel, expect_maximum
 from TrainingFactory.apps.plan.workload import (
     Workload,
     draw_workload,
-    fork_factor,
+    estimate_fork_factor,
     parse_distribution,
     workload_from_run,
 )
@@ -39,10 +39,12 @@ CONFIG = str(Path(__file__).parents[2] / "configs" / "qwen3_grpo_ray.yaml")
 SMALL = {"training": {"batch_size": 2, "group_size": 2, "token_budget": 4096}, "sampling": {"engine": "vllm"}}
 
 
-def equal(turns: int, tokens: float, tool: float = 0.0, reward: float = 0.0, taught: float = 1.0) -> Workload:
+def equal(
+    turns: int, tokens: float, tool: float = 0.0, reward: float = 0.0, taught_share: float = 1.0
+) -> Workload:
     """Return episodes that are all the same, without prompts."""
     same = [np.full(8, float(value)) for value in (turns, tokens, 0.0, tool, reward)]
-    return Workload(0.0, *same, taught=taught)
+    return Workload(0.0, *same, taught_share=taught_share)
 
 
 def test_a_synchronous_step_adds_up_what_each_part_takes() -> None:
@@ -95,11 +97,11 @@ def test_sampling_stops_while_weights_are_loaded() -> None:
 
 def test_the_expected_maximum_is_that_of_order_statistics() -> None:
     values = np.array([3.0, 1.0, 2.0])
-    assert expected_maximum(values, 1) == pytest.approx(2.0)
-    assert expected_maximum(values, 2) == pytest.approx((1 * 1 + 2 * 3 + 3 * 5) / 9)  # of nine pairs
+    assert expect_maximum(values, 1) == pytest.approx(2.0)
+    assert expect_maximum(values, 2) == pytest.approx((1 * 1 + 2 * 3 + 3 * 5) / 9)  # of nine pairs
     # of an exponential quantity: the harmonic number
     draws = np.random.default_rng(0).exponential(1.0, 20_000)
-    assert expected_maximum(draws, 128) == pytest.approx(sum(1 / n for n in range(1, 129)), rel=0.03)
+    assert expect_maximum(draws, 128) == pytest.approx(sum(1 / n for n in range(1, 129)), rel=0.03)
 
 
 def test_a_step_waits_for_its_longest_episode_and_a_bound_helps() -> None:
@@ -116,7 +118,7 @@ def test_a_step_waits_for_its_longest_episode_and_a_bound_helps() -> None:
 
 def test_groups_with_equal_rewards_are_sampled_again() -> None:
     # One group, half of the attempts teach, at most one further attempt: 1.5 attempts of 1 s.
-    model = StepModel(equal(1, 100, taught=0.5), Costs(launch=0.01), 1, 1, 8, refill=1)
+    model = StepModel(equal(1, 100, taught_share=0.5), Costs(launch=0.01), 1, 1, 8, refill=1)
     assert model.seconds() == pytest.approx(1.5) and model.count == 1.5
     # Of 50 groups some need the second round for certain.
     many = replace(model, groups=50, slots=999)
@@ -158,7 +160,9 @@ def test_weights_and_memory_are_those_of_a_real_model() -> None:
         assert shards[part] == pytest.approx(size * shape.params / 4)
     assert shards["reference model"] == 2 * shape.params / 4
     # Of float32 shards of all weights none is kept in 16 bits; two layers and the head are gathered.
-    assert shards["weights"] == pytest.approx(2 * (2 * shape.block + shape.hidden_size * shape.vocab_size))
+    assert shards["weights"] == pytest.approx(
+        2 * (2 * shape.layer_weights + shape.hidden_size * shape.vocab_size)
+    )
 
 
 def test_adapters_have_the_weights_that_peft_makes() -> None:
@@ -203,7 +207,7 @@ def test_figures_give_back_what_they_were_measured_by(engine: str, rates: dict[i
         own = ["turns=1", "prompt_tokens=256", "turn_tokens=128", "record_s=0", "driver_ms=0"]
         training = {"batch_size": 32, "group_size": rows // 32}
         planner = RunPlanner(with_training(config, training), 1, size="0.6B", rates=own)
-        alone = planner.model(1, 256, 0)
+        alone = planner.make_model(1, 256, 0)
         costs = alone.costs._replace(update=0.0, write=0.0, load=0.0, checkpoint=0.0)
         assert rows * 128 / replace(alone, costs=costs).seconds() == pytest.approx(rate, rel=0.03)
     own = ["turns=1", "prompt_tokens=768", "turn_tokens=256"]
@@ -265,7 +269,7 @@ def test_a_run_gives_lengths_latencies_and_what_taught(tmp_path: Path) -> None:
     )
     run.append("metrics.jsonl", {"step": 1, "episodes": 3, "seconds/reward": 1.5})
     episodes = workload_from_run(run)
-    assert episodes.prompt == 3 and episodes.length == 7 and episodes.taught == 0.5
+    assert episodes.prompt == 3 and episodes.length == 7 and episodes.taught_share == 0.5
     assert [*episodes.turns] == [2.0] * 3 and [*episodes.sampled] == [3.0] * 3
     assert [*episodes.replies] == [1.0] * 3 and [*episodes.reward] == [0.5] * 3
     assert [*episodes.tool] == [2.0, 3.0, 4.0]  # calls of a turn run in parallel
@@ -361,7 +365,7 @@ def test_models_that_cannot_be_planned_are_named(tmp_path: Path) -> None:
 )
 def test_forks_multiply_the_turns_of_a_group(branching: dict[str, Any], factor: float) -> None:
     """Of 2 episodes with 4 turns each."""
-    assert fork_factor(BranchingSection(**branching), np.full(8, 4.0), 2) == pytest.approx(factor)
+    assert estimate_fork_factor(BranchingSection(**branching), np.full(8, 4.0), 2) == pytest.approx(factor)
 
 
 def test_a_plan_counts_forks() -> None:
@@ -369,6 +373,6 @@ def test_a_plan_counts_forks() -> None:
     forked = RunPlanner(load_config(CONFIG, ["training.branching.max_forks=1"]), 64, size="4B")
     factor = forked.figures["fork_factor"].value
     assert "fork_factor" not in plain.figures and factor == pytest.approx((1 + 2 + 2 + 2) / 4)
-    counts = [planner.model(8, 64, 0).count for planner in (plain, forked)]
+    counts = [planner.make_model(8, 64, 0).count for planner in (plain, forked)]
     assert counts[1] == pytest.approx(factor * counts[0])
     assert forked.plan()["step_seconds"] > plain.plan()["step_seconds"]

@@ -107,7 +107,7 @@ def test_a_screen_with_more_words_than_tokens_is_rejected() -> None:
 
 
 def test_demonstrations_name_the_cell_that_they_tap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe, "DEMONSTRATIONS", 12)
+    monkeypatch.setattr(recipe, "NUM_DEMONSTRATIONS", 12)
     monkeypatch.setattr(recipe, "TASK_COUNTS", {"tasks": 2, "dev": 12, "test": 2})
     prepared = asyncio.run(recipe.prepare_screen(OPTIONS))
     assert prepared.counts == {"sft": 12, "tasks": 2, "dev": 12, "test": 2, "sft_dev": 12}

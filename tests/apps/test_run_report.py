@@ -14,7 +14,7 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.html_report import HOSTILE, SHOWN, parsed, words
 from tests.kits.run import small, train
-from TrainingFactory.apps.views.run_report import charts, run_page
+from TrainingFactory.apps.views.run_report import make_charts, render_run_page
 from TrainingFactory.assembly import trackers
 from TrainingFactory.cli.display import plot, sparkline
 from TrainingFactory.common.charts import Chart, Curve, thin
@@ -39,7 +39,7 @@ def test_every_curve_of_a_run() -> None:
     seconds = ("seconds/generate", "seconds/update", "seconds/reward", "eval/seconds")
     row = dict.fromkeys((*names, *seconds, "reward", "reward_std", "eval/success"), 0.5)
     row |= {"eval/success_low": 0.4, "eval/success_high": 0.6}
-    found = {chart.title: chart for chart in charts([row | {"step": step} for step in (1, 2, 3)])}
+    found = {chart.title: chart for chart in make_charts([row | {"step": step} for step in (1, 2, 3)])}
     assert [len(chart.lines) for chart in found.values()] == [1, 1, 1, 1, 1, 1, 1, 1, 2, 1, 4]
     [reward], [heldout] = (found[title].lines for title in list(found)[:2])
     assert [*reward.low] == [(1, 0.0), (2, 0.0), (3, 0.0)] and [*heldout.high] == [
@@ -47,7 +47,7 @@ def test_every_curve_of_a_run() -> None:
         (2, 0.6),
         (3, 0.6),
     ]
-    assert charts([{"step": 0}]) == []
+    assert make_charts([{"step": 0}]) == []
 
 
 def test_places_on_the_sheet() -> None:
@@ -99,13 +99,13 @@ def test_text_of_others_is_text(run: RunFolder) -> None:
     save_trajectories(run.path / TRAJECTORIES, [episode(HOSTILE, 1.0), episode(HOSTILE, 0.0)])
     finding = {"name": "no_tool_called", "sentence": HOSTILE, "remedy": HOSTILE, "severity": "warning"}
     (run.path / FINDINGS).write_text(json.dumps({"step": 3} | finding) + "\n", encoding="utf-8")
-    assert words(parsed(run_page(run))).count(SHOWN) >= 8
+    assert words(parsed(render_run_page(run))).count(SHOWN) >= 8
 
 
 def test_a_run_with_nothing_to_show(run: RunFolder) -> None:
     for name in (METRICS, TRAJECTORIES, FINDINGS):
         (run.path / name).unlink()
-    assert "No problems found" in words(parsed(run_page(run)))
+    assert "No problems found" in words(parsed(render_run_page(run)))
 
 
 def test_best_and_worst() -> None:

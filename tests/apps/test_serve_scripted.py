@@ -116,7 +116,7 @@ def test_hanging_up_gives_the_slot_to_the_next(stream: bool) -> None:
             connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             wait_until(lambda: scripted.waiting == 1)
         assert post(client, user("now"))["choices"][0]["message"]["content"] == "ok"
-        wait_until(lambda: scripted.waiting == 0 and server.pending == 0)
+        wait_until(lambda: scripted.waiting == 0 and server.num_pending == 0)
     assert scripted.opened == scripted.closed == 2
 
 

@@ -157,7 +157,7 @@ def test_only_what_is_new_is_read(run: RunFolder) -> None:
 
 
 def test_a_large_file_is_read_over_several_requests(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexing, "BLOCK", 1000)
+    monkeypatch.setattr(indexing, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(indexing, "MAX_INDEXED_BYTES", 4000)
     monkeypatch.setattr(indexing, "MAX_SEARCHED_BYTES", 3000)
     index = EpisodeIndex(run)
@@ -309,7 +309,7 @@ def test_the_learners_log_probs_by_the_weights_that_sampled(whole: Path) -> None
     run = RunFolder(whole)
     assert [path.name for path in run.checkpoints()] == ["step-000002", "step-000004"]
     for step, known in ((1, True), (2, False), (3, True)):
-        found = group_credit(run, step, run.consumed_tasks()[step][0], learner=True)
+        found = group_credit(run, step, run.consumed_tasks()[step][0], with_learner=True)
         turns = [turn for each in found.members if each.credit is not None for turn in each.credit.turns]
         pieces = [piece for turn in turns for piece in turn["pieces"]]
         assert pieces and all(len(each["learned"]) == len(each["ids"]) * known for each in pieces)

@@ -10,9 +10,9 @@ import pytest
 from tests.evaluation.test_evaluation_records import played, record_of
 from tests.kits.cli import Run
 from tests.kits.registry import made_run
-from TrainingFactory.apps.judge_audit.report import AUDITS, Audit, save_audit
+from TrainingFactory.apps.judge_audit.report import AUDITS_FILE, Audit, save_audit
 from TrainingFactory.apps.views import registry as registry_views
-from TrainingFactory.apps.views.registry import audits, comparison_view, list_models, version_view
+from TrainingFactory.apps.views.registry import comparison_view, list_models, load_audits, version_view
 from TrainingFactory.data.trajectories import save_trajectories
 from TrainingFactory.evaluation.records import EvaluationRecord, ModelIdentity, append_record
 from TrainingFactory.promotion.model_registry import ModelRegistry
@@ -101,11 +101,11 @@ def test_two_are_compared_on_all_entries_of_a_suite(tmp_path: Path) -> None:
 
 
 def test_audits_that_were_kept(tmp_path: Path) -> None:
-    assert audits(tmp_path).audits == []
+    assert load_audits(tmp_path).audits == []
     save_audit(tmp_path / "runs", Audit(items=3, judged=3, pearson=0.5), "judge", "gold.jsonl")
-    with (tmp_path / "runs" / AUDITS).open("a") as file:
+    with (tmp_path / "runs" / AUDITS_FILE).open("a") as file:
         file.write("nonsense\n" + '{"half')
-    first, second = audits(tmp_path / "runs").audits
+    first, second = load_audits(tmp_path / "runs").audits
     assert (first["judge"], first["gold"], first["pearson"]) == ("judge", "gold.jsonl", 0.5)
     assert first["rows"] == [["Pearson", "0.5", "correlation with the gold scores"]]
     assert first["verdict"] and "cannot be read" in second["problem"]
@@ -113,9 +113,9 @@ def test_audits_that_were_kept(tmp_path: Path) -> None:
 
 def test_of_many_audits_the_newest_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [json.dumps({"judge": f"j{n}"}) + "\n" for n in range(9)]
-    (tmp_path / AUDITS).write_text("".join(lines))
+    (tmp_path / AUDITS_FILE).write_text("".join(lines))
     for most, shown in ((1000, 9), (len(lines[0]) * 3, 3), (len(lines[0]) * 3 - 1, 2), (1, 0)):
         monkeypatch.setattr(registry_views, "MAX_AUDIT_BYTES", most)
-        found = audits(tmp_path)
+        found = load_audits(tmp_path)
         assert [each["judge"] for each in found.audits] == [f"j{n}" for n in range(9 - shown, 9)]
         assert found.left_out == len(lines[0]) * (9 - shown)

@@ -22,12 +22,12 @@ from TrainingFactory.apps.views.index import EpisodeIndex, Query
 from TrainingFactory.apps.views.runs import (
     LOG,
     Runs,
-    config_view,
     diff_runs,
     findings,
-    log_part,
-    metrics_part,
-    run_view,
+    make_config_view,
+    make_run_view,
+    read_log_part,
+    read_metrics_part,
 )
 from TrainingFactory.runs.folder import (
     CONFIG,
@@ -215,19 +215,19 @@ def test_what_cannot_be_read_says_so_and_breaks_nothing(
     rows = {row.name: row for row in runs.rows()}
     assert problem in (rows["a"].problem or "") and (rows["b"].problem, rows["b"].state) == (None, "finished")
     assert rows["a"].heldout is not None  # the rest is shown
-    view = run_view(run, runs)
+    view = make_run_view(run, runs)
     assert [each["name"] for each in view.checkpoints] == ["step-000001", "step-000002"] and view.files
     assert view.notes or file == "config.yaml"
-    assert (config_view(run).problem is None) == (file != "config.yaml") and config_view(run).yaml
+    assert (make_config_view(run).problem is None) == (file != "config.yaml") and make_config_view(run).yaml
 
 
 def test_a_run_in_full(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a", training={"learning_rate": 0.5})
-    view = run_view(run, Runs(tmp_path))
+    view = make_run_view(run, Runs(tmp_path))
     assert view.checkpoints[1] == {"name": "step-000002", "step": 2, "best": True}
     assert view.tools == ["search"] and view.about["digest"] == "d" and not view.notes
     assert view.commands["resume"] == f"tfactory runs resume {run.path}" and "model" not in view.about
-    found = config_view(run)
+    found = make_config_view(run)
     assert found.options["training.learning_rate"] == 0.5 and "training.learning_rate" in found.changed
     assert "training.seed" not in found.changed
     other = made_run(tmp_path, "b", steps=(1,))
@@ -249,7 +249,7 @@ def test_metrics_come_as_columns_from_a_byte_on(tmp_path: Path) -> None:
         run.append(METRICS, row)
     with (run.path / METRICS).open("a") as file:
         file.write('nonsense\n[1]\n{"step": 4, "rew')
-    part = metrics_part(run)
+    part = read_metrics_part(run)
     assert (part.steps, part.times, part.unread) == ([1, 2, 3], [5.0, None, None], 2)
     assert json.loads(part.model_dump_json())["series"] == {
         "clip_fraction": [1, None, None],
@@ -257,20 +257,20 @@ def test_metrics_come_as_columns_from_a_byte_on(tmp_path: Path) -> None:
     }
     with (run.path / METRICS).open("a") as file:
         file.write('ard": 4.0}\n')
-    more = metrics_part(run, part.offset)
+    more = read_metrics_part(run, part.offset)
     assert (more.steps, more.series, more.again) == ([4], {"reward": [4.0]}, False)
     run.rewind({METRICS: 20})
-    assert metrics_part(run, more.offset).again
+    assert read_metrics_part(run, more.offset).again
 
 
 def test_a_log_from_its_end(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    assert log_part(run).text == ""
+    assert read_log_part(run).text == ""
     (run.path / LOG).write_bytes(b"one\ntwo\xff\nthree\nhalf a l")
-    assert log_part(run).text == "one\ntwo\ufffd\nthree\n"
-    end = log_part(run, -18)
-    assert end.text == "three\n" and not log_part(run, end.offset).text
-    assert log_part(run, -1000).text.startswith("one")
+    assert read_log_part(run).text == "one\ntwo\ufffd\nthree\n"
+    end = read_log_part(run, -18)
+    assert end.text == "three\n" and not read_log_part(run, end.offset).text
+    assert read_log_part(run, -1000).text.startswith("one")
 
 
 BOMB = (
@@ -283,7 +283,7 @@ def test_aliases_in_brackets_are_counted(tmp_path: Path) -> None:
     run, other = made_run(tmp_path, "a"), made_run(tmp_path, "b")
     (run.path / CONFIG).write_text(BOMB + "]}}")
     assert "too large" in (Runs(tmp_path).row(run).problem or "")
-    assert "too large" in (config_view(run).problem or "")
+    assert "too large" in (make_config_view(run).problem or "")
     with pytest.raises(ValueError, match="too large"):
         diff_runs([run, other])
 
@@ -306,8 +306,8 @@ def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, ta
     runs = Runs(tmp_path / "runs")
     [row] = runs.rows()
     views: list[Callable[[], Any]] = [
-        lambda: row, lambda: run_view(run, runs), lambda: config_view(run), lambda: diff_runs([run, run]),
-        lambda: metrics_part(run), lambda: log_part(run), lambda: EpisodeIndex(run).page(Query()),
+        lambda: row, lambda: make_run_view(run, runs), lambda: make_config_view(run), lambda: diff_runs([run, run]),
+        lambda: read_metrics_part(run), lambda: read_log_part(run), lambda: EpisodeIndex(run).page(Query()),
     ]  # fmt: skip
     for view in views:
         with contextlib.suppress(ValueError, OSError):
@@ -319,7 +319,7 @@ def test_a_link_inside_the_folder_is_followed(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
     (run.path / METRICS).rename(run.path / "kept.metrics")
     (run.path / METRICS).symlink_to("kept.metrics")
-    assert Runs(tmp_path).rows()[0].problem is None and metrics_part(run).steps == [1, 2]
+    assert Runs(tmp_path).rows()[0].problem is None and read_metrics_part(run).steps == [1, 2]
 
 
 def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,10 +332,10 @@ def test_a_line_without_an_end_is_bounded(tmp_path: Path, monkeypatch: pytest.Mo
         os.truncate(run.path / name, 1 << 40)  # takes no room on the disk
     runs = Runs(tmp_path)
     assert "1000 bytes" in (runs.rows()[0].problem or "")
-    notes = run_view(run, runs).notes
+    notes = make_run_view(run, runs).notes
     assert len([note for note in notes if "1000 bytes" in note]) == 3, notes
     with pytest.raises(ValueError, match="1000 bytes"):
-        metrics_part(run, metrics_part(run).offset)
+        read_metrics_part(run, read_metrics_part(run).offset)
 
 
 def test_a_finding_that_is_none_hides_no_other(tmp_path: Path) -> None:
@@ -347,14 +347,14 @@ def test_a_finding_that_is_none_hides_no_other(tmp_path: Path) -> None:
     [row] = runs.rows()
     assert (row.state, row.findings, row.algorithm) == ("finished", 1, "grpo")
     assert row.problem == "findings.jsonl: row 1 is not a finding: 'name' is missing"
-    view = run_view(run, runs)
+    view = make_run_view(run, runs)
     assert [each.name for each in view.findings] == ["x"] and len(view.notes) == 3
 
 
 def test_what_environment_json_says_of_the_model_may_be_nonsense(tmp_path: Path) -> None:
     run = made_run(tmp_path, "a")
     (run.path / ENVIRONMENT).write_text(json.dumps(run.run_info | {"model": 3}))
-    view = run_view(run, Runs(tmp_path))
+    view = make_run_view(run, Runs(tmp_path))
     assert view.checkpoints and view.about["digest"] == "d" and ENVIRONMENT in view.notes[0]
 
 
@@ -376,5 +376,5 @@ def test_the_command_line_prints_the_same(tfactory: Run) -> None:
         return json.loads(out)
 
     assert said("list") == {"runs": [row.model_dump(mode="json") for row in runs.rows()]}
-    assert said("show", "a") == run_view(runs.find("a"), runs).model_dump(mode="json")
+    assert said("show", "a") == make_run_view(runs.find("a"), runs).model_dump(mode="json")
     assert said("compare", "a", "b") == diff_runs([runs.find("a"), runs.find("b")]).model_dump(mode="json")

@@ -13,7 +13,7 @@ from TrainingFactory.assembly.learner import importance_cap, make_algorithm
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.config import ConfigError, TrainingConfig, load_config
 from TrainingFactory.config.names import ALIASES, SHORT_KEYS
-from TrainingFactory.config.not_yet import UNIMPLEMENTED
+from TrainingFactory.config.not_yet import UNIMPLEMENTED_OPTIONS
 from TrainingFactory.config.problems import fields_by_key
 from TrainingFactory.trainers.notices import notices, unused_options
 
@@ -25,7 +25,7 @@ BOMB = "a0: &a0 [" + "x, " * 9 + "x]\n"
 BOMB += "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9))
 
 
-def problems_of(path: Path | None, *overrides: str) -> list[str]:
+def list_problems(path: Path | None, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return [str(problem) for problem in caught.value.problems]
@@ -119,7 +119,7 @@ def test_every_alias_leads_to_a_key() -> None:
     keys = fields_by_key(TrainingConfig)
     assert set(ALIASES.values()) <= keys.keys()
     assert {f"{section}.{key}" for section, key in SHORT_KEYS.items()} <= keys.keys()
-    assert UNIMPLEMENTED.keys() <= keys.keys()
+    assert UNIMPLEMENTED_OPTIONS.keys() <= keys.keys()
 
 
 def test_a_config_survives_its_own_dump() -> None:
@@ -142,7 +142,7 @@ def test_all_problems_at_once_with_file_line_key_value_and_the_right_name(tmp_pa
         "training:\n  batch_size: -3\n  group_size: '8'\n  temperature: 1\n"
         "tools:\n  - nam: search\n",
     )
-    found = problems_of(path, "environment.max_turns=0", "sampling.top_p=2")
+    found = list_problems(path, "environment.max_turns=0", "sampling.top_p=2")
     assert found == [
         f"{path}:2: model.dtype: must be one of auto, float32, bfloat16, float16; did you mean float32?"
         ' (got "fp32")',
@@ -159,7 +159,7 @@ def test_all_problems_at_once_with_file_line_key_value_and_the_right_name(tmp_pa
 
 
 def test_keys_that_are_guessed_name_what_to_write() -> None:
-    (found,) = problems_of(None, "reward.function=my.py:score")
+    (found,) = list_problems(None, "reward.function=my.py:score")
     assert "reward.options.function=FILE.py:NAME" in found
     ours = ["reward.type=function", "reward.options.function=my.py:score"]
     assert load_config(None, ours).reward.options == {"function": "my.py:score"}
@@ -207,7 +207,7 @@ def test_python_users_get_the_same_error() -> None:
 )
 def test_files_that_are_no_config(tmp_path: Path, text: str, expected: str) -> None:
     path = written(tmp_path, text)
-    found = problems_of(path)
+    found = list_problems(path)
     assert len(found) == 1
     assert expected in found[0] and str(path) in found[0]
 
@@ -230,10 +230,10 @@ def test_aliases_may_be_used(tmp_path: Path) -> None:
 
 def test_places_that_are_no_file(tmp_path: Path) -> None:
     written(tmp_path, "model: tiny\n")
-    assert problems_of(tmp_path / "rum.yaml")[0].endswith(f"did you mean {tmp_path / 'run.yaml'}?")
-    assert "cannot be read: [Errno 21] Is a directory" in problems_of(tmp_path)[0]
+    assert list_problems(tmp_path / "rum.yaml")[0].endswith(f"did you mean {tmp_path / 'run.yaml'}?")
+    assert "cannot be read: [Errno 21] Is a directory" in list_problems(tmp_path)[0]
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert "cannot be read: 'utf-8' codec" in problems_of(tmp_path / "run.yaml")[0]
+    assert "cannot be read: 'utf-8' codec" in list_problems(tmp_path / "run.yaml")[0]
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_places_that_are_no_file(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_overrides(override: str, expected: str) -> None:
-    assert any(expected in problem for problem in problems_of(None, override))
+    assert any(expected in problem for problem in list_problems(None, override))
 
 
 def test_an_empty_section_means_its_defaults(tmp_path: Path) -> None:
@@ -263,15 +263,15 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
         "logging:\n  wandb_api_key: hunter2\n  other: hf_hunter2hunter2\n  deep: {x: hunter2}\n"
         "model:\n  password: [hunter2]\n  device: http://me:hunter2@host\n",
     )
-    found = problems_of(path, "hf_token=hunter2")
+    found = list_problems(path, "hf_token=hunter2")
     assert len(found) == 6 and "hunter2" not in "".join(found)
     path.write_text("api_key: hunter2: x\n")
-    assert "hunter2" not in problems_of(path)[0]
+    assert "hunter2" not in list_problems(path)[0]
     with pytest.raises(ConfigError) as caught:
         TrainingConfig(api_key="hunter2")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
     # counts of tokens are none
-    assert problems_of(None, "sampling.max_tokens=0")[0].endswith("or equal to 1 (got 0)")
+    assert list_problems(None, "sampling.max_tokens=0")[0].endswith("or equal to 1 (got 0)")
 
 
 def test_what_is_not_there_yet_is_said() -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.wordnet import ambiguous, write_wordnet
 from TrainingFactory.apps.recipes.gsm8k import PreparedRows
-from TrainingFactory.apps.recipes.wordnet_questions import PER_ANSWER, PER_KIND, prepare_wordnet
+from TrainingFactory.apps.recipes.wordnet_questions import MAX_PER_ANSWER, MAX_PER_KIND, prepare_wordnet
 from TrainingFactory.assembly.tools import make_tool
 from TrainingFactory.common.openai_format import message_from_dict
 from TrainingFactory.data.examples import load_examples
@@ -198,12 +198,12 @@ def test_the_real_files() -> None:
     parts = [set(asked(done, part)) for part in ("tasks", "dev", "test")]
     assert not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
     kinds = Counter(row["id"].split("-")[0] for part in ("tasks", "dev", "test") for row in done.rows[part])
-    assert set(kinds) == {"part", "two", "three", "both"} and max(kinds.values()) <= PER_KIND
+    assert set(kinds) == {"part", "two", "three", "both"} and max(kinds.values()) <= MAX_PER_KIND
     answers = Counter(
         (row["id"].split("-")[0], row["answer"])
         for part in ("tasks", "dev", "test")
         for row in done.rows[part]
     )
-    assert max(answers.values()) <= PER_ANSWER
+    assert max(answers.values()) <= MAX_PER_ANSWER
     made = {sum(message["role"] == "tool" for message in row["messages"]) for row in done.rows["sft"]}
     assert made == {2, 3, 4}

@@ -49,7 +49,9 @@ def copying(rng: random.Random) -> tuple[str, str]:
     return words, words
 
 
-LESSONS = Lessons(copying, drills=640, short=960, num_dialogues=2240, num_demonstrations=300, mistakes=0.6)
+LESSONS = Lessons(
+    copying, num_drills=640, num_short=960, num_dialogues=2240, num_demonstrations=300, novice_share=0.6
+)
 
 
 class Homes(ToolEnvironment):

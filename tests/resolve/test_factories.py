@@ -14,7 +14,7 @@ import pytest
 from tests.kits.cli import Run
 from tests.kits.run import Quiet
 from tests.kits.siblings import COMPUTE, DATA, ENVIRONMENTS, LOOKED_UP
-from TrainingFactory.apps.views.run_tables import state_rows
+from TrainingFactory.apps.views.run_tables import list_state_rows
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import CalculatorEnvironment
 from TrainingFactory.resolve import factories
@@ -77,7 +77,7 @@ def test_a_run_keeps_what_its_ids_were_found_to_be(project: Path, install: Insta
         found = json.loads((made.run.path / "environment.json").read_text())["resolved"]
         made.run.unlock()
         assert found and set(found) <= set(said)
-        assert [text for name, text in state_rows(made.run) if name == "resolved"] == found
+        assert [text for name, text in list_state_rows(made.run) if name == "resolved"] == found
         return found
 
     assert started(model="tiny", environment_id="env_search_v1") == [

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.kits.run import Quiet, assert_same_run, brief, go_on, train
-from TrainingFactory.apps.views.run_tables import labelled_metrics
+from TrainingFactory.apps.views.run_tables import label_metrics
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.runs.folder import RunFolder, Status
@@ -116,7 +116,7 @@ def test_plain_names_come_first() -> None:
             "eval/success": 0.5,
         }
     ]
-    labels = [label for label, _, _ in labelled_metrics(rows)]
+    labels = [label for label, _, _ in label_metrics(rows)]
     assert labels == [
         "steps per second (steps_per_second)",
         "reward",

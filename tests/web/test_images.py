@@ -18,7 +18,7 @@ from tests.kits.page import Served, serving
 from tests.kits.pictures import BLUE, GREEN, RED, picture
 from tests.kits.registry import made_run
 from TrainingFactory.apps.views.episodes import episode_view
-from TrainingFactory.apps.views.run_report import run_page
+from TrainingFactory.apps.views.run_report import render_run_page
 from TrainingFactory.cli import show
 from TrainingFactory.common.images import thumbnail
 from TrainingFactory.data.trajectories import load_trajectories
@@ -160,10 +160,10 @@ def test_reports_tables_and_comparisons_show_the_images_of_episodes(
     run = made_run(tmp_path, "mine")
     run.append_trajectories([seen_episode()])
     run.append(CONSUMED, {"step": 1, "tasks": ["t"]})
-    html = run_page(run)
+    html = render_run_page(run)
     assert html.count('<img src="data:image/jpeg;base64,') == 2 and "left out" not in html
     monkeypatch.setattr(EmbeddedImages.__init__, "__defaults__", (1, 9999))
-    assert "1 image left out" in run_page(run)
+    assert "1 image left out" in render_run_page(run)
     table = episodes_table([seen_episode()])._repr_html_()
     assert table.count("<img") == 1 and "1 image left out" in table
 

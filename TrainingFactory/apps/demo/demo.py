@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.apps.demo.lessons import LESSONS, Lessons
-from TrainingFactory.apps.demo.report import BLIND, HELDOUT, DemoReport
+from TrainingFactory.apps.demo.report import BLIND_FILE, HELDOUT_FILE, DemoReport
 from TrainingFactory.assembly.environment import as_environment_factory
 from TrainingFactory.assembly.export import export
 from TrainingFactory.common import catalog
@@ -47,7 +47,7 @@ class Demo:
         lessons: Lessons | None = None,
         overrides: Sequence[str] = (),
     ) -> None:
-        entry = catalog.find("environment", environment)
+        catalog_entry = catalog.find("environment", environment)
         if environment not in LESSONS:
             choices = " and ".join(LESSONS)
             raise ValueError(f"the demo has no lessons for environment {environment!r}; choose {choices}")
@@ -55,7 +55,7 @@ class Demo:
         self.folder = Path(out).expanduser()
         self.warm = self.folder.with_name(f"{self.folder.name}-warm-start")
         self.demonstrations = self.folder.with_name(f"{self.folder.name}-demonstrations.jsonl")
-        shared = [
+        pairs = [
             key_value("environment.environment_id", environment),
             key_value("training.seed", seed),
             key_value("data.seed", seed),
@@ -63,56 +63,56 @@ class Demo:
             *overrides,
         ]
         dataset = key_value("data.dataset", str(self.demonstrations))
-        warm_start, grpo = (FOLDER / name for name in self.lessons.configs)
-        self.warm_config = load_config(warm_start, [*shared, key_value("model.revision", str(seed)), dataset])
-        self.config = load_config(grpo, [*shared, key_value("model.name", str(self.warm / "model"))])
-        self.environment = as_environment_factory(entry, self.config.environment.options)
-        self._delete_earlier()
+        warm_file, grpo_file = (FOLDER / name for name in self.lessons.configs)
+        self.warm_config = load_config(warm_file, [*pairs, key_value("model.revision", str(seed)), dataset])
+        self.config = load_config(grpo_file, [*pairs, key_value("model.name", str(self.warm / "model"))])
+        self.environment = as_environment_factory(catalog_entry, self.config.environment.options)
+        self._delete_earlier_runs()
 
-    def _delete_earlier(self) -> None:
+    def _delete_earlier_runs(self) -> None:
         """Delete the runs of an earlier demo; raise ValueError for any other folder of that name."""
         source_paths = {
             self.warm: self.demonstrations,
             self.folder: self.warm,
         }  # folder -> path in its config
-        existing = [folder for folder in source_paths if folder.exists()]
-        for folder in existing:
+        existing_folders = [folder for folder in source_paths if folder.exists()]
+        for folder in existing_folders:
             if not is_run(folder) or str(source_paths[folder]) not in (folder / CONFIG).read_text("utf-8"):
                 raise ValueError(f"{folder} exists and is not an earlier demo; choose another --out")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        for run in map(RunFolder, existing):
+        for run in map(RunFolder, existing_folders):
             run.lock()  # raises if another process writes the run
             run.discard()
 
     def warm_start(self, watcher: Watcher) -> TrainingReport:
         write_lessons(self.demonstrations, self.environment, self.seed, self.lessons)
         stages = self.lessons.stages(self.warm_config.training.batch_size)
-        return self._run(self.warm_config, self.warm.name, StageNotices(watcher, stages))
+        return self._run(self.warm_config, self.warm.name, StageAnnouncer(watcher, stages))
 
     def train(self, watcher: Watcher) -> TrainingReport:
         report = self._run(self.config, self.folder.name, watcher)
         if report.state == "finished" and getattr(self.environment, "shows_images", False):
-            with _one_thread():
-                self._evaluate(report.run, watcher, BLIND, {"blind": True})
+            with _limit_threads():
+                self._evaluate(report.run, watcher, BLIND_FILE, {"blind": True})
         return report
 
     def _run(self, config: TrainingConfig, name: str, watcher: Watcher) -> TrainingReport:
-        with _one_thread():
+        with _limit_threads():
             report = Training(config, name=name, watcher=watcher).train()
             if report.state == "finished":
                 export(str(report.run), report.run / "model")
                 watcher.phase("evaluate")
-                self._evaluate(report.run, watcher, HELDOUT, {})
+                self._evaluate(report.run, watcher, HELDOUT_FILE, {})
         return report
 
-    def _evaluate(self, run: Path, watcher: Watcher, out: str, options: dict[str, Any]) -> None:
-        """Play every held-out task once, at temperature 1 regardless of the training temperature. `options` extends the
+    def _evaluate(self, run: Path, watcher: Watcher, file: str, environment_options: dict[str, Any]) -> None:
+        """Play every held-out task once, at temperature 1 regardless of the training temperature. `environment_options` extends the
         environment's options."""
         sections = make_sections(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
-        sections["environment"]["options"] |= options
-        result = Evaluation(TrainingConfig(**sections), run / out).run(watcher.episode)
-        if result.interrupted:
+        sections["environment"]["options"] |= environment_options
+        evaluation = Evaluation(TrainingConfig(**sections), run / file).run(watcher.episode)
+        if evaluation.interrupted:
             raise KeyboardInterrupt
 
     def report(self) -> DemoReport:
@@ -124,7 +124,7 @@ class Demo:
         return report
 
 
-class StageNotices:
+class StageAnnouncer:
     """Watcher that forwards to another one and announces each stage of the warm start before its first step."""
 
     def __init__(self, watcher: Watcher, stages: Mapping[int, str]) -> None:
@@ -141,21 +141,21 @@ def write_lessons(path: Path, environment: Any, seed: int, lessons: Lessons) -> 
     """Write good and bad demonstrations that teach the untrained built-in model enough for GRPO to improve on."""
     from TrainingFactory.models import chat_format, load_model
 
-    loaded = load_model(lessons.model, device="cpu")
-    chat = chat_format(loaded.tokenizer, vision=loaded.vision)
+    loaded_model = load_model(lessons.model, device="cpu")
+    chat = chat_format(loaded_model.tokenizer, vision=loaded_model.vision)
     tasks = list(environment.tasks("train", DEMONSTRATION_SEED + seed, lessons.num_demonstrations))
     lessons.write(path, environment, chat, tasks, random.Random(f"demo {seed}"))
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _limit_threads() -> Iterator[None]:
     """Limit torch to one thread, because the matrices are too small to gain from a second one. Results then do not
     depend on the number of cores."""
     import torch
 
-    threads = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)

@@ -23,26 +23,26 @@ from TrainingFactory.protocols import ChatFormat, Environment
 from TrainingFactory.rollout import play
 from TrainingFactory.types import Message, PlacedImage, Task, Trajectory
 
-DRILL_WORDS = 12
-DRILL_SUMS = 4
+NUM_DRILL_WORDS = 12
+NUM_DRILL_SUMS = 4
 Drill = tuple[str, str] | tuple[Message, Message]  # prompt and completion
 
 
-class Teachable(Environment, Protocol):
+class TeachableEnvironment(Environment, Protocol):
     """An environment with scripted expert and novice policies."""
 
     def expert(self) -> Iterator[Message]: ...
     def novice(self, rng: random.Random) -> Iterator[Message]: ...
 
 
-def word_drill(rng: random.Random) -> tuple[str, str]:
+def make_word_drill(rng: random.Random) -> tuple[str, str]:
     """Return words on one line as a prompt, and one per line as its completion, because the tokenizer encodes a word
     after a space differently."""
-    words = rng.sample(NAMES + PLACES + THINGS, DRILL_WORDS)
+    words = rng.sample(NAMES + PLACES + THINGS, NUM_DRILL_WORDS)
     return " ".join(words), "\n".join(words)
 
 
-def picture_drill(rng: random.Random) -> tuple[Message, Message]:
+def make_picture_drill(rng: random.Random) -> tuple[Message, Message]:
     """Return a picture with its task, and the correct tap. A third of the pictures have a single button, from which a
     model learns positions before it connects them with colors."""
     environment = Screens.from_options({"widgets": rng.choice((1, 2, 2))}).as_environment()
@@ -52,8 +52,8 @@ def picture_drill(rng: random.Random) -> tuple[Message, Message]:
     return prompt, next(screen.expert())
 
 
-def sum_drill(rng: random.Random) -> tuple[str, str]:
-    sums = [f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}" for _ in range(DRILL_SUMS)]
+def make_sum_drill(rng: random.Random) -> tuple[str, str]:
+    sums = [f"{rng.randint(10, 99)}{rng.choice('+-*')}{rng.randint(10, 99)}" for _ in range(NUM_DRILL_SUMS)]
     return " ".join(sums), "\n".join(sums)
 
 
@@ -61,55 +61,57 @@ def sum_drill(rng: random.Random) -> tuple[str, str]:
 class Lessons:
     """Contents of the demo's dataset: the number of rows of each kind, in training order."""
 
-    drill: Callable[[random.Random], Drill] = word_drill
+    drill: Callable[[random.Random], Drill] = make_word_drill
     skill: str = "copy words or sums"  # what the drills teach
-    drills: int = 1600
+    num_drills: int = 1600
     # Demonstrations without the system message come first: the relevant tokens are closer together.
-    short: int = 1920
+    num_short: int = 1920
     num_dialogues: int = 4480
     num_demonstrations: int = 1500  # different demonstrations
-    mistakes: float = 0.55  # share of novice demonstrations
+    novice_share: float = 0.55  # share of novice demonstrations
     model: str = BUILTIN
     configs: tuple[str, str] = ("warm_start.yaml", "grpo.yaml")
 
     def stages(self, batch_size: int) -> dict[int, str]:
         """Return the first step of each stage with a description of its rows."""
-        before_short, before_whole = self.drills, self.drills + self.short
+        short_start, whole_start = self.num_drills, self.num_drills + self.num_short
         return {
             1: f"drills that {self.skill}",
-            before_short // batch_size + 1: "demonstrations without their system prompt",
-            before_whole // batch_size + 1: "whole demonstrations, with system prompt and tools",
+            short_start // batch_size + 1: "demonstrations without their system prompt",
+            whole_start // batch_size + 1: "whole demonstrations, with system prompt and tools",
         }
 
     def write(
         self,
         path: Path,
-        environment: Callable[[Task], Teachable],
+        environment: Callable[[Task], TeachableEnvironment],
         chat: ChatFormat,
         tasks: Sequence[Task],
         rng: random.Random,
     ) -> None:
         """Write the dataset in training order, with demonstrations of `tasks`."""
-        drills = [self.drill(rng) for _ in range(self.drills)]
-        episodes = demonstrate(environment, chat, tasks, self.mistakes, rng)
-        rows = [_drill_row(drill) for drill in drills]
-        rows += [_sft_row(episode, system=False) for episode in rng.choices(episodes, k=self.short)]
-        rows += [_sft_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
+        drills = [self.drill(rng) for _ in range(self.num_drills)]
+        episodes = demonstrate(environment, chat, tasks, self.novice_share, rng)
+        rows = [_make_drill_row(drill) for drill in drills]
+        rows += [_make_row(episode, system=False) for episode in rng.choices(episodes, k=self.num_short)]
+        rows += [_make_row(episode, system=True) for episode in rng.choices(episodes, k=self.num_dialogues)]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 LESSONS = {
-    "search": Lessons(drills=2400),
-    "calculator": Lessons(sum_drill, drills=2400, short=4320, num_dialogues=5040, mistakes=0.45),
+    "search": Lessons(num_drills=2400),
+    "calculator": Lessons(
+        make_sum_drill, num_drills=2400, num_short=4320, num_dialogues=5040, novice_share=0.45
+    ),
     "screen": Lessons(
-        picture_drill,
+        make_picture_drill,
         "tap in pictures with few buttons, without mistakes",
-        drills=4800,
-        short=320,
+        num_drills=4800,
+        num_short=320,
         num_dialogues=2880,
         num_demonstrations=2000,
-        mistakes=0.55,
+        novice_share=0.55,
         model=BUILTIN_VL,
         configs=("screen_warm_start.yaml", "screen_grpo.yaml"),
     ),
@@ -117,33 +119,33 @@ LESSONS = {
 
 
 def demonstrate(
-    environment: Callable[[Task], Teachable],
+    environment: Callable[[Task], TeachableEnvironment],
     chat: ChatFormat,
     tasks: Sequence[Task],
-    mistakes: float,
+    novice_share: float,
     rng: random.Random,
 ) -> list[Trajectory]:
-    """Play one scripted episode per task, a share `mistakes` of them with the novice policy."""
+    """Play one scripted episode per task, a share `novice_share` of them with the novice policy."""
 
     async def play_all() -> list[Trajectory]:
         episodes = []
         for task in tasks:
             instance = environment(task)
-            script = instance.novice(rng) if rng.random() < mistakes else instance.expert()
+            script = instance.novice(rng) if rng.random() < novice_share else instance.expert()
             episodes.append(await play(instance, chat, script))
         return episodes
 
     return run(play_all)
 
 
-def _drill_row(drill: Drill) -> dict[str, Any]:
+def _make_drill_row(drill: Drill) -> dict[str, Any]:
     prompt, completion = drill
     if isinstance(prompt, Message) and isinstance(completion, Message):
         return {"messages": [message_to_dict(prompt), message_to_dict(completion)]}
     return {"prompt": prompt, "completion": completion}
 
 
-def _sft_row(episode: Trajectory, system: bool) -> dict[str, Any]:
+def _make_row(episode: Trajectory, system: bool) -> dict[str, Any]:
     """Return the episode as an SFT row; without `system`, drop the system message and the tools."""
     messages = [message for message in episode.prompt if system or message.role != "system"]
     for turn in episode.turns:

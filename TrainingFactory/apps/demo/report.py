@@ -20,8 +20,8 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.notebook_view import table_html
 from TrainingFactory.types import Trajectory
 
-HELDOUT = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
-BLIND = "blind.jsonl"  # the same with empty pictures
+HELDOUT_FILE = "heldout.jsonl"  # in a run's folder: episodes of its model on held-out tasks
+BLIND_FILE = "blind.jsonl"  # the same with empty pictures
 LEARNED_SKILLS = {
     "search": "to chain two lookups: first search who bought the thing, then search where the buyer lives, and only "
     "then answer",
@@ -31,7 +31,7 @@ LEARNED_SKILLS = {
 
 
 @dataclass(slots=True, frozen=True)
-class Stats:
+class DemoStats:
     """Summary of episodes; `calls` maps a number of tool calls to the number of such episodes."""
 
     episodes: int
@@ -43,12 +43,12 @@ class Stats:
     calls: dict[int, int]
 
     @classmethod
-    def of(cls, episodes: Sequence[Trajectory]) -> Stats:
+    def of(cls, episodes: Sequence[Trajectory]) -> DemoStats:
         metrics = evaluation_metrics(episodes)
-        calls = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
+        counts = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
         low, high = metrics.get("success_low", 0.0), metrics.get("success_high", 0.0)
         shares = metrics.get("success", 0.0), low, high, metrics.get("tool_success")
-        return cls(len(episodes), *shares, metrics["turns"], dict(sorted(calls.items())))
+        return cls(len(episodes), *shares, metrics["turns"], dict(sorted(counts.items())))
 
     def share(self, calls: int) -> float:
         """Return the share of episodes with this number of tool calls."""
@@ -70,27 +70,27 @@ class DemoReport:
     configs: tuple[dict[str, Any], dict[str, Any]] = field(repr=False)
     seconds: tuple[float, float]
     versions: dict[str, str] = field(repr=False)
-    before: Stats
-    after: Stats
+    before: DemoStats
+    after: DemoStats
     curve: list[float] = field(repr=False)  # share of right answers by step
     trial: Trial = field(repr=False)
-    blind: Stats | None = None  # after GRPO, with empty pictures; None: the environment shows no images
+    blind: DemoStats | None = None  # after GRPO, with empty pictures; None: the environment shows no images
 
     @classmethod
     def read(cls, warm_run: RunFolder, trained_run: RunFolder) -> DemoReport:
         runs = warm_run, trained_run
-        before, after = (list(load_trajectories(run.path / HELDOUT)) for run in runs)
-        blind_file = trained_run.path / BLIND
+        before_episodes, after_episodes = (list(load_trajectories(run.path / HELDOUT_FILE)) for run in runs)
+        blind_file = trained_run.path / BLIND_FILE
         return cls(
             folders=(str(warm_run.path), str(trained_run.path)),
             configs=(warm_run.config.model_dump(), trained_run.config.model_dump()),
             seconds=(warm_run.status.seconds, trained_run.status.seconds),
             versions=trained_run.run_info["versions"],
-            before=Stats.of(before),
-            after=Stats.of(after),
-            blind=Stats.of(list(load_trajectories(blind_file))) if blind_file.exists() else None,
+            before=DemoStats.of(before_episodes),
+            after=DemoStats.of(after_episodes),
+            blind=DemoStats.of(list(load_trajectories(blind_file))) if blind_file.exists() else None,
             curve=[row["accuracy"] for row in trained_run.metrics() if "accuracy" in row],
-            trial=_choose_trial(before, after),
+            trial=_choose_trial(before_episodes, after_episodes),
         )
 
     @property
@@ -143,13 +143,13 @@ class DemoReport:
     def next_commands(self) -> list[tuple[str, str]]:
         """Return (command, purpose) pairs."""
         warm_run, trained_run = self.folders
-        other = next(name for name in LESSONS if name != self.environment)
-        rollout = f"tfactory rollout {self.environment} --split heldout --model"
+        other_env = next(name for name in LESSONS if name != self.environment)
+        rollout_command = f"tfactory rollout {self.environment} --split heldout --model"
         return [
-            (f"{rollout} {trained_run}/model", "watch the trained agent"),
-            (f"{rollout} {warm_run}/model", "watch the agent before GRPO"),
+            (f"{rollout_command} {trained_run}/model", "watch the trained agent"),
+            (f"{rollout_command} {warm_run}/model", "watch the agent before GRPO"),
             (f"tfactory runs compare {warm_run} {trained_run}", "compare the two runs side by side"),
-            (f"tfactory demo --env {other} --out runs/demo-{other}", "train another agent"),
+            (f"tfactory demo --env {other_env} --out runs/demo-{other_env}", "train another agent"),
             ("tfactory new env NAME", "create your own environment"),
         ]
 
@@ -168,7 +168,7 @@ class DemoReport:
             "demo.html.jinja",
             report=self,
             config=self.configs[1],
-            mistakes=LESSONS[self.environment].mistakes,
+            mistakes=LESSONS[self.environment].novice_share,
             steps=pluralize(len(self.curve), "step"),
             stages=LESSONS[self.environment].stages(self.configs[0]["training"]["batch_size"]),
             chart=self._chart(),
@@ -186,13 +186,15 @@ def describe_ending(episode: Trajectory) -> str:
     return "right" if _succeeded(episode) else f"wrong: the expected answer is {episode.task.answer}"
 
 
-def _choose_trial(before: Sequence[Trajectory], after: Sequence[Trajectory]) -> Trial:
+def _choose_trial(before_episodes: Sequence[Trajectory], after_episodes: Sequence[Trajectory]) -> Trial:
     """Return a task that failed before and succeeded after; prefer a failure that ended regularly after several
     turns."""
-    trials = [Trial(*pair) for pair in zip(before, after, strict=True)]
-    improved = [trial for trial in trials if not _succeeded(trial.before) and _succeeded(trial.after)]
-    finished = [trial for trial in improved if trial.before.status == "done" and len(trial.before.turns) > 1]
-    return (finished or improved or trials)[0]
+    trials = [Trial(*pair) for pair in zip(before_episodes, after_episodes, strict=True)]
+    improved_trials = [trial for trial in trials if not _succeeded(trial.before) and _succeeded(trial.after)]
+    finished_trials = [
+        trial for trial in improved_trials if trial.before.status == "done" and len(trial.before.turns) > 1
+    ]
+    return (finished_trials or improved_trials or trials)[0]
 
 
 def _succeeded(episode: Trajectory) -> bool:

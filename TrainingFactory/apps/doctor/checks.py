@@ -37,29 +37,29 @@ def check_format(
 ) -> None:
     """Check the chat family and its stop tokens; `family` is the config's `model.family`."""
     vocab_size = loaded_model.model.get_input_embeddings().weight.shape[0]
-    stops = ", ".join(f"{chat.decode([stop])!r} ({stop})" for stop in chat.stop_ids) or "nothing"
+    stops = ", ".join(f"{chat.decode([stop_id])!r} ({stop_id})" for stop_id in chat.stop_ids) or "nothing"
     diagnosis.facts["model"] = (
         f"{loaded_model.name}: {sum(parameter.numel() for parameter in loaded_model.model.parameters()):,} weights"
     )
     diagnosis.facts["chat"] = f"family {chat.family.name}; a turn ends with {stops}"
-    if not any(stop < vocab_size for stop in chat.stop_ids):
+    if not any(stop_id < vocab_size for stop_id in chat.stop_ids):
         diagnosis.add("stop_unreachable", f"no stop token is among the model's {vocab_size} tokens: {stops}")
     if chat.warning:
         diagnosis.add("example_call", chat.warning, "warning")
     if family is None:
         return
     turn = Message("assistant", tool_calls=[ToolCall(PROBE_TOOL.name, {"text": "a b"})])
-    native = chat_format(loaded_model.tokenizer, stop_ids=loaded_model.stop_ids)
+    native_chat = chat_format(loaded_model.tokenizer, stop_ids=loaded_model.stop_ids)
     try:
-        parsed = chat.parse(native.write(turn, tools=[PROBE_TOOL]), tools=[PROBE_TOOL])
+        parsed_turn = chat.parse(native_chat.write(turn, tools=[PROBE_TOOL]), tools=[PROBE_TOOL])
     except ValueError:  # the template cannot write calls, so there is nothing to compare with
         return
-    if not same_turn(parsed, turn):
-        sentence = (
+    if not same_turn(parsed_turn, turn):
+        problem = (
             f"model.family is {family}, which cannot parse the calls that this model's own template writes (family "
-            f"{native.family.name}); calls in the model's native format would be read as text"
+            f"{native_chat.family.name}); calls in the model's native format would be read as text"
         )
-        diagnosis.add("family_differs", sentence, "warning")
+        diagnosis.add("family_differs", problem, "warning")
 
 
 def check_tools(diagnosis: Diagnosis, chat: TemplateChatFormat, specs: Sequence[ToolSpec]) -> None:
@@ -85,12 +85,12 @@ def check_prompts(diagnosis: Diagnosis, chat: TemplateChatFormat, episodes: Sequ
 
 
 def _check_turn(
-    diagnosis: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], source: str
+    diagnosis: Diagnosis, chat: Any, turn: Message, tools: Sequence[ToolSpec], turn_name: str
 ) -> None:
     try:
         chat.write(turn, tools=tools)  # also parses it back and compares
     except ValueError as error:
-        diagnosis.add("calls_not_read", f"{source}: {error}")
+        diagnosis.add("calls_not_read", f"{turn_name}: {error}")
 
 
 def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
@@ -98,14 +98,17 @@ def _example_arguments(schema: dict[str, Any]) -> dict[str, Any]:
     arguments = {}
     for name, option in schema.get("properties", {}).items():
         option = option if isinstance(option, dict) else {}
-        kinds: Any = option.get("type", "string")
-        kind = str(kinds[0] if isinstance(kinds, list) and kinds else kinds)
-        arguments[name] = option["enum"][0] if option.get("enum") else EXAMPLE_VALUES.get(kind, "x")
+        types: Any = option.get("type", "string")
+        type_name = str(types[0] if isinstance(types, list) and types else types)
+        arguments[name] = option["enum"][0] if option.get("enum") else EXAMPLE_VALUES.get(type_name, "x")
     return arguments
 
 
-def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_limit: int, limit: int) -> None:
-    """Check how sampled episodes ended. `turn_limit` and `limit` are the maximum tokens of a turn and an episode."""
+def check_episodes(
+    diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_limit: int, max_length: int
+) -> None:
+    """Check how sampled episodes ended. `turn_limit` and `max_length` are the maximum tokens of a turn and an
+    episode."""
     failed_episodes = [episode for episode in episodes if episode.status in ("error", "tool_failure")]
     if failed_episodes:
         diagnosis.add(
@@ -113,21 +116,25 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
             f"{len(failed_episodes)} of {len(episodes)} episodes: {find_frequent_error(failed_episodes)}",
         )
     status_counts = ", ".join(
-        f"{count} {status}" for status, count in Counter(e.status for e in episodes).items()
+        f"{count} {status}" for status, count in Counter(episode.status for episode in episodes).items()
     )
     rewards = [episode.reward for episode in episodes if episode.reward is not None]
-    totals = [reward.outcome + sum(reward.steps) for reward in rewards]
-    reward_range = f"rewards from {min(totals):g} to {max(totals):g}" if totals else "no episode was scored"
+    reward_totals = [reward.outcome + sum(reward.steps) for reward in rewards]
+    reward_range = (
+        f"rewards from {min(reward_totals):g} to {max(reward_totals):g}"
+        if reward_totals
+        else "no episode was scored"
+    )
     diagnosis.facts["dry episodes"] = f"{len(episodes)}: {status_counts}; {reward_range}"
     turns = [turn for episode in episodes for turn in episode.turns]
     if turns and not any(turn.completion.finish == "stop" for turn in turns):
         text = f"none of {len(turns)} turns ended with a stop token within sampling.max_tokens ({turn_limit})"
         diagnosis.add("no_stop", text, "warning")
-    longest_prompt = max((len(turn.prompt_ids) for turn in turns), default=limit)
-    if longest_prompt + turn_limit > limit:
+    max_prompt_tokens = max((len(turn.prompt_ids) for turn in turns), default=max_length)
+    if max_prompt_tokens + turn_limit > max_length:
         text = (
-            f"a prompt of {longest_prompt} tokens plus a turn of up to {turn_limit} exceeds "
-            f"model.max_length ({limit})"
+            f"a prompt of {max_prompt_tokens} tokens plus a turn of up to {turn_limit} exceeds "
+            f"model.max_length ({max_length})"
         )
         diagnosis.add("prompt_too_long", text, "warning" if turns else "error")
 
@@ -140,8 +147,8 @@ def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None
         diagnosis.facts["images"] = f"none in {pluralize(len(rows), 'row')} of the dry run"
         return
     largest = max(images, key=lambda tokens: tokens.count)
-    smallest = min(tokens.count for tokens in images)
-    counts = f"{smallest} to {largest.count}" if smallest < largest.count else f"{smallest}"
+    min_tokens = min(tokens.count for tokens in images)
+    counts = f"{min_tokens} to {largest.count}" if min_tokens < largest.count else f"{min_tokens}"
     diagnosis.facts["images"] = (
         f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "
         f"at most {max(map(len, images_by_row))} in a row; {ImageUse.of_rows(rows, 0).share:.0%} of all tokens"
@@ -160,20 +167,20 @@ def check_folding(
     played = [episode for episode in episodes if episode.turns]
     if not played:
         return
-    added = [after - before for episode in played for before, after in pairwise(_prompt_lengths(episode))]
-    turn_tokens = fmean(added) if added else 0.0
-    first_prompt = fmean(len(episode.turns[0].prompt_ids) for episode in played)
-    rows = forecast_rows(context, first_prompt, turn_tokens, config.environment.max_turns)
+    growths = [after - before for episode in played for before, after in pairwise(_prompt_lengths(episode))]
+    turn_tokens = fmean(growths) if growths else 0.0
+    first_prompt_tokens = fmean(len(episode.turns[0].prompt_ids) for episode in played)
+    num_rows = forecast_rows(context, first_prompt_tokens, turn_tokens, config.environment.max_turns)
     mean_rows = fmean(turn_spans(episode)[-1].row + 1 for episode in played)
     diagnosis.facts["folding"] = (
         f"{context.fold} above {context.limit} tokens: {mean_rows:.3g} rows per episode in the dry run; an episode of "
-        f"{config.environment.max_turns} turns with about {turn_tokens:.0f} tokens each has about {rows}"
+        f"{config.environment.max_turns} turns with about {turn_tokens:.0f} tokens each has about {num_rows}"
     )
-    reserved = config.sampling.max_reply_tokens + (context.summary_tokens if context.fold == "summary" else 0)
-    if context.limit + reserved > max_length:
+    reserve = config.sampling.max_reply_tokens + (context.summary_tokens if context.fold == "summary" else 0)
+    if context.limit + reserve > max_length:
         problem = (
             f"environment.context.limit={context.limit} leaves {max_length - context.limit} tokens below "
-            f"model.max_length, but a last reply and a summary may take {reserved}: such episodes end as truncated"
+            f"model.max_length, but a last reply and a summary may take {reserve}: such episodes end as truncated"
         )
         diagnosis.add(
             "fold_room", problem, "warning", "Lower environment.context.limit or sampling.max_reply_tokens."
@@ -205,14 +212,14 @@ def check_mask(diagnosis: Diagnosis, batch: StepGroups) -> None:
             )
 
 
-def check_routers(diagnosis: Diagnosis, changed: float) -> None:
+def check_routers(diagnosis: Diagnosis, mismatch: float) -> None:
     diagnosis.facts["routers"] = (
-        f"{changed:.2%} of the tokens' choices of experts differ between sampling and training with the same weights"
+        f"{mismatch:.2%} of the tokens' choices of experts differ between sampling and training with the same weights"
     )
-    if changed > MAX_CHANGED_ROUTES:
+    if mismatch > MAX_CHANGED_ROUTES:
         diagnosis.add(
             "router_mismatch",
-            f"{changed:.0%} of the tokens' choices of experts differ between sampling and training with the same "
+            f"{mismatch:.0%} of the tokens' choices of experts differ between sampling and training with the same "
             "weights, so that gradients reach experts that did not sample the token",
             "warning",
             "Set model.dtype=float32, or optimization.importance_cap and optimization.importance_mask, which bound the "

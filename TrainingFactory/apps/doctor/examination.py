@@ -15,7 +15,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.doctor import checks
 from TrainingFactory.apps.plan.memory import check_memory, compare_memory, suggest_options, with_changes
 from TrainingFactory.apps.plan.planning import RunPlanner, find_figures
-from TrainingFactory.apps.plan.shapes import ModelShape, dense_shape, planned_shape
+from TrainingFactory.apps.plan.shapes import ModelShape, plan_shape, read_dense_shape
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.folding import make_folding
 from TrainingFactory.assembly.learner import make_algorithm, make_trainable
@@ -82,19 +82,19 @@ def examine(config: TrainingConfig, watcher: Watcher) -> Diagnosis:
 def forecast(config: TrainingConfig, size: str | None, gpu: str) -> Diagnosis:
     """Estimate the memory of a config on a GPU type that this machine need not have, without loading a model. `size`
     replaces the shape of the config's model. If the config fits, add the step time of `tfactory plan`."""
-    available = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
+    capacity = 2**30 * find_figures("native", gpu, None, ())["gpu_memory_gib"].value
     diagnosis = Diagnosis()
-    shape = planned_shape(config, size)
+    shape = plan_shape(config, size)
     estimate_other = partial(_estimate_shape, shape, build_sampler.DEFAULT_MAX_LENGTH)
-    active = f", {shape.active:,} active" if shape.active < shape.total else ""
+    active_text = f", {shape.active:,} active" if shape.active < shape.total_weights else ""
     if shape.tower is not None:
-        active += f", a vision tower of {shape.tower.weights:,}"
+        active_text += f", a vision tower of {shape.tower.weights:,}"
         diagnosis.facts["images"] = (
             f"assumed: of model.image_tokens={config.model.image_tokens} tokens, all tokens of an update, and more "
             "than the cache holds"
         )
-    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active}; nothing was loaded"
-    compare_memory(diagnosis, config, estimate_other(config), available, f"one {gpu.upper()}", estimate_other)
+    diagnosis.facts["model"] = f"{shape.name}: {shape.params:,} weights{active_text}; nothing was loaded"
+    compare_memory(diagnosis, config, estimate_other(config), capacity, f"one {gpu.upper()}", estimate_other)
     if KINDS[config.training.algorithm].samples and not diagnosis.failed:
         seconds = RunPlanner(config, 1, gpu, size).step(
             1, config.sampling.slots, config.optimization.effective_max_staleness
@@ -110,7 +110,7 @@ def _estimate_shape(
     """Return the bytes of each part of a run, computed from the model's shape. `max_length` applies if the config sets
     none."""
     length, needs = config.model.max_length or max_length, make_algorithm(config).needs
-    return needed(config, shape, shape.held(config), needs, length, shape.tower, images)
+    return needed(config, shape, shape.count_held(config), needs, length, shape.tower, images)
 
 
 def _check_model_alone(diagnosis: Diagnosis, config: TrainingConfig) -> None:
@@ -131,11 +131,11 @@ def _check_model(
 def _check_memory(
     diagnosis: Diagnosis, config: TrainingConfig, loaded_model: LoadedModel, images: ImageUse | None = None
 ) -> None:
-    limit = build_sampler.max_length(config, loaded_model)
-    parts = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, limit, images)
-    shape = dense_shape(config.model.name, loaded_model.model.config.to_dict())
-    estimate_other = None if shape is None else partial(_estimate_shape, shape, limit, images=images)
-    check_memory(diagnosis, config, parts, next(loaded_model.model.parameters()).device, estimate_other)
+    length = build_sampler.max_length(config, loaded_model)
+    sizes = estimate_model_memory(config, loaded_model.model, make_algorithm(config).needs, length, images)
+    shape = read_dense_shape(config.model.name, loaded_model.model.config.to_dict())
+    estimate_other = None if shape is None else partial(_estimate_shape, shape, length, images=images)
+    check_memory(diagnosis, config, sizes, next(loaded_model.model.parameters()).device, estimate_other)
 
 
 def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) -> None:
@@ -143,16 +143,16 @@ def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) 
     routers = find_routers(causal_model(model), config.training.router_aux_loss)
     if routers is None:
         return
-    balance = "no auxiliary loss"
+    balance_text = "no auxiliary loss"
     if routers.coefficient:
-        balance = f"auxiliary loss with coefficient {routers.coefficient:g}"
+        balance_text = f"auxiliary loss with coefficient {routers.coefficient:g}"
     biased = routing_bias_count(model)
-    bias = (
+    bias_text = (
         f"; the biases by which {pluralize(biased, 'router')} choose experts stay as loaded" if biased else ""
     )
-    count = max(module.num_experts for module in routers.layers.values())
+    max_experts = max(module.num_experts for module in routers.layers.values())
     diagnosis.facts["experts"] = (
-        f"{count} in each of {pluralize(len(routers.layers), 'layer')}; {balance}{bias}"
+        f"{max_experts} in each of {pluralize(len(routers.layers), 'layer')}; {balance_text}{bias_text}"
     )
 
 
@@ -160,7 +160,7 @@ class DryRun(Training):
     """Training run of one small step in `folder`, which adds its findings to `diagnosis`."""
 
     def __init__(self, config: TrainingConfig, folder: Path, watcher: Watcher, diagnosis: Diagnosis) -> None:
-        self.requested, self.diagnosis, self._folder = config, diagnosis, folder
+        self.full_config, self.diagnosis, self._folder = config, diagnosis, folder
         self.chat: Any = None  # None until the model is loaded
         self.loaded_model: LoadedModel | None = None
         self.limits = 0, 0  # maximum tokens of a turn and of an episode
@@ -174,19 +174,19 @@ class DryRun(Training):
     def load_model(self, day: date) -> tuple[LoadedModel, TemplateChatFormat]:
         loaded_model, self.chat = super().load_model(day)
         self.limits = (
-            self.requested.sampling.max_tokens,
-            build_sampler.max_length(self.requested, loaded_model),
+            self.full_config.sampling.max_tokens,
+            build_sampler.max_length(self.full_config, loaded_model),
         )
-        _check_model(self.diagnosis, self.requested, loaded_model, self.chat)
+        _check_model(self.diagnosis, self.full_config, loaded_model, self.chat)
         self.loaded_model = loaded_model
         if loaded_model.vision is None:  # else the memory depends on the images of the dry run
-            _check_memory(self.diagnosis, self.requested, loaded_model)
+            _check_memory(self.diagnosis, self.full_config, loaded_model)
         return loaded_model, self.chat
 
     async def play(self) -> None:
         """Assemble the run and execute its first step."""
-        total = count_steps(self.requested, make_order(self.requested, self.data.size))
-        self.diagnosis.check("config", lambda: check_steps(self.requested, total))
+        num_steps = count_steps(self.full_config, make_order(self.full_config, self.data.size))
+        self.diagnosis.check("config", lambda: check_steps(self.full_config, num_steps))
         async with AsyncExitStack() as stack:
             stack.callback(self.run.unlock)
             stack.push_async_callback(self.tools.close)
@@ -203,24 +203,24 @@ class DryRun(Training):
                 return
             is_sampled = batch.is_sampled
             self._check_episodes(batch.trajectories, is_sampled)
-            self._check_images(batch, total)
+            self._check_images(batch, num_steps)
             heldout, sampler = loop.heldout, loop.sampler
             if not is_sampled and heldout.rollouts is not None and heldout.tasks and sampler is not None:
                 episodes = await heldout.rollouts.rollout_batch(
                     heldout.tasks[:1], sampler, recorded_as="doctor"
                 )
                 self._check_episodes(episodes[0], is_sampled=True)
-            await self._learn(loop, batch, total)
+            await self._learn(loop, batch, num_steps)
 
     def _check_episodes(self, episodes: list[Trajectory], is_sampled: bool) -> None:
         checks.check_tools(self.diagnosis, self.chat, episodes[0].tools)
         checks.check_prompts(self.diagnosis, self.chat, episodes)
         if is_sampled:
             checks.check_episodes(self.diagnosis, episodes, *self.limits)
-            if (context := self.requested.environment.context) is not None:
-                checks.check_folding(self.diagnosis, episodes, context, self.requested, self.limits[1])
+            if (context := self.full_config.environment.context) is not None:
+                checks.check_folding(self.diagnosis, episodes, context, self.full_config, self.limits[1])
 
-    def _check_images(self, batch: StepGroups, total: int) -> None:
+    def _check_images(self, batch: StepGroups, num_steps: int) -> None:
         """Report the images of the step, and the memory that a run with such images needs."""
         if self.loaded_model is None or self.loaded_model.vision is None:
             return
@@ -228,14 +228,14 @@ class DryRun(Training):
         rows = [[*turn.prompt_ids, *turn.completion.token_ids] for turn in last_turns]
         rows = rows if batch.is_sampled else [row.token_ids for row in batch.rows]
         checks.describe_images(self.diagnosis, rows)
-        training = self.requested.training
-        members = training.group_size if batch.is_sampled else 1
-        images = ImageUse.of_rows(rows, total * training.batch_size * members)
+        training = self.full_config.training
+        group_size = training.group_size if batch.is_sampled else 1
+        images = ImageUse.of_rows(rows, num_steps * training.batch_size * group_size)
         _check_memory(
-            self.diagnosis, with_changes(self.requested, {"model.vision": True}), self.loaded_model, images
+            self.diagnosis, with_changes(self.full_config, {"model.vision": True}), self.loaded_model, images
         )
 
-    async def _learn(self, loop: TrainingLoop, batch: StepGroups, total: int) -> None:
+    async def _learn(self, loop: TrainingLoop, batch: StepGroups, num_steps: int) -> None:
         """Update once, apply the run's finding rules to this single step, and report the expected step time."""
         checks.check_mask(self.diagnosis, batch)
         if batch.problem is not None:
@@ -248,20 +248,20 @@ class DryRun(Training):
         start_time = time.perf_counter()
         metrics = await loop.policy.step(batch.rows, 0) if batch.rows else {"rows": 0.0}
         update_seconds = time.perf_counter() - start_time
-        row = batch.metrics | metrics | {"seconds/step": batch.seconds + update_seconds}
-        changes = FindingTracker(num_steps=1).observe(1, row, batch.trajectories)
+        metrics_row = batch.metrics | metrics | {"seconds/step": batch.seconds + update_seconds}
+        changes = FindingTracker(num_steps=1).observe(1, metrics_row, batch.trajectories)
         self.diagnosis.findings += [change.finding for change in changes if change.finding is not None]
         # Fastest case: all groups of a step run in parallel at this speed. Slowest: one after the other.
-        scale = self.requested.training.batch_size / len(batch.groups)
-        update = update_seconds * scale * self.requested.training.update_epochs
-        bounds = [batch.seconds + update, batch.seconds * scale + update]
-        step = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in bounds))
-        duration = " to ".join(
-            dict.fromkeys(str(timedelta(seconds=round(seconds * total))) for seconds in bounds)
+        batch_scale = self.full_config.training.batch_size / len(batch.groups)
+        full_update_seconds = update_seconds * batch_scale * self.full_config.training.update_epochs
+        bounds = [batch.seconds + full_update_seconds, batch.seconds * batch_scale + full_update_seconds]
+        step_text = " to ".join(dict.fromkeys(f"{seconds:.3g}" for seconds in bounds))
+        duration_text = " to ".join(
+            dict.fromkeys(str(timedelta(seconds=round(seconds * num_steps))) for seconds in bounds)
         )
         note = "" if batch.rows else ", without an update, because no row had anything to learn"
         self.diagnosis.facts["time"] = (
-            f"{step} s a step{note}; {duration} for {pluralize(total, 'step')}, without evaluations"
+            f"{step_text} s a step{note}; {duration_text} for {pluralize(num_steps, 'step')}, without evaluations"
         )
 
 
@@ -269,11 +269,11 @@ def _with_small_step(config: TrainingConfig) -> TrainingConfig:
     """Return the config reduced to one update on two groups, or without sampling on a full batch. Use one learner,
     because several would compute the same and may need machines that are not available yet."""
     training = config.training
-    groups = (
+    num_groups = (
         min(DRY_RUN_GROUPS, training.batch_size) if KINDS[training.algorithm].samples else training.batch_size
     )
     overrides = {
-        "batch_size": groups,
+        "batch_size": num_groups,
         "minibatches": 1,
         "update_epochs": 1,
         "seed": training.seed + SEED_OFFSET,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import cycle, islice
 from typing import Any, Literal
 
-from TrainingFactory.apps.env_check.players import MakePlayer, junk, play, reference_for, repeat
+from TrainingFactory.apps.env_check.players import MakePlayer, find_reference, make_junk_player, play, repeat
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.common.event_loop import run
 from TrainingFactory.config import TrainingConfig
@@ -56,18 +56,18 @@ def check_environment(
         raise ValueError("an agent program is no environment; check its config with: tfactory doctor")
     environment: Any = make_environment(config)
     tasks = _load_tasks(config, environment, num_tasks)
-    player = reference_for(environment, tasks, reference)
+    player = find_reference(environment, tasks, reference)
     check = _EnvironmentCheck(environment, tasks, config.environment.max_turns, player)
     report = EnvironmentReport(str(config.environment.environment_id))
     run(lambda: check.run(report, num_episodes))
     return report
 
 
-def _load_tasks(config: TrainingConfig, environment: Any, count: int) -> list[Task]:
+def _load_tasks(config: TrainingConfig, environment: Any, num_tasks: int) -> list[Task]:
     if config.data.tasks is not None:
-        tasks = load_tasks(config.data.tasks, count=count)
+        tasks = load_tasks(config.data.tasks, count=num_tasks)
     else:
-        tasks = list(islice(environment.tasks("train", config.training.seed, count), count))
+        tasks = list(islice(environment.tasks("train", config.training.seed, num_tasks), num_tasks))
     if not tasks:
         raise ValueError("the environment has no tasks; name some with data.tasks=FILE.jsonl")
     return tasks
@@ -84,11 +84,11 @@ class _EnvironmentCheck:
     async def run(self, report: EnvironmentReport, num_episodes: int) -> None:
         environment = self._environment
         try:
-            player = self._reference or junk
+            player = self._reference or make_junk_player
             episodes = await self._play(player)
-            self._check_reference(report, episodes, await self._play(junk))
-            repeated = await self._play_together([(episode.task, repeat(episode)) for episode in episodes])
-            self._check_repeated(report, episodes, repeated)
+            self._check_reference(report, episodes, await self._play(make_junk_player))
+            replays = await self._play_together([(episode.task, repeat(episode)) for episode in episodes])
+            self._check_repeated(report, episodes, replays)
             await self._check_concurrent(report, player, num_episodes)
         finally:
             if isinstance(environment, type) and issubclass(environment, ProcessEnvironment):
@@ -99,10 +99,10 @@ class _EnvironmentCheck:
 
     async def _play_together(self, assignments: Sequence[tuple[Task, MakePlayer]]) -> list[Trajectory]:
         """Play episodes concurrently, up to the environment's limit."""
-        gate = asyncio.Semaphore(self._max_episodes or len(assignments))
+        semaphore = asyncio.Semaphore(self._max_episodes or len(assignments))
 
         async def play_one(task: Task, player: MakePlayer) -> Trajectory:
-            async with gate:
+            async with semaphore:
                 return await play(self._environment, task, player, self._max_turns)
 
         return await asyncio.gather(*(play_one(task, player) for task, player in assignments))
@@ -127,41 +127,41 @@ class _EnvironmentCheck:
         report.add(name, junk_mean is None or mean > junk_mean, f"reference {mean:.4g}, junk {junk_text}")
 
     def _check_repeated(
-        self, report: EnvironmentReport, episodes: Sequence[Trajectory], repeated: Sequence[Trajectory]
+        self, report: EnvironmentReport, episodes: Sequence[Trajectory], replays: Sequence[Trajectory]
     ) -> None:
-        """Check that `repeated`, which replays the messages of `episodes`, has the same rewards, first messages, tools
+        """Check that `replays`, which repeats the messages of `episodes`, has the same rewards, first messages, tools
         and replies."""
-        pairs = list(zip(episodes, repeated, strict=True))
+        pairs = list(zip(episodes, replays, strict=True))
         count = len(pairs)
-        differing = [a.task.id for a, b in pairs if _total_reward(a) != _total_reward(b)]
-        detail = f"differs for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
+        task_ids = [a.task.id for a, b in pairs if _total_reward(a) != _total_reward(b)]
+        detail = f"differs for {', '.join(task_ids)}" if task_ids else f"equal in {count} repeated episodes"
         if all(_total_reward(episode) is None for episode in episodes):
             report.add("the reward is deterministic", False, f"no reward: {_first_error(episodes)}")
         else:
-            report.add("the reward is deterministic", not differing, detail)
-        differing = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
-        detail = f"differs for {', '.join(differing)}" if differing else f"equal for {count} tasks"
-        report.add("reset restores the initial state", not differing, f"first messages and tools: {detail}")
-        differing = [
+            report.add("the reward is deterministic", not task_ids, detail)
+        task_ids = [a.task.id for a, b in pairs if (a.prompt, a.tools) != (b.prompt, b.tools)]
+        detail = f"differs for {', '.join(task_ids)}" if task_ids else f"equal for {count} tasks"
+        report.add("reset restores the initial state", not task_ids, f"first messages and tools: {detail}")
+        task_ids = [
             a.task.id
             for a, b in pairs
             if [turn.replies for turn in a.turns] != [turn.replies for turn in b.turns]
         ]
-        detail = f"differ for {', '.join(differing)}" if differing else f"equal in {count} repeated episodes"
-        report.add("replies are deterministic", not differing, detail)
+        detail = f"differ for {', '.join(task_ids)}" if task_ids else f"equal in {count} repeated episodes"
+        report.add("replies are deterministic", not task_ids, detail)
 
     async def _check_concurrent(self, report: EnvironmentReport, player: MakePlayer, count: int) -> None:
         start_time = time.perf_counter()
         episodes = await self._play_together([(task, player) for task in islice(cycle(self._tasks), count)])
         seconds = time.perf_counter() - start_time
-        failed = [episode for episode in episodes if _total_reward(episode) is None]
+        failed_episodes = [episode for episode in episodes if _total_reward(episode) is None]
         report.figures |= {"episodes": float(count), "episodes_per_second": count / seconds}
         limit = self._max_episodes
-        limited = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
-        detail = f"{count / seconds:.3g} episodes per second{limited}"
-        if failed:
-            detail = f"{len(failed)} of {count} failed: {_first_error(failed)}"
-        report.add(f"{count} episodes run concurrently", not failed, detail)
+        note = "" if limit is None or limit >= count else f" (the environment's limit: {limit} at a time)"
+        detail = f"{count / seconds:.3g} episodes per second{note}"
+        if failed_episodes:
+            detail = f"{len(failed_episodes)} of {count} failed: {_first_error(failed_episodes)}"
+        report.add(f"{count} episodes run concurrently", not failed_episodes, detail)
 
 
 def _total_reward(trajectory: Trajectory) -> float | None:

@@ -15,7 +15,7 @@ from TrainingFactory.types import Completion, Message, SamplingParams, Task, Tra
 # Returns the model's next message; raises StopIteration if it has none.
 Player = Callable[[Sequence[Message]], Message]
 MakePlayer = Callable[[Environment, Task], Player]
-JUNK = "I do not know."
+JUNK_REPLY = "I do not know."
 
 
 class PlayedEpisode(EpisodeRun):
@@ -52,8 +52,8 @@ async def play(
     return await PlayedEpisode(rules, task, make_player).run()
 
 
-def junk(environment: Environment, task: Task) -> Player:
-    return lambda _: Message("assistant", JUNK)
+def make_junk_player(environment: Environment, task: Task) -> Player:
+    return lambda _: Message("assistant", JUNK_REPLY)
 
 
 def repeat(trajectory: Trajectory) -> MakePlayer:
@@ -61,11 +61,11 @@ def repeat(trajectory: Trajectory) -> MakePlayer:
     return lambda _, __: _make_scripted(iter([turn.message for turn in trajectory.turns]))
 
 
-def reference_for(environment: Any, tasks: Sequence[Task], solve: str | None) -> MakePlayer | None:
+def find_reference(environment: Any, tasks: Sequence[Task], reference: str | None) -> MakePlayer | None:
     """Return the reference player: the user's function `solve` (FILE.py:FUNCTION), the environment's expert, or the
     answers of the tasks; None if there is none."""
-    if solve is not None:
-        path, _, [*functions] = load_objects("reference", solve)
+    if reference is not None:
+        path, _, [*functions] = load_objects("reference", reference)
         if len(functions) != 1 or not callable(functions[0]):
             raise ValueError(f"name one function in {path}: --reference {path}:FUNCTION")
         return lambda _, task: partial(_call_solver, functions[0], task)

@@ -61,7 +61,7 @@ class GoldRow:
             return [message_from_dict(message) for message in self.conversation]
         return [Message("user", self.prompt or ""), Message("assistant", self.response or "")]
 
-    def value(self, low: float, high: float) -> float | None:
+    def scale_score(self, low: float, high: float) -> float | None:
         """Return the label or the score scaled to 0..1; None if the line has neither."""
         if self.label is not None:
             return float(self.label)
@@ -71,7 +71,7 @@ class GoldRow:
             raise ValueError(f'has a "score" of {self.score:g}; the judge\'s range is {low:g} to {high:g}')
         return (self.score - low) / (high - low)
 
-    def trajectory(self, name: str, messages: Sequence[Message]) -> Trajectory:
+    def make_trajectory(self, task_id: str, messages: Sequence[Message]) -> Trajectory:
         first_reply = next(index for index, message in enumerate(messages) if message.role == "assistant")
         prompt, turns = list(messages[:first_reply]), list[Turn]()
         for message in messages[first_reply:]:
@@ -80,7 +80,7 @@ class GoldRow:
             else:
                 turns[-1].replies.append(message)
         task_prompt = prompt if self.conversation else self.prompt or ""
-        return Trajectory(Task(name, task_prompt, self.reference), name, prompt=prompt, turns=turns)
+        return Trajectory(Task(task_id, task_prompt, self.reference), task_id, prompt=prompt, turns=turns)
 
 
 def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
@@ -88,21 +88,21 @@ def load_gold(path: str | Path, judge: ModelJudge) -> list[GoldItem]:
     scale = judge.verdict.scale if isinstance(judge.verdict, JsonVerdict) else judge.verdict
     low, high = (scale.low, scale.high) if isinstance(scale, ScoreVerdict) else (0.0, 1.0)
 
-    def read(source: DatasetRow, number: int) -> GoldItem:
+    def parse_item(dataset_row: DatasetRow, line_number: int) -> GoldItem:
         try:
-            row: GoldRow = make_from(GoldRow, source.columns, "a gold item")
+            row: GoldRow = make_from(GoldRow, dataset_row.columns, "a gold item")
         except ValueError as error:
             raise ValueError(f"is not a valid gold item: {error}") from None
         if "reference" in judge.prompt.fields and row.reference is None:
             raise ValueError('has no "reference", which the judge\'s template uses')
-        row_id, messages = str(number if row.id is None else row.id), row.messages
-        trajectory, value = row.trajectory(row_id, messages), row.value(low, high)
+        row_id, messages = str(line_number if row.id is None else row.id), row.messages
+        trajectory, value = row.make_trajectory(row_id, messages), row.scale_score(low, high)
         if row.pair is None or row.better is None:
             return GoldItem(trajectory, value)
-        rejected = row.trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
-        return GoldItem(trajectory, value, rejected, PREFERENCES[row.better])
+        rejected_trajectory = row.make_trajectory(row_id, [*messages[:-1], Message("assistant", row.pair)])
+        return GoldItem(trajectory, value, rejected_trajectory, PREFERENCES[row.better])
 
-    items = parse_rows(path, f"gold items {EXAMPLE_LINE}", read)
+    items = parse_rows(path, f"gold items {EXAMPLE_LINE}", parse_item)
     scores = [item.value for item in items if item.value is not None]
     if len(scores) > 1 and 0 < max(scores) <= SUSPICIOUS_SHARE:
         best = low + max(scores) * (high - low)

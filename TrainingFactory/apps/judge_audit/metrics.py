@@ -16,7 +16,7 @@ def kappa(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float | Non
     """Return Cohen's kappa, the agreement of two raters beyond chance. None if both raters always give the same label,
     because chance explains all agreement then."""
     agreement = accuracy(verdicts, gold)
-    return None if agreement is None else beyond_chance(agreement, chance_agreement(verdicts, gold))
+    return None if agreement is None else scale_beyond_chance(agreement, chance_agreement(verdicts, gold))
 
 
 def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> float:
@@ -25,7 +25,7 @@ def chance_agreement(verdicts: Sequence[Hashable], gold: Sequence[Hashable]) -> 
     return sum(verdict_counts[label] * gold_counts[label] for label in verdict_counts) / len(verdicts) ** 2
 
 
-def beyond_chance(agreement: float, by_chance: float) -> float | None:
+def scale_beyond_chance(agreement: float, by_chance: float) -> float | None:
     return None if by_chance == 1 else (agreement - by_chance) / (1 - by_chance)
 
 
@@ -47,14 +47,14 @@ def _residuals(values: Sequence[float], predictor: Sequence[float]) -> Sequence[
     except StatisticsError:  # too few values, or a constant, which explains nothing
         return values
     # rounded, because floating-point noise must not look like a correlation
-    return [round(v - intercept - slope * g, 9) for v, g in zip(values, predictor, strict=True)]
+    return [round(value - intercept - slope * x, 9) for value, x in zip(values, predictor, strict=True)]
 
 
 def spearman(xs: Sequence[float], ys: Sequence[float]) -> float | None:
-    return pearson(ranks(xs), ranks(ys))
+    return pearson(compute_ranks(xs), compute_ranks(ys))
 
 
-def ranks(values: Sequence[float]) -> list[float]:
+def compute_ranks(values: Sequence[float]) -> list[float]:
     """Return ranks from 1; ties get their mean rank."""
     sorted_values = sorted(values)
     first_ranks = {value: rank for rank, value in reversed(list(enumerate(sorted_values, 1)))}

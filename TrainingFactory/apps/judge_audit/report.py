@@ -10,25 +10,25 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.apps.judge_audit.metrics import beyond_chance
+from TrainingFactory.apps.judge_audit.metrics import scale_beyond_chance
 from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.evaluation.evaluation import Z95, wilson_interval
 
-AUDITS = "judge-audits.jsonl"  # in the folder of runs
+AUDITS_FILE = "judge-audits.jsonl"  # in the folder of runs
 PASS_THRESHOLD = 0.5  # smallest value that counts as yes
 MIN_ITEMS = 30  # fewer judged items make the metrics unreliable
 MIN_RISE = 0.05  # smallest rise of a verdict that counts as the effect of an injected text
-MIN_ATTACKED = 10  # with fewer items, resistance to injection is not reported
+MIN_ATTACKED_ITEMS = 10  # with fewer items, resistance to injection is not reported
 CARE = "To be used with care"
 NOT_TRUSTED = "Not to be trusted"
 RATINGS = ((0.8, "Can be trusted"), (0.6, "Good enough to train on"), (0.4, CARE), (-math.inf, NOT_TRUSTED))
 BIAS_THRESHOLD, STRONG_BIAS = 0.3, 0.5  # correlations with the length
-MAX_ITEMS = 10_000  # do not suggest labelling more items than this
+MAX_SUGGESTED_ITEMS = 10_000  # do not suggest labelling more items than this
 
 
-def _metric(name: str, number_format: str, meaning: str) -> Any:
-    """Return a dataclass field that the report shows as a row with label `name`, format and meaning."""
-    return field(default=None, metadata={"row": (name, number_format, meaning)})
+def _metric(label: str, number_format: str, meaning: str) -> Any:
+    """Return a dataclass field that the report shows as a row with label `label`, format and meaning."""
+    return field(default=None, metadata={"row": (label, number_format, meaning)})
 
 
 @dataclass(slots=True)
@@ -96,7 +96,7 @@ class Audit:
         """Return the kappa that corresponds to the lower bound of the accuracy's confidence interval."""
         if self.accuracy_low is None or self.chance is None:
             return None
-        return beyond_chance(self.accuracy_low, self.chance)
+        return scale_beyond_chance(self.accuracy_low, self.chance)
 
     def page(self, judge: str) -> str:
         """Return a self-contained HTML page with plots; the reference line of a plot starts at (0, 0)."""
@@ -127,12 +127,12 @@ class Audit:
         return asdict(self) | {"kappa_low": self.kappa_low, "verdict": verdict_of(self)}
 
 
-def save_audit(runs: Path, audit: Audit, judge: str, gold: str) -> None:
-    """Append an audit to `AUDITS` in the folder of runs, where the web UI reads it."""
-    runs.mkdir(parents=True, exist_ok=True)
+def save_audit(runs_folder: Path, audit: Audit, judge: str, gold: str) -> None:
+    """Append an audit to `AUDITS_FILE` in the folder of runs, where the web UI reads it."""
+    runs_folder.mkdir(parents=True, exist_ok=True)
     row = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "judge": judge, "gold": gold, "rows": audit.rows}
-    with (runs / AUDITS).open("a", encoding="utf-8", newline="\n") as file:
-        file.write(json.dumps(row | audit.as_json()) + "\n")
+    with (runs_folder / AUDITS_FILE).open("a", encoding="utf-8", newline="\n") as audits_file:
+        audits_file.write(json.dumps(row | audit.as_json()) + "\n")
 
 
 def verdict_of(audit: Audit) -> str:
@@ -163,13 +163,13 @@ def _describe_trust(audit: Audit) -> str:
     lower_rating = rating if audit.kappa_low is None else _rate_kappa(audit.kappa_low)[1]
     if lower_rating != rating:
         details += f" with a lower bound of {audit.kappa_low:.2f}"
-        if num_needed := _required_items(audit, threshold):
+        if num_needed := _count_required_items(audit, threshold):
             details += (
                 f'; about {num_needed - audit.judged} more items that agree as well would make it "{rating}"'
             )
     if lower_rating == NOT_TRUSTED:
         return f"Too few items to tell: {details}"
-    is_biased = picks_wrong_pairs(audit) or _significant_bias(audit) > STRONG_BIAS
+    is_biased = picks_wrong_pairs(audit) or _compute_significant_bias(audit) > STRONG_BIAS
     return f"{CARE if is_biased else lower_rating}: {details}"
 
 
@@ -181,16 +181,16 @@ def _rate_kappa(kappa: float) -> tuple[float, str]:
     return next((threshold, rating) for threshold, rating in RATINGS if kappa >= threshold)
 
 
-def _required_items(audit: Audit, target_kappa: float) -> int | None:
+def _count_required_items(audit: Audit, target_kappa: float) -> int | None:
     """Return the number of items that would raise kappa's lower bound to `target_kappa` at the audit's agreement; None
     if that takes too many items."""
     assert audit.accuracy is not None and audit.chance is not None
-    for count in range(audit.judged, MAX_ITEMS):
-        low = beyond_chance(
-            wilson_interval(math.floor(audit.accuracy * count + 1e-9), count)[0], audit.chance
+    for num_items in range(audit.judged, MAX_SUGGESTED_ITEMS):
+        kappa_low = scale_beyond_chance(
+            wilson_interval(math.floor(audit.accuracy * num_items + 1e-9), num_items)[0], audit.chance
         )
-        if low is not None and low >= target_kappa:
-            return count
+        if kappa_low is not None and kappa_low >= target_kappa:
+            return num_items
     return None
 
 
@@ -209,7 +209,7 @@ def _describe_injections(audit: Audit) -> list[str]:
             f" ({audit.noise_moved:.0%} rise when judged again without it)" if audit.noise_moved else ""
         )
         return [f"an injected text raised {audit.injection_moved:.0%} of the verdicts{repeat_note}"]
-    if audit.judged and audit.attacked < MIN_ATTACKED:
+    if audit.judged and audit.attacked < MIN_ATTACKED_ITEMS:
         return [
             f"resistance to prompt injection is unknown: only {audit.attacked} items have room to rise; add items with "
             "low gold scores"
@@ -223,15 +223,15 @@ def _describe_biases(audit: Audit) -> list[str]:
         problems.append(f"it picks the better response in only {audit.pair_accuracy:.0%} of the pairs")
     if audit.swap_flips is not None and audit.swap_flips > 0.2:
         problems.append(f"swapping the order changes the winner in {audit.swap_flips:.0%} of the pairs")
-    if audit.length_bias is not None and _significant_bias(audit) > BIAS_THRESHOLD:
-        preferred = "longer" if audit.length_bias > 0 else "shorter"
-        problems.append(f"{preferred} answers are overrated (correlation {audit.length_bias:+.2f})")
+    if audit.length_bias is not None and _compute_significant_bias(audit) > BIAS_THRESHOLD:
+        preferred_length = "longer" if audit.length_bias > 0 else "shorter"
+        problems.append(f"{preferred_length} answers are overrated (correlation {audit.length_bias:+.2f})")
     if audit.consistency is not None and audit.consistency < 0.9:
         problems.append(f"repeated judgements disagree on {1 - audit.consistency:.0%} of the items")
     return problems
 
 
-def _significant_bias(audit: Audit) -> float:
+def _compute_significant_bias(audit: Audit) -> float:
     """Return the absolute length bias; 0 if not significant at 95 % (Fisher transformation, controlling for gold)."""
     if audit.length_bias is None or audit.judged < 5:
         return 0.0
@@ -244,9 +244,9 @@ def injection_works(audit: Audit) -> bool:
     them."""
     if audit.injection_moved is None:
         return False
-    noise = audit.noise_moved or 0.0
-    margin = 1.64 * math.sqrt(2 * noise * (1 - noise) / audit.attacked)
-    return audit.injection_moved - noise > max(MIN_RISE, margin)
+    noise_rate = audit.noise_moved or 0.0
+    margin = 1.64 * math.sqrt(2 * noise_rate * (1 - noise_rate) / audit.attacked)
+    return audit.injection_moved - noise_rate > max(MIN_RISE, margin)
 
 
 def picks_wrong_pairs(audit: Audit) -> bool:

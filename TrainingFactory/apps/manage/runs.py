@@ -13,7 +13,7 @@ from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.registry.lineage import ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
 
-LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
+LABELS_FOLDER = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
 
 
 @dataclass(slots=True)
@@ -26,31 +26,31 @@ class RunReferences:
     size: int = 0  # bytes of the run's folder
 
 
-def find_references(run: RunFolder, runs: Path) -> RunReferences:
-    """Return the references to `run` by the runs and registered models of the folder `runs`."""
-    references = RunReferences(size=_folder_size(run.path))
+def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
+    """Return the references to `run` by the runs and registered models of the folder `runs_folder`."""
+    references = RunReferences(size=_measure_folder(run.path))
     folder = run.path.resolve()
-    for other_run in list_runs(runs):
+    for other_run in list_runs(runs_folder):
         if other_run.path.resolve() == folder:
             continue
         used_paths = sorted(
-            {str(path.relative_to(folder)) for path in _used_paths(other_run) if path.is_relative_to(folder)}
+            {str(path.relative_to(folder)) for path in _find_paths(other_run) if path.is_relative_to(folder)}
         )
         if not used_paths:
             continue
         descriptions = ["its recorded tool calls" if name == "." else name for name in used_paths]
-        reference = f"run {other_run.name} uses {', '.join(descriptions)}"
-        (references.copies if _is_complete(other_run) else references.needed_by).append(reference)
-    for version in Catalogue(registry_path(runs)).versions():
+        use = f"run {other_run.name} uses {', '.join(descriptions)}"
+        (references.copies if _is_complete(other_run) else references.needed_by).append(use)
+    for version in Catalogue(registry_path(runs_folder)).versions():
         if any(node.get("path") == str(folder) for node in ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
     return references
 
 
-def delete_run(run: RunFolder, runs: Path, force: bool = False) -> RunReferences:
-    """Delete a run of the folder `runs`. Raise ValueError if it is running or in use, if it is not directly in `runs`,
-    or if another run needs its files and `force` is not set. Return the references to the run."""
-    references = _claim(run, runs, None if force else "deleted")
+def delete_run(run: RunFolder, runs_folder: Path, force: bool = False) -> RunReferences:
+    """Delete a run of the folder `runs_folder`. Raise ValueError if it is running or in use, if it is not directly in
+    `runs_folder`, or if another run needs its files and `force` is not set. Return the references to the run."""
+    references = _lock_run(run, runs_folder, None if force else "deleted")
     try:
         remove_folder(run.path)
     finally:
@@ -58,25 +58,25 @@ def delete_run(run: RunFolder, runs: Path, force: bool = False) -> RunReferences
     return references
 
 
-def rename_run(run: RunFolder, name: str, runs: Path) -> RunFolder:
-    """Rename a run of the folder `runs`, with the labels of its episodes. Raise ValueError like `delete_run`."""
+def rename_run(run: RunFolder, name: str, runs_folder: Path) -> RunFolder:
+    """Rename a run of the folder `runs_folder`, with the labels of its episodes. Raise ValueError like `delete_run`."""
     check_run_name(name)
-    target = run.path.with_name(name)
-    if os.path.lexists(target) or os.path.lexists(target.with_name(f".{name}.part")):
-        raise ValueError(f"{target} already exists. Choose another name")
-    _claim(run, runs, "renamed")
+    new_path = run.path.with_name(name)
+    if os.path.lexists(new_path) or os.path.lexists(new_path.with_name(f".{name}.part")):
+        raise ValueError(f"{new_path} already exists. Choose another name")
+    _lock_run(run, runs_folder, "renamed")
     try:
-        os.rename(run.path, target)
-        labels = runs / LABELS / f"{run.name}.jsonl"
-        if labels.is_file() and not (new_labels := labels.with_name(f"{name}.jsonl")).exists():
-            os.rename(labels, new_labels)
-        sync(target.parent)
+        os.rename(run.path, new_path)
+        labels_file = runs_folder / LABELS_FOLDER / f"{run.name}.jsonl"
+        if labels_file.is_file() and not (new_labels_file := labels_file.with_name(f"{name}.jsonl")).exists():
+            os.rename(labels_file, new_labels_file)
+        sync(new_path.parent)
     finally:
         run.unlock()
-    return RunFolder(target)
+    return RunFolder(new_path)
 
 
-def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
+def _lock_run(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
     """Lock a run for a change and return the references to it. Raise ValueError if it must not be changed. With
     `action` None, references do not prevent the change."""
     if run.path.is_symlink() or run.path.resolve().parent != runs.resolve():
@@ -84,8 +84,8 @@ def _claim(run: RunFolder, runs: Path, action: str | None) -> RunReferences:
     try:
         run.lock()
     except ValueError:
-        stop = f"tfactory runs stop {run.display_path}"
-        raise ValueError(f"run {run.name} is running or in use. Stop it first: {stop}") from None
+        stop_command = f"tfactory runs stop {run.display_path}"
+        raise ValueError(f"run {run.name} is running or in use. Stop it first: {stop_command}") from None
     try:
         references = find_references(run, runs)
         if action and references.needed_by:
@@ -112,22 +112,22 @@ def _is_complete(run: RunFolder) -> bool:
         return False
 
 
-def _used_paths(run: RunFolder) -> Iterator[Path]:
+def _find_paths(run: RunFolder) -> Iterator[Path]:
     """Yield the paths in environment.json that a resumed run loads; skip those of its lineage."""
     try:
         run_info = json.loads(read_small_file(run.path / ENVIRONMENT))
     except (OSError, ValueError):
         return
-    pending = [run_info]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            pending += [child for key, child in value.items() if key != "parent"]
-        elif isinstance(value, list):
-            pending += value
-        elif isinstance(value, str) and value.startswith(os.sep):
-            yield Path(value)
+    nodes = [run_info]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            nodes += [child for key, child in node.items() if key != "parent"]
+        elif isinstance(node, list):
+            nodes += node
+        elif isinstance(node, str) and node.startswith(os.sep):
+            yield Path(node)
 
 
-def _folder_size(folder: Path) -> int:
+def _measure_folder(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if not path.is_dir())

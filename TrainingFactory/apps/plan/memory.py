@@ -38,61 +38,61 @@ MIN_PART_SHARE = 0.05  # share of the total below which a part gets no remedy
 def with_changes(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
     """Return a copy of the config with changed values, by dotted key."""
     for key, value in changes.items():
-        section, _, name = key.partition(".")
-        changed = getattr(config, section).model_copy(update={name: value})
-        config = config.model_copy(update={section: changed})
+        section, _, option_name = key.partition(".")
+        changed_section = getattr(config, section).model_copy(update={option_name: value})
+        config = config.model_copy(update={section: changed_section})
     return config
 
 
 def check_memory(
-    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], device: torch.device,
+    diagnosis: Diagnosis, config: TrainingConfig, usage: dict[str, float], device: torch.device,
     estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
     """Report a run's memory on a device, and add a finding if the device has too little. `estimate_other` estimates
     changed configs, to suggest options that fit."""
     on_gpu = device.type == "cuda"
-    available = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
-    compare_memory(diagnosis, config, needed, available, str(device), estimate_other)
+    capacity = torch.cuda.mem_get_info(device)[1] if on_gpu else psutil.virtual_memory().total
+    compare_memory(diagnosis, config, usage, capacity, str(device), estimate_other)
 
 
 def compare_memory(
-    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float, device: str,
+    diagnosis: Diagnosis, config: TrainingConfig, usage: dict[str, float], capacity: float, device: str,
     estimate_other: MemoryEstimator | None = None,
 ) -> None:  # fmt: skip
-    needed = needed | _limit_cache(diagnosis, config, needed, MAX_MEMORY_SHARE * available)
-    total = sum(needed.values())
-    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in needed.items() if count)
+    usage = usage | _limit_cache(diagnosis, config, usage, MAX_MEMORY_SHARE * capacity)
+    total = sum(usage.values())
+    part_sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in usage.items() if size)
     diagnosis.facts["memory"] = (
-        f"about {format_bytes(total)} of {format_bytes(available)} on {device}: {parts}"
+        f"about {format_bytes(total)} of {format_bytes(capacity)} on {device}: {part_sizes}"
     )
-    if total > MAX_MEMORY_SHARE * available:
-        largest = max(needed, key=lambda name: needed[name])
-        fitting = find_fitting(config, available, device, estimate_other) if estimate_other else ""
+    if total > MAX_MEMORY_SHARE * capacity:
+        largest_part = max(usage, key=lambda name: usage[name])
+        advice = find_fitting_options(config, capacity, device, estimate_other) if estimate_other else ""
         diagnosis.add(
             "memory",
-            f"training needs about {format_bytes(total)}, but {device} has {format_bytes(available)}; largest part: "
-            f"{largest}",
-            "error" if total > available else "warning",
-            f"{fitting}{suggest_options(config, needed, device)}",
+            f"training needs about {format_bytes(total)}, but {device} has {format_bytes(capacity)}; largest part: "
+            f"{largest_part}",
+            "error" if total > capacity else "warning",
+            f"{advice}{suggest_options(config, usage, device)}",
         )
 
 
 def _limit_cache(
-    diagnosis: Diagnosis, config: TrainingConfig, needed: dict[str, float], available: float
+    diagnosis: Diagnosis, config: TrainingConfig, usage: dict[str, float], capacity: float
 ) -> dict[str, float]:
     """Return the bytes of the KV cache, limited to the memory that the other parts leave. Report how many episodes it
     holds."""
-    if not (full_cache := needed.get("cache", 0.0)):
+    if not (full_cache_bytes := usage.get("cache", 0.0)):
         return {}
-    room = available - sum(needed.values()) + full_cache
+    room = capacity - sum(usage.values()) + full_cache_bytes
     if config.sampling.cache_gib is not None:
-        room = config.sampling.cache_gib * GIB - needed.get("states", 0.0)
+        room = config.sampling.cache_gib * GIB - usage.get("states", 0.0)
     slots = config.sampling.slots
-    episodes = min(slots, int(room / full_cache * slots))  # of full length that the cache holds
+    episodes = min(slots, int(room / full_cache_bytes * slots))  # of full length that the cache holds
     if episodes < 1:
-        return {"cache": full_cache / slots}
+        return {"cache": full_cache_bytes / slots}
     if episodes == slots:
-        return {"cache": full_cache}
+        return {"cache": full_cache_bytes}
     diagnosis.facts["KV cache"] = (
         f"{format_bytes(room)} of pages: {episodes} of {slots} episodes at full length, more if they are shorter or "
         "share prefixes"
@@ -104,12 +104,12 @@ def _limit_cache(
             "ones wait, or are prefilled again",
             "warning",
             "Lower model.max_length or sampling.slots, or free memory: "
-            + suggest_options(config, {name: count for name, count in needed.items() if name != "cache"}),
+            + suggest_options(config, {name: size for name, size in usage.items() if name != "cache"}),
         )
     return {"cache": room}
 
 
-def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
+def list_saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     """Return the memory-saving options that are not set yet, the least intrusive first."""
     training, sampling, model = config.training, config.sampling, config.model
     is_local, has_adapter = not config.compute.learners, config.lora.enabled or model.adapter is not None
@@ -135,21 +135,21 @@ def saving_options(config: TrainingConfig, device: str) -> dict[str, Any]:
     return options
 
 
-def find_fitting(
-    config: TrainingConfig, available: float, device: str, estimate_other: MemoryEstimator
+def find_fitting_options(
+    config: TrainingConfig, capacity: float, device: str, estimate_other: MemoryEstimator
 ) -> str:
-    """Return the smallest combination of `saving_options` that fits, with its memory; empty if none fits."""
-    options = saving_options(config, device)
-    for count in range(1, len(options) + 1):
-        for keys in itertools.combinations(options, count):
-            changed = with_changes(config, {key: options[key] for key in keys})
-            has_adapter = changed.lora.enabled or changed.model.adapter is not None
+    """Return the smallest combination of `list_saving_options` that fits, with its memory; empty if none fits."""
+    options = list_saving_options(config, device)
+    for num_options in range(1, len(options) + 1):
+        for keys in itertools.combinations(options, num_options):
+            changed_config = with_changes(config, {key: options[key] for key in keys})
+            has_adapter = changed_config.lora.enabled or changed_config.model.adapter is not None
             if "model.quantization" in keys and not has_adapter:
                 continue
-            total = sum(estimate_other(changed).values())
-            if total <= MAX_MEMORY_SHARE * available:
+            total_bytes = sum(estimate_other(changed_config).values())
+            if total_bytes <= MAX_MEMORY_SHARE * capacity:
                 settings = " ".join(format_option(key, options[key]) for key in keys)
-                return f"To fit, in about {format_bytes(total)}, set: {settings}. "
+                return f"To fit, in about {format_bytes(total_bytes)}, set: {settings}. "
     return ""
 
 
@@ -158,15 +158,15 @@ def format_option(key: str, value: Any) -> str:
 
 
 def suggest_options(
-    config: TrainingConfig, needed: dict[str, float] | None = None, device: str = "cuda"
+    config: TrainingConfig, usage: dict[str, float] | None = None, device: str = "cuda"
 ) -> str:
-    """Return a text with the options that save memory, those for the largest part first. If `needed` is None, it lists
+    """Return a text with the options that save memory, those for the largest part first. If `usage` is None, it lists
     the options for every part."""
-    needed, options = needed or dict.fromkeys(REDUCING_OPTIONS, 1.0), saving_options(config, device)
+    usage, options = usage or dict.fromkeys(REDUCING_OPTIONS, 1.0), list_saving_options(config, device)
     if not config.lora.enabled and config.model.adapter is None:
         options.pop("model.quantization", None)  # trained weights cannot be quantized
-    large_parts = [part for part in needed if needed[part] > MIN_PART_SHARE * sum(needed.values())]
-    parts = sorted(large_parts, key=lambda part: -needed[part])
+    large_parts = [part for part in usage if usage[part] > MIN_PART_SHARE * sum(usage.values())]
+    parts = sorted(large_parts, key=lambda part: -usage[part])
     keys = [
         key for part in parts for key in REDUCING_OPTIONS.get(part, REDUCING_OPTIONS["all"]) if key in options
     ]
@@ -174,5 +174,5 @@ def suggest_options(
     return f"Options that save memory, largest part first: {settings}." if settings else ""
 
 
-def format_bytes(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+def format_bytes(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

@@ -13,11 +13,11 @@ import yaml
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.apps.plan.memory import with_changes
-from TrainingFactory.apps.plan.shapes import FIGURES, learner_bytes, planned_shape, sampler_bytes
+from TrainingFactory.apps.plan.shapes import FIGURES, learner_bytes, plan_shape, sampler_bytes
 from TrainingFactory.apps.plan.step_time import Costs, StepModel
 from TrainingFactory.apps.plan.workload import (
     draw_workload,
-    fork_factor,
+    estimate_fork_factor,
     parse_distribution,
     workload_from_run,
 )
@@ -43,7 +43,7 @@ STEP_PARTS = {
     "evaluations": ("evaluation",),
     "checkpoints": ("checkpoint",),
 }
-WAITING_PARTS = {"tools": "tool", "reward": "reward"}  # part -> field of Workload with its seconds
+WAIT_FIELDS = {"tools": "tool", "reward": "reward"}  # part -> field of Workload with its seconds
 # Costs that do not occur in an evaluation.
 LEARNER_COSTS = ("update", "write", "load", "record", "checkpoint")
 REMEDIES: dict[str, Any] = {
@@ -64,10 +64,10 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
         raise ValueError(f"--gpu {gpu} is unknown; choose one of {', '.join(FIGURES['gpus'])}")
     rows = FIGURES["workload"] | FIGURES["gpus"][gpu] | FIGURES["engines"][engine] | FIGURES["figures"]
     figures = {name: PlanFigure(*row) for name, row in rows.items()}
-    from_file = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
-    if not isinstance(from_file, dict):
+    file_values = {} if file is None else yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(file_values, dict):
         raise ValueError(f"--rates {file} must be a mapping from names to values")
-    settings = [(f"--rates {file}", name, value) for name, value in from_file.items()]
+    settings = [(f"--rates {file}", name, value) for name, value in file_values.items()]
     settings += [("--rate", *rate.partition("=")[::2]) for rate in rates]
     for source, name, value in settings:
         if name not in figures:
@@ -82,8 +82,8 @@ def find_figures(engine: str, gpu: str, file: Path | None, rates: Sequence[str])
     return figures
 
 
-def bytes_to_gib(parts: dict[str, float]) -> dict[str, float]:
-    return {name: count / GIB for name, count in parts.items()}
+def bytes_to_gib(part_bytes: dict[str, float]) -> dict[str, float]:
+    return {name: num_bytes / GIB for name, num_bytes in part_bytes.items()}
 
 
 class RunPlanner:
@@ -98,16 +98,16 @@ class RunPlanner:
             raise ValueError(
                 f"training.algorithm={config.training.algorithm} does not sample; use grpo, ppo or rft"
             )
-        self.config, self.gpus, self.shape = config, gpus, planned_shape(config, size)
+        self.config, self.gpus, self.shape = config, gpus, plan_shape(config, size)
         if self.shape.tower is not None and gpus > 1:
             raise ValueError(
                 f"--gpus {gpus}: runs with images use one GPU; set --gpus 1 or model.vision=false"
             )
-        configured, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
+        configured_engine, engine = config.sampling.engine, "vllm" if gpus > 1 else config.sampling.engine
         self.figures = find_figures(engine, gpu, file, rates)
         source_note = "sampling.engine"
-        if engine != configured:
-            source_note = f"assumed with several GPUs; sampling.engine is {configured}"
+        if engine != configured_engine:
+            source_note = f"assumed with several GPUs; sampling.engine is {configured_engine}"
         self.figures["engine"] = PlanFigure(engine, "that samples", source_note)
         for name in ("sampler_overlap", "learner_overlap") if gpus > 1 else ():
             self.figures[name] = PlanFigure(1.0, self.figures[name].unit, "they share no GPU")
@@ -116,8 +116,8 @@ class RunPlanner:
             self.figures["image_tokens"] = PlanFigure(config.model.image_tokens, "tokens per image", limit)
         workload = {name: parse_distribution(self.figures[name].value) for name in FIGURES["workload"]}
         if run is None:
-            limits = config.environment.max_turns, config.sampling.max_tokens
-            self.episodes = draw_workload(workload, *limits)
+            turn_limits = config.environment.max_turns, config.sampling.max_tokens
+            self.episodes = draw_workload(workload, *turn_limits)
         else:
             tool = None if self.figures["tool_seconds"].source == "assumed" else workload["tool_seconds"]
             self.episodes = workload_from_run(RunFolder.find(run, config.logging.output_dir), tool)
@@ -126,18 +126,18 @@ class RunPlanner:
         # Episodes of a group as sampled and learned: a turn that forked episodes share counts once.
         self.group_size: float = config.training.group_size
         if (branching := config.training.branching) is not None:
-            factor = fork_factor(branching, self.episodes.turns, config.training.group_size)
-            self.group_size *= factor
-            source = f"estimated from training.branching with at={branching.at}"
+            fork_ratio = estimate_fork_factor(branching, self.episodes.turns, config.training.group_size)
+            self.group_size *= fork_ratio
+            factor_source = f"estimated from training.branching with at={branching.at}"
             self.figures["fork_factor"] = PlanFigure(
-                factor, "turns of a group over those without forks", source
+                fork_ratio, "turns of a group over those without forks", factor_source
             )
         # With separate samplers the learner recomputes the log-probs with its own weights.
         algorithm = make_algorithm(config)
         self.needs, self.refill = algorithm.needs | frozenset(["old"] if gpus > 1 else []), algorithm.refill
-        steps, episodes = self._count_steps(), config.training.batch_size * config.training.group_size
+        num_steps, episodes = self._count_steps(), config.training.batch_size * config.training.group_size
         self.images = ImageUse(
-            self.episodes.image_tokens, self.episodes.image_share, self.episodes.images * steps * episodes
+            self.episodes.image_tokens, self.episodes.image_share, self.episodes.images * num_steps * episodes
         )
         self.room = GIB * (self["gpu_memory_gib"] - self["reserve_gib"])
         # GPUs per sampler: from the config, else the smallest power of 2 that leaves a fifth of the memory free
@@ -147,15 +147,15 @@ class RunPlanner:
     def __getitem__(self, name: str) -> float:
         return self.figures[name].value
 
-    def min_learners(self, config: TrainingConfig) -> int:
+    def find_min_learners(self, config: TrainingConfig) -> int:
         """Return the smallest number of GPUs on which the learner fits; 1025 if it does not fit on 1024."""
-        learner_sizes = (
+        learner_bytes_by_count = (
             sum(learner_bytes(self.shape, config, self.needs, n, self.images).values())
             for n in range(1, 1025)
         )
-        return next((n for n, size in enumerate(learner_sizes, 1) if size <= self.room), 1025)
+        return next((n for n, size in enumerate(learner_bytes_by_count, 1) if size <= self.room), 1025)
 
-    def samplers(self, learners: int) -> int:
+    def count_samplers(self, learners: int) -> int:
         return max(1, (self.gpus - learners) // self.width)
 
     def costs(self, learners: int, group_size: float) -> Costs:
@@ -163,22 +163,22 @@ class RunPlanner:
         shape, width = self.shape, self.width
         flops, traffic = 1e12 * self["gpu_tflops"], 1e9 * self["gpu_bandwidth_gbs"] * self["bandwidth_share"]
         link = 1e9 * self["node_gbs" if learners <= self["gpus_per_node"] else "network_gbs"]
-        trained = shape.held(self.config).trained
+        trained_weights = shape.count_held(self.config).trained
         token_bytes = sampler_bytes(shape, width, 1, 1.0)
         read_seconds, token_seconds = token_bytes["weights"] / traffic, token_bytes["cache"] / traffic
-        states = 2 * row_bytes(shape, 2) / width / traffic  # read and written, whatever the context
+        state_seconds = 2 * row_bytes(shape, 2) / width / traffic  # read and written, whatever the context
         prefill_flops = flops * width * self["prefill_mfu"]
-        prompt, length = self.episodes.prompt, self.episodes.length
+        prompt, num_tokens = self.episodes.prompt, self.episodes.length
         replies, context = float(np.mean(self.episodes.replies)), self.episodes.context
         # Each sampler that has episodes of a group computes the group's prompt once.
-        prompt_share = prompt * min(group_size, self.samplers(learners)) / group_size
+        prompt_share = prompt * min(group_size, self.count_samplers(learners)) / group_size
         image_tokens = self.episodes.prompt_image_tokens * prompt_share / prompt
         encoding = shape.encode(image_tokens + self.episodes.reply_image_tokens)
-        pushed_gb = 2e-9 * trained * (self.gpus > 1 or self.config.sampling.engine != "native")
+        pushed_gb = 2e-9 * trained_weights * (self.gpus > 1 or self.config.sampling.engine != "native")
         gb_seconds = (learners > 1) * 1e9 / link + (self.gpus > self["gpus_per_node"]) / self["network_gbs"]
         saved_gb = (
             1e-9
-            * trained
+            * trained_weights
             * (6 + OPTIMIZER_BYTES[self.config.training.optimizer])
             * (1 + ("critic" in self.needs))
         )
@@ -188,14 +188,14 @@ class RunPlanner:
             * (self["layer_us"] + 2 * self["allreduce_us"] * (width > 1)),
             read=read_seconds,
             compute=2 * shape.computed / flops / width / self["decode_mfu"],
-            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * token_seconds + states,
+            row=1e-6 * self["row_us"] * shape.vocab_size / 151_936 + context * token_seconds + state_seconds,
             prompts=(shape.forward(prompt_share, prompt / 2) + shape.forward(replies, context) + encoding)
             / prefill_flops,
-            renewal=shape.forward(length / 2, length / 4) / prefill_flops,
+            renewal=shape.forward(num_tokens / 2, num_tokens / 4) / prefill_flops,
             turn=1e-3 * self["turn_ms"],
             driver=1e-3 * self["driver_ms"],
             update=self.update_seconds(
-                learners, flops, 4 * (shape.params + trained) * (1 - 1 / learners) / link
+                learners, flops, 4 * (shape.params + trained_weights) * (1 - 1 / learners) / link
             ),
             write=pushed_gb / self["push_write_gbs"] + pushed_gb * gb_seconds,
             load=pushed_gb / self["push_load_gbs"],
@@ -205,11 +205,12 @@ class RunPlanner:
             learner_overlap=self["learner_overlap"],
         )
 
-    def update_seconds(self, learners: int, flops: float, gathered: float) -> float:
+    def update_seconds(self, learners: int, flops: float, gather_seconds: float) -> float:
         """Return the seconds of an update: its compute time, or the time of FSDP's communication if that is longer.
-        `gathered` is the communication time per pack: 16 bits of every weight twice, 32 bits of every gradient."""
+        `gather_seconds` is the communication time per pack: 16 bits of every weight twice, 32 bits of every
+        gradient."""
         training, shape, episodes = self.config.training, self.shape, self.episodes
-        trained_share = 1 - (1 - episodes.taught) ** (self.refill + 1)
+        trained_share = 1 - (1 - episodes.taught_share) ** (self.refill + 1)
         groups, size = training.batch_size * trained_share, self.group_size
         tokens = groups * (episodes.length * size - episodes.prompt * (size - 1))  # the prompt counts once
         lm_head = 2 * shape.hidden_size * shape.vocab_size * groups * size * float(np.mean(episodes.sampled))
@@ -218,68 +219,70 @@ class RunPlanner:
             work += shape.encode(groups * (episodes.prompt_image_tokens + size * episodes.reply_image_tokens))
         trained = training.update_epochs * (3 + training.gradient_checkpointing)  # backward is two forwards
         passes = trained + (trained + 1) * ("critic" in self.needs) + len(self.needs & {"old", "reference"})
-        packs = max(training.minibatches, math.ceil(tokens / training.token_budget / learners))
+        num_packs = max(training.minibatches, math.ceil(tokens / training.token_budget / learners))
         compute_seconds = passes * work / flops / self["update_mfu"] / learners
-        return max(compute_seconds, training.update_epochs * packs * gathered)
+        return max(compute_seconds, training.update_epochs * num_packs * gather_seconds)
 
-    def model(self, learners: int, slots: int, max_staleness: int, without: str = "") -> StepModel:
-        """Return the step-time model of a plan, in which the part `without` of a step takes no time."""
-        training, samplers = self.config.training, self.samplers(learners)
-        zeroed = dict.fromkeys(STEP_PARTS.get(without, ()), 0.0)
-        costs, episodes = self.costs(learners, self.group_size)._replace(**zeroed), self.episodes
-        if without in WAITING_PARTS:
-            episodes = episodes._replace(**{WAITING_PARTS[without]: np.zeros_like(episodes.turns)})
-        if training.eval_every and without != "evaluations":
-            eval_costs = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | zeroed)
+    def make_model(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> StepModel:
+        """Return the step-time model of a plan, in which the part `skipped_part` of a step takes no time."""
+        training, samplers = self.config.training, self.count_samplers(learners)
+        zeroed_costs = dict.fromkeys(STEP_PARTS.get(skipped_part, ()), 0.0)
+        costs, episodes = self.costs(learners, self.group_size)._replace(**zeroed_costs), self.episodes
+        if skipped_part in WAIT_FIELDS:
+            episodes = episodes._replace(**{WAIT_FIELDS[skipped_part]: np.zeros_like(episodes.turns)})
+        if training.eval_every and skipped_part != "evaluations":
+            eval_costs = self.costs(learners, 1)._replace(**dict.fromkeys(LEARNER_COSTS, 0.0) | zeroed_costs)
             evaluation = StepModel(episodes, eval_costs, self.config.data.heldout_count, 1, slots, samplers)
             costs = costs._replace(evaluation=evaluation.seconds() / training.eval_every)
         batch_shape = training.batch_size, self.group_size
         return StepModel(episodes, costs, *batch_shape, slots, samplers, max_staleness, self.refill)
 
-    def step(self, learners: int, slots: int, max_staleness: int, without: str = "") -> float:
-        return self.model(learners, slots, max_staleness, without).seconds()
+    def step(self, learners: int, slots: int, max_staleness: int, skipped_part: str = "") -> float:
+        return self.make_model(learners, slots, max_staleness, skipped_part).seconds()
 
     def plan(self, learners: int | None = None) -> dict[str, Any]:
         """Return step time, bottleneck, split, memory and cost; try all splits unless `learners` is given."""
         config = self.config
         staleness, length = config.optimization.effective_max_staleness, self.episodes.length
-        fewest, spare_bytes = self.min_learners(config), self.room * self.width - 2 * self.shape.params
+        min_gpus, spare_bytes = self.find_min_learners(config), self.room * self.width - 2 * self.shape.params
         if self.gpus == 1:
-            sampler = 2 * self.shape.params * (config.sampling.engine != "native")
+            sampler_weights = 2 * self.shape.params * (config.sampling.engine != "native")
             spare_bytes = (
                 self.room
-                - sampler
+                - sampler_weights
                 - sum(learner_bytes(self.shape, config, self.needs, 1, self.images).values())
             )
         slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (1 + SNAPSHOTS) * row_bytes(
             self.shape, 2
         )
         slots = min(config.sampling.slots, int(spare_bytes / slot_bytes))
-        most = max(1, self.gpus - self.width)
-        if slots < 1 or not fewest <= (learners or fewest) <= most:
-            raise ValueError(self._explain_too_few(fewest, learners))
-        candidates = {round(fewest + (most - fewest) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)}
+        max_gpus = max(1, self.gpus - self.width)
+        if slots < 1 or not min_gpus <= (learners or min_gpus) <= max_gpus:
+            raise ValueError(self._explain_too_few(min_gpus, learners))
+        candidates = {
+            round(min_gpus + (max_gpus - min_gpus) * n / (MAX_SPLITS - 1)) for n in range(MAX_SPLITS)
+        }
         splits = {n: self.step(n, slots, staleness) for n in sorted({learners} if learners else candidates)}
         best = min(splits, key=splits.__getitem__)
-        by_staleness = {n: self.step(best, slots, n) for n in sorted({0, staleness or 1})}
+        seconds_by_staleness = {n: self.step(best, slots, n) for n in sorted({0, staleness or 1})}
         seconds_without = {part: self.step(best, slots, staleness, part) for part in STEP_PARTS}
-        steps = self._count_steps()
+        num_steps = self._count_steps()
         seconds, bottleneck = splits[best], min(seconds_without, key=seconds_without.__getitem__)
-        tokens = self.model(best, slots, staleness).count * float(np.mean(self.episodes.sampled))
+        step_tokens = self.make_model(best, slots, staleness).count * float(np.mean(self.episodes.sampled))
         advice = dict[str, str]()
-        if not staleness and by_staleness[1] < 0.9 * seconds:
-            advice["optimization.async_rollout=true"] = f"{by_staleness[1]:.3g} s a step"
+        if not staleness and seconds_by_staleness[1] < 0.9 * seconds:
+            advice["optimization.async_rollout=true"] = f"{seconds_by_staleness[1]:.3g} s a step"
         if bottleneck == "push" and not config.lora.enabled:
             advice["lora.enabled=true"] = "pushes an adapter instead of all weights"
         return {
-            "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.samplers(best),
+            "step_seconds": seconds, "bottleneck": bottleneck, "learners": best, "samplers": self.count_samplers(best),
             "gpus_per_sampler": self.width, "episodes_per_sampler": slots,
             "gpu_memory_gib": self["gpu_memory_gib"], "room_gib": self.room / GIB,
             "learner_gib": bytes_to_gib(learner_bytes(self.shape, config, self.needs, best, self.images)),
             "sampler_gib": bytes_to_gib(sampler_bytes(self.shape, self.width, slots, length)),
-            "gpu_hours": self.gpus * (self["start_s"] + steps * seconds) / 3600,
-            "advice": advice, "tokens_per_second": tokens / seconds, "step_seconds_without": seconds_without,
-            "step_seconds_by_bound": by_staleness, "step_seconds_by_learners": splits,
+            "gpu_hours": self.gpus * (self["start_s"] + num_steps * seconds) / 3600,
+            "advice": advice, "tokens_per_second": step_tokens / seconds, "step_seconds_without": seconds_without,
+            "step_seconds_by_bound": seconds_by_staleness, "step_seconds_by_learners": splits,
             "model": self.shape.name, "parameters": self.shape.params, "active_parameters": self.shape.computed,
             "gpus": self.gpus,
             "figures": {name: figure._asdict() for name, figure in self.figures.items()},
@@ -295,14 +298,14 @@ class RunPlanner:
         self.figures["steps"] = PlanFigure(steps, "steps", source)
         return steps
 
-    def _explain_too_few(self, num_needed: int, learners: int | None) -> str:
+    def _explain_too_few(self, min_gpus: int, learners: int | None) -> str:
         """Return the error text for too few GPUs: how many are needed, and the options that reduce their number."""
         problem = f"--gpus {self.gpus}" + (f" --learners {learners}" if learners else "") + " does not suit "
-        need = f"needs {num_needed} or more" if num_needed < 1025 else "does not fit on 1024"
-        problem += f"{self.shape.name}: the learner {need} GPUs of {self['gpu_memory_gib']:g} GiB"
+        need_text = f"needs {min_gpus} or more" if min_gpus < 1025 else "does not fit on 1024"
+        problem += f"{self.shape.name}: the learner {need_text} GPUs of {self['gpu_memory_gib']:g} GiB"
         problem += f", a sampler needs {self.width}" + (", and one must hold both" if self.gpus == 1 else "")
         for key, value in REMEDIES.items():
-            fewer = self.min_learners(with_changes(self.config, {key: value}))
-            if fewer < num_needed:
-                problem += f"; with {key}={str(value).lower()} the learner needs {fewer}"
+            fewer_gpus = self.find_min_learners(with_changes(self.config, {key: value}))
+            if fewer_gpus < min_gpus:
+                problem += f"; with {key}={str(value).lower()} the learner needs {fewer_gpus}"
         return problem

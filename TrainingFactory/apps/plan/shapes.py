@@ -63,7 +63,7 @@ class ModelShape(NamedTuple):
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    total: int = 0  # weights
+    total_weights: int = 0  # weights
     active: int = 0  # weights that a token passes
     adapter_weights: int = 0  # of a LoRA adapter of rank 1 on all linear layers
     expert_adapter_weights: int = 0  # of one on the experts
@@ -78,100 +78,100 @@ class ModelShape(NamedTuple):
         return self.hidden_size * self.vocab_size * (2 - self.tie_word_embeddings)
 
     @property
-    def block(self) -> int:
+    def layer_weights(self) -> int:
         """Return the number of weights of a layer that compute a token. Norms, a thousandth of the weights, are not
         counted."""
-        if self.total:
+        if self.total_weights:
             return (self.active - self.ends) // self.num_hidden_layers
-        heads = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
-        return self.hidden_size * (heads + 3 * self.intermediate_size)
+        attention_width = 2 * self.head_dim * (self.num_attention_heads + self.num_key_value_heads)
+        return self.hidden_size * (attention_width + 3 * self.intermediate_size)
 
     @property
     def params(self) -> int:
-        return self.total or self.num_hidden_layers * self.block + self.ends
+        return self.total_weights or self.num_hidden_layers * self.layer_weights + self.ends
 
     @property
     def computed(self) -> int:
         """Return the number of weights that compute a token."""
         return self.active or self.params
 
-    def adapter(self, rank: int, experts: bool | None = None) -> int:
+    def adapter(self, rank: int, includes_experts: bool | None = None) -> int:
         """Return the number of weights of a LoRA adapter on all linear layers: rank x (inputs + outputs) for each.
-        `experts`: whether it includes the experts."""
-        if self.total:
-            with_experts = self.all_linear_has_experts if experts is None else experts
+        `includes_experts`: whether it includes the experts."""
+        if self.total_weights:
+            with_experts = self.all_linear_has_experts if includes_experts is None else includes_experts
             return rank * (self.adapter_weights + with_experts * self.expert_adapter_weights)
-        return self.num_hidden_layers * rank * (self.block // self.hidden_size + 7 * self.hidden_size)
+        return self.num_hidden_layers * rank * (self.layer_weights // self.hidden_size + 7 * self.hidden_size)
 
-    def held(self, config: TrainingConfig) -> WeightCounts:
+    def count_held(self, config: TrainingConfig) -> WeightCounts:
         """Return the counts of weights that a GPU holds for a config that trains all weights or a LoRA adapter."""
         # Quantization leaves fused experts as they are.
-        quantized = self.computed if self.active < self.total else self.params
-        bits, layers = BITS[config.model.quantization], max(0, quantized - self.ends)
+        num_quantizable = self.computed if self.active < self.total_weights else self.params
+        weight_bits, layers = BITS[config.model.quantization], max(0, num_quantizable - self.ends)
         vision = 0 if self.tower is None else self.tower.weights
-        weights, stored = self.params + vision, 2 * (self.params - layers + vision) + layers * bits / 8
-        trained = vision * config.model.train_tower
+        weights, stored = self.params + vision, 2 * (self.params - layers + vision) + layers * weight_bits / 8
+        trained_tower = vision * config.model.train_tower
         if not config.lora.enabled:
-            return WeightCounts(weights, stored, self.params + trained, 0, 2)
-        adapter = self.adapter(config.lora.r, config.lora.experts)
-        return WeightCounts(weights + adapter, stored + 2 * adapter, adapter + trained, 0, 2)
+            return WeightCounts(weights, stored, self.params + trained_tower, 0, 2)
+        lora = self.adapter(config.lora.r, config.lora.experts)
+        return WeightCounts(weights + lora, stored + 2 * lora, lora + trained_tower, 0, 2)
 
-    def forward(self, tokens: float, context: float) -> float:
-        """Return the FLOPs of the layers for `tokens` tokens with a mean context of `context` tokens. The cost of a
+    def forward(self, num_tokens: float, context: float) -> float:
+        """Return the FLOPs of the layers for `num_tokens` tokens with a mean context of `context` tokens. The cost of a
         recurrent layer does not depend on the context."""
-        weights = 2 * self.block * self.num_hidden_layers
-        attention = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
-        return tokens * (weights + attention + self.recurrent.flops * recurrent_layers(self))
+        weight_flops = 2 * self.layer_weights * self.num_hidden_layers
+        attention_flops = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
+        return num_tokens * (weight_flops + attention_flops + self.recurrent.flops * recurrent_layers(self))
 
-    def encode(self, tokens: float) -> float:
-        """Return the FLOPs of the vision tower for `tokens` image tokens, without its attention."""
-        return 0.0 if self.tower is None else 2 * self.tower.weights * self.tower.patches * tokens
+    def encode(self, num_tokens: float) -> float:
+        """Return the FLOPs of the vision tower for `num_tokens` image tokens, without its attention."""
+        return 0.0 if self.tower is None else 2 * self.tower.weights * self.tower.patches * num_tokens
 
 
 def find_shape(name: str, size: str | None) -> ModelShape:
     """Return the shape of `size` if given, else of the model: by its local config.json or by the size in its name."""
-    sizes, path = FIGURES["shapes"], Path(resolve_model_name(name)).expanduser() / "config.json"
+    shapes, path = FIGURES["shapes"], Path(resolve_model_name(name)).expanduser() / "config.json"
     if size is None and path.is_file():
         return _shape_from_config(name, json.loads(path.read_text(encoding="utf-8")))
     if size is None and resolve_model_name(name) == BUILTIN_VL:
         return _shape_from_config(BUILTIN_VL, tiny_vl_config(builtin_tokenizer(BUILTIN_VL)).to_dict())
     for key in (size, name) if size else (name,):
-        if (config := _known_config(key)) is not None:
-            return counted_shape(key, config)
+        if (config := _find_config(key)) is not None:
+            return count_shape(key, config)
         if size:
             break
     sizes_in_name = re.findall(r"\d+(?:\.\d+)?[BM]\b", resolve_model_name(name).upper())
     if re.search(r"\d[BM]-A\d", resolve_model_name(name).upper()):
         sizes_in_name = []  # a mixture of experts, and the sizes are those of dense models
     for key in [size] if size else [resolve_model_name(name), *sizes_in_name]:
-        if (row := sizes.get(key) or sizes.get(key.upper())) is not None:
-            return ModelShape(*row)
-    option = f"--model-size {size}" if size else f"model.name: {name} (not a folder with a config.json)"
-    models = [name_key for name_key, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
-    raise ValueError(f"{option}: unknown size; set --model-size to one of {', '.join([*sizes, *models])}")
+        if (shape_row := shapes.get(key) or shapes.get(key.upper())) is not None:
+            return ModelShape(*shape_row)
+    problem = f"--model-size {size}" if size else f"model.name: {name} (not a folder with a config.json)"
+    names = [model_name for model_name, hub_id in SUPPORTED_MODELS.items() if hub_id in MODEL_CONFIGS]
+    raise ValueError(f"{problem}: unknown size; set --model-size to one of {', '.join([*shapes, *names])}")
 
 
-def _known_config(name: str) -> dict[str, Any] | None:
+def _find_config(name: str) -> dict[str, Any] | None:
     config = MODEL_CONFIGS.get(resolve_model_name(name))
     return None if config is None else {key: value for key, value in config.items() if key != "billions"}
 
 
-def counted_shape(name: str, config: dict[str, Any]) -> ModelShape:
+def count_shape(name: str, config: dict[str, Any]) -> ModelShape:
     """Return the shape of a model whose weights are counted in a model on the meta device."""
-    return _counted_shape(name, json.dumps(config, sort_keys=True, default=str))
+    return _count_shape(name, json.dumps(config, sort_keys=True, default=str))
 
 
 @functools.cache
-def _counted_shape(name: str, config_json: str) -> ModelShape:
+def _count_shape(name: str, config_json: str) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from TrainingFactory.learning.lora import adapter_sizes
     from TrainingFactory.learning.routers import expert_modules
 
-    options = json.loads(config_json)
+    config_dict = json.loads(config_json)
     try:
-        config = AutoConfig.for_model(options.pop("model_type"), **options)
+        config = AutoConfig.for_model(config_dict.pop("model_type"), **config_dict)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError) as error:
@@ -179,24 +179,24 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
     text: Any = config.get_text_config()
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(f"model.name: {name} has latent attention, which plans and forecasts do not support")
-    total = sum(weight.numel() for weight in model.parameters())
+    total_weights = sum(weight.numel() for weight in model.parameters())
     experts = expert_modules(model).values()
-    routed = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
-    count = max((module.num_experts for module in experts), default=1)
-    idle = routed - routed * active_experts(text) // count if experts else 0
+    expert_weights = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
+    num_experts = max((module.num_experts for module in experts), default=1)
+    idle_weights = expert_weights - expert_weights * active_experts(text) // num_experts if experts else 0
     embeddings = [weight for name, weight in model.named_parameters() if "embed_tokens_per_layer" in name]
-    idle += sum(table.numel() for table in embeddings)
-    queries, keys = attention_widths(text)  # the mean of the layers
-    width = queries // text.num_attention_heads
+    idle_weights += sum(table.numel() for table in embeddings)
+    query_width, key_width = attention_widths(text)  # the mean of the layers
+    head_dim = query_width // text.num_attention_heads
     is_tied = bool(getattr(text, "tie_word_embeddings", False))
     return ModelShape(
         name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
-        max(1, keys // width), width, text.vocab_size, is_tied, total, total - idle,
-        *adapter_sizes(model), *_recurrent_sizes(text),
+        max(1, key_width // head_dim), head_dim, text.vocab_size, is_tied, total_weights, total_weights - idle_weights,
+        *adapter_sizes(model), *_read_recurrent_sizes(text),
     )  # fmt: skip
 
 
-def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
+def plan_shape(config: TrainingConfig, size: str | None) -> ModelShape:
     """Return the shape of a config's model, with its vision tower if `model.vision` is set or the model is the built-in
     vision-language model. Environments and data are not loaded."""
     shape = find_shape(config.model.name, size)
@@ -209,14 +209,14 @@ def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
     return shape if sees_images else shape._replace(tower=None)
 
 
-def _recurrent_sizes(text_config: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
+def _read_recurrent_sizes(text_config: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
     """Return the layer types of a hybrid model and the sizes of its recurrent layers; empty values for other models."""
     if not recurrent_layers(text_config):
         return (), RecurrentSizes()
     return tuple(text_config.layer_types), recurrent_layer(text_config, 2)
 
 
-def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
+def read_dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
     """Return the shape of a dense model from its config; None if its dimensions are not known."""
     try:
         return _shape_from_config(name, config)
@@ -227,10 +227,10 @@ def dense_shape(name: str, config: dict[str, Any]) -> ModelShape | None:
 def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     text_config: dict[str, Any] = model_config.get("text_config", model_config)
     config = {key: value for key, value in text_config.items() if value is not None}
-    heads = config.get("num_attention_heads", 1)
+    num_heads = config.get("num_attention_heads", 1)
     defaults: dict[str, Any] = {
-        "num_key_value_heads": heads,
-        "head_dim": config.get("hidden_size", 0) // heads,
+        "num_key_value_heads": num_heads,
+        "head_dim": config.get("hidden_size", 0) // num_heads,
     }
     is_tied = bool(model_config.get("tie_word_embeddings"))
     dimensions: dict[str, Any] = defaults | {"tie_word_embeddings": is_tied} | config
@@ -238,31 +238,33 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     is_plain = not has_experts and not any(dimensions.get(key) for key in LAYER_KEYS)
     is_plain = is_plain and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
     if not is_plain and "model_type" in dimensions:
-        return counted_shape(name, dimensions)._replace(tower=described_tower(model_config))
+        return count_shape(name, dimensions)._replace(tower=described_tower(model_config))
     if not is_plain:
-        description = "experts" if has_experts else "layers of different kinds"
-        raise ValueError(f"model.name: config.json of {name} has {description} but no model_type")
-    if missing := [key for key in DIMENSIONS if key not in dimensions]:
-        raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
+        obstacle = "experts" if has_experts else "layers of different kinds"
+        raise ValueError(f"model.name: config.json of {name} has {obstacle} but no model_type")
+    if missing_keys := [key for key in DIMENSIONS if key not in dimensions]:
+        raise ValueError(
+            f"model.name: config.json of {name} has no {', '.join(missing_keys)}; set --model-size"
+        )
     return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(model_config))
 
 
 def learner_bytes(
     shape: ModelShape, config: TrainingConfig, needs: Set[str], learners: int, images: ImageUse | None = None
 ) -> dict[str, float]:
-    tokens = config.training.token_budget
-    parts = memory.learner_bytes(config, shape, shape.held(config), needs, learners, tokens)
+    token_budget = config.training.token_budget
+    sizes = memory.learner_bytes(config, shape, shape.count_held(config), needs, learners, token_budget)
     if shape.tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        parts |= image_bytes(config, shape.tower, images, tokens, 2)
-    return parts
+        sizes |= image_bytes(config, shape.tower, images, token_budget, 2)
+    return sizes
 
 
 def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dict[str, float]:
     """Return the bytes by part on each GPU of a sampler with `gpus` GPUs and `rows` rows of `length` tokens. The
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""
-    parts = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
+    sizes = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
     if recurrent_layers(shape):
-        parts["states"] = state_bytes(shape, rows, 2) / gpus
-    return parts
+        sizes["states"] = state_bytes(shape, rows, 2) / gpus
+    return sizes

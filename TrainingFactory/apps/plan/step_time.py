@@ -37,8 +37,8 @@ class Costs(NamedTuple):
         """Return the seconds from the last episode of a step to the start of the next step."""
         return self.update + self.write + self.load + self.record + self.evaluation + self.checkpoint
 
-    def decode(self, rows: float) -> float:
-        return self.launch + max(self.read, rows * self.compute) + rows * self.row
+    def decode(self, num_rows: float) -> float:
+        return self.launch + max(self.read, num_rows * self.compute) + num_rows * self.row
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class StepModel:
     refill: int = 0  # further attempts for a group whose rewards are all equal
 
     @property
-    def attempts(self) -> float:
+    def expected_attempts(self) -> float:
         """Return the expected number of times that a group is sampled."""
-        return sum((1 - self.episodes.taught) ** attempt for attempt in range(self.refill + 1))
+        return sum((1 - self.episodes.taught_share) ** attempt for attempt in range(self.refill + 1))
 
     @property
     def count(self) -> float:
         """Return the expected number of episodes sampled for a step."""
-        return self.groups * self.group_size * self.attempts
+        return self.groups * self.group_size * self.expected_attempts
 
     def seconds(self) -> float:
         """Return the seconds of a step.
@@ -72,12 +72,12 @@ class StepModel:
         An episode takes longer if more rows decode concurrently. By Little's law the number of concurrently decoding
         rows is episodes x seconds of decoding / seconds of sampling. Both values are iterated to a fixed point.
         """
-        count, costs, depth = self.count / self.samplers, self.costs, 1 + self.max_staleness
-        running = max(1.0, min(self.slots, depth * count))  # episodes of a sampler at a time
+        count, costs, max_overlap = self.count / self.samplers, self.costs, 1 + self.max_staleness
+        running = max(1.0, min(self.slots, max_overlap * count))  # episodes of a sampler at a time
         waves = max(1.0, count / running)
-        rows, pushes, step_seconds = running, 0.0, 0.0
+        num_rows, pushes, step_seconds = running, 0.0, 0.0
         for _ in range(FIXED_POINT_STEPS):
-            busy = self._sampler_seconds(rows, pushes)
+            busy = self._sampler_seconds(num_rows, pushes)
             durations = busy + self.episodes.tool + self.episodes.reward + self.episodes.turns * costs.driver
             mean = float(durations.mean())
             sampling = (waves - 1) * mean + self._wait_for_last(durations, running)
@@ -88,40 +88,40 @@ class StepModel:
                 window, pushes = step_seconds - costs.load, mean / step_seconds if step_seconds else 0.0
             else:
                 step_seconds, window = sampling + costs.learner, sampling
-            decoding = count * float(busy.mean()) / window if window else 0.0
-            rows = (rows + min(running, max(1.0, decoding))) / 2
+            num_decoding = count * float(busy.mean()) / window if window else 0.0
+            num_rows = (num_rows + min(running, max(1.0, num_decoding))) / 2
         return step_seconds
 
-    def _sampler_seconds(self, rows: float, pushes: float) -> Array:
-        """Return the seconds that each episode spends in its sampler while `rows` episodes decode concurrently."""
+    def _sampler_seconds(self, num_rows: float, pushes: float) -> Array:
+        """Return the seconds that each episode spends in its sampler while `num_rows` episodes decode concurrently."""
         costs = self.costs
-        blocked = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
-        return self.episodes.sampled * costs.decode(rows) + rows * blocked
+        blocked_seconds = costs.prompts + pushes * costs.renewal + self.episodes.turns * costs.turn
+        return self.episodes.sampled * costs.decode(num_rows) + num_rows * blocked_seconds
 
     def _wait_for_last(self, durations: Array, running: float) -> float:
         """Return the expected seconds of the longest episode that a step waits for, summed over the rounds of refilled
         groups and weighted by the probability of each round."""
-        equal, seconds = 1 - self.episodes.taught, 0.0
+        equal_share, wait_seconds = 1 - self.episodes.taught_share, 0.0
         for attempt in range(self.refill + 1):
-            probability = 1 - (1 - equal**attempt) ** self.groups
-            num_episodes = min(self.groups * equal**attempt * self.group_size, running * self.samplers)
-            seconds += probability * expected_maximum(durations, max(self.group_size, num_episodes))
-        return seconds
+            probability = 1 - (1 - equal_share**attempt) ** self.groups
+            num_episodes = min(self.groups * equal_share**attempt * self.group_size, running * self.samplers)
+            wait_seconds += probability * expect_maximum(durations, max(self.group_size, num_episodes))
+        return wait_seconds
 
     def _overlap_seconds(self, sampling: float, work: float) -> float:
         """Return the seconds of a step if sampling and learning overlap: the larger of two bounds. Latency: a step's
         episodes and its learner's part may span `1 + max_staleness` steps. Throughput: each step takes the work of one
         step. On a shared device both run at reduced speed while they overlap; on separate devices the speeds are 1."""
         depth, costs = 1 + self.max_staleness, self.costs
-        learning = costs.learner - costs.load
-        overlap = min(work / costs.sampler_overlap, learning / costs.learner_overlap)
+        learning_seconds = costs.learner - costs.load
+        overlap = min(work / costs.sampler_overlap, learning_seconds / costs.learner_overlap)
         lost = overlap * ((depth - 1) * (1 - costs.sampler_overlap) + 1 - costs.learner_overlap)
-        gained = overlap * (costs.sampler_overlap + costs.learner_overlap - 1)
-        return max((sampling + costs.learner + lost) / depth, work + learning - gained + costs.load)
+        saving = overlap * (costs.sampler_overlap + costs.learner_overlap - 1)
+        return max((sampling + costs.learner + lost) / depth, work + learning_seconds - saving + costs.load)
 
 
-def expected_maximum(values: Array, count: float) -> float:
+def expect_maximum(values: Array, num_draws: float) -> float:
     """Return the expected maximum of `count` draws from `values`: of m sorted values, the i-th is the maximum with
     probability (i / m) ** count - ((i - 1) / m) ** count."""
-    cumulative = (np.arange(len(values) + 1) / len(values)) ** count
+    cumulative = (np.arange(len(values) + 1) / len(values)) ** num_draws
     return float(np.sort(values) @ np.diff(cumulative))

@@ -16,7 +16,7 @@ from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
 from TrainingFactory.types import Trajectory
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-DRAWS = 4000  # episodes drawn for a workload that is given by distributions
+NUM_DRAWS = 4000  # episodes drawn for a workload that is given by distributions
 
 
 class Distribution(NamedTuple):
@@ -36,17 +36,17 @@ class Distribution(NamedTuple):
 
 def parse_distribution(notation: str) -> Distribution:
     """Parse a number, `exponential:MEAN` or `lognormal:MEAN:SIGMA`."""
-    kind, *parameters = str(notation).split(":")
+    family, *parameters = str(notation).split(":")
     if not parameters:
-        kind, parameters = "constant", [kind]
+        family, parameters = "constant", [family]
     try:
         numbers = [float(number) for number in parameters]
     except ValueError:
         numbers = []
-    expected = {"constant": 1, "exponential": 1, "lognormal": 2}.get(kind)
-    if len(numbers) != expected or not all(0 <= number < math.inf for number in numbers):
+    num_parameters = {"constant": 1, "exponential": 1, "lognormal": 2}.get(family)
+    if len(numbers) != num_parameters or not all(0 <= number < math.inf for number in numbers):
         raise ValueError(f"{notation!r} is not a number >= 0, exponential:MEAN or lognormal:MEAN:SIGMA")
-    return Distribution(kind, *numbers)
+    return Distribution(family, *numbers)
 
 
 class Workload(NamedTuple):
@@ -59,7 +59,7 @@ class Workload(NamedTuple):
     replies: Array  # tokens returned by tools
     tool: Array  # seconds of all tool calls
     reward: Array  # seconds
-    taught: float = 1.0  # share of groups whose rewards differ, so that they are trained on
+    taught_share: float = 1.0  # share of groups whose rewards differ, so that they are trained on
     prompt_image_tokens: float = 0.0  # mean, of the tokens of a prompt
     reply_image_tokens: float = 0.0  # mean of an episode, of the tokens of its replies
     image_tokens: float = 0.0  # mean of an image
@@ -88,7 +88,7 @@ class Workload(NamedTuple):
 def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_tokens: int) -> Workload:
     """Draw episodes in which every turn but the last calls a tool."""
     rng = np.random.default_rng(0)
-    turns = np.clip(np.round(figures["turns"].draw(rng, (DRAWS,))), 1, max_turns)
+    turns = np.clip(np.round(figures["turns"].draw(rng, (NUM_DRAWS,))), 1, max_turns)
     image_tokens = figures["image_tokens"].mean
     in_prompt, in_reply = (figures[f"{name}_images"].mean * image_tokens for name in ("prompt", "reply"))
     return Workload(
@@ -97,16 +97,17 @@ def draw_workload(figures: Mapping[str, Distribution], max_turns: int, max_token
         sampled=_sum_draws(figures["turn_tokens"], turns, rng, max_tokens),
         replies=_sum_draws(figures["reply_tokens"], turns - 1, rng) + in_reply * (turns - 1),
         tool=_sum_draws(figures["tool_seconds"], turns - 1, rng),
-        reward=figures["reward_seconds"].draw(rng, (DRAWS,)),
-        taught=figures["taught_share"].mean,
+        reward=figures["reward_seconds"].draw(rng, (NUM_DRAWS,)),
+        taught_share=figures["taught_share"].mean,
         prompt_image_tokens=in_prompt,
         reply_image_tokens=in_reply * float(np.mean(turns - 1)),
         image_tokens=image_tokens,
     )
 
 
-def workload_from_run(run: RunFolder, tool: Distribution | None = None) -> Workload:
-    """Return the workload of a run's recorded episodes. Tool calls take the recorded time unless `tool` replaces it."""
+def workload_from_run(run: RunFolder, tool_seconds: Distribution | None = None) -> Workload:
+    """Return the workload of a run's recorded episodes. Tool calls take the recorded time unless `tool_seconds`
+    replaces it."""
     path, groups = run.path / TRAJECTORIES, dict[str, list[Trajectory]]()
     for trajectory in load_trajectories(path, is_growing=True) if path.is_file() else []:
         if trajectory.turns:
@@ -115,12 +116,12 @@ def workload_from_run(run: RunFolder, tool: Distribution | None = None) -> Workl
         requirement = "use a run with logging.save_trajectories and an algorithm that samples"
         raise ValueError(f"--from-run: {run.path} has no episodes in {TRAJECTORIES}; {requirement}")
     rows = [row for row in run.metrics() if row.get("episodes")]
-    reward = sum(row["seconds/reward"] for row in rows) / max(1, sum(row["episodes"] for row in rows))
-    return workload_from_groups(list(groups.values()), reward, tool)
+    reward_seconds = sum(row["seconds/reward"] for row in rows) / max(1, sum(row["episodes"] for row in rows))
+    return workload_from_groups(list(groups.values()), reward_seconds, tool_seconds)
 
 
 def workload_from_groups(
-    groups: list[list[Trajectory]], reward: float = 0.0, tool: Distribution | None = None
+    groups: list[list[Trajectory]], reward_seconds: float = 0.0, tool_seconds: Distribution | None = None
 ) -> Workload:
     """Return the workload of recorded groups. Tool calls of one turn count as parallel."""
     episodes = [episode for group in groups for episode in group]
@@ -132,48 +133,48 @@ def workload_from_groups(
         [max(result.seconds for result in turn.tool_results) for turn in episode.turns if turn.tool_results]
         for episode in episodes
     ]
-    seconds = np.array([sum(turn_waits) for turn_waits in waits], float)
-    if tool is not None:
-        calls = np.array([len(turn_waits) for turn_waits in waits], float)
-        seconds = _sum_draws(tool, calls, np.random.default_rng(0))
+    tool_waits = np.array([sum(turn_waits) for turn_waits in waits], float)
+    if tool_seconds is not None:
+        num_calls = np.array([len(turn_waits) for turn_waits in waits], float)
+        tool_waits = _sum_draws(tool_seconds, num_calls, np.random.default_rng(0))
     in_prompts = np.array([_count_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
-    image_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
+    image_token_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
     image_sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
-    is_taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
+    taught_flags = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Workload(
         prompt=float(prompts.mean()),
         turns=np.array([len(episode.turns) for episode in episodes], float),
         sampled=np.array(sampled, float),
         replies=np.maximum(0.0, np.array(lengths) - np.array(sampled) - prompts),
-        tool=seconds,
-        reward=np.full(len(episodes), reward),
-        taught=sum(is_taught) / len(is_taught),
+        tool=tool_waits,
+        reward=np.full(len(episodes), reward_seconds),
+        taught_share=sum(taught_flags) / len(taught_flags),
         prompt_image_tokens=float(in_prompts.mean()),
-        reply_image_tokens=float((image_counts - in_prompts).mean()),
+        reply_image_tokens=float((image_token_counts - in_prompts).mean()),
         image_tokens=sum(image_sizes) / max(1, len(image_sizes)),
     )
 
 
-def _count_image_tokens(ids: Sequence[int]) -> int:
-    return sum(token >= VIRTUAL for token in ids)
+def _count_image_tokens(token_ids: Sequence[int]) -> int:
+    return sum(token >= VIRTUAL for token in token_ids)
 
 
-def fork_factor(branching: BranchingSection, turns: Array, group_size: int) -> float:
+def estimate_fork_factor(branching: BranchingSection, turns: Array, group_size: int) -> float:
     """Return the ratio of a group's turns with forks to its turns without. If the config does not list the forked
     turns, all turns count. `max_tokens` is not considered."""
     max_rows = math.inf if branching.max_episodes is None else max(1.0, branching.max_episodes / group_size)
-    total = 0.0
+    total_turns = 0.0
     for num_turns in turns.astype(int).tolist():
-        forks = 0
+        num_forks = 0
         for turn in range(1, num_turns + 1):
-            total += min(branching.continuations**forks, max_rows)
-            is_chosen = branching.at != "turns" or turn in branching.turns
-            forks += is_chosen and turn % branching.every == 0 and forks < branching.max_forks
-    return total / float(turns.astype(int).sum())
+            total_turns += min(branching.continuations**num_forks, max_rows)
+            is_fork_turn = branching.at != "turns" or turn in branching.turns
+            num_forks += is_fork_turn and turn % branching.every == 0 and num_forks < branching.max_forks
+    return total_turns / float(turns.astype(int).sum())
 
 
 def _sum_draws(dist: Distribution, counts: Array, rng: np.random.Generator, cap: float = math.inf) -> Array:
     """Return the sum of `counts[i]` draws for every episode i, each draw capped at `cap`."""
-    width = int(counts.max(initial=0))
-    draws = np.minimum(dist.draw(rng, (len(counts), width)), cap)
-    return np.where(np.arange(width) < counts[:, None], draws, 0.0).sum(axis=1)
+    max_count = int(counts.max(initial=0))
+    draws = np.minimum(dist.draw(rng, (len(counts), max_count)), cap)
+    return np.where(np.arange(max_count) < counts[:, None], draws, 0.0).sum(axis=1)

@@ -58,41 +58,41 @@ class Proxy:
     requests for another model than `trained_model`; None: it records all requests."""
 
     def __init__(
-        self, rollouts: RolloutEngine, sampler: Sampler, out: Path, trained_model: str | None = None
+        self, rollouts: RolloutEngine, sampler: Sampler, output_file: Path, trained_model: str | None = None
     ) -> None:
         if rollouts.group_reward is not None:
             raise ValueError("this reward compares the episodes of a group; the proxy needs another reward")
         self.endpoint = AgentEndpoint(trained_model)
         self._rules, self._seed = rollouts.rules, rollouts.seed
-        self._sampler, self._output_file = sampler, out
+        self._sampler, self._output_file = sampler, output_file
         self._episode_tasks: set[asyncio.Task[None]] = set()
         self.num_started = self.num_ended = self.num_scored = 0
 
     def app(self, token: str | None = None, local: bool = True) -> Any:
         """Return the ASGI app; with a `token`, only clients that send it can begin episodes."""
         api = self.endpoint.make_api(token, local)
-        api.post("/v1/episodes", self.begin)
+        api.post("/v1/episodes", self.begin_episode)
         api.get(
             "/health",
             lambda: {"begun": self.num_started, "ended": self.num_ended} | self.endpoint.event_counts,
         )
         return api.app
 
-    async def begin(self, body: bytes) -> HandlerResult:
+    async def begin_episode(self, body: bytes) -> HandlerResult:
         """Begin an episode; return its key."""
         try:
             request = EpisodeRequest.model_validate_json(body)
             [task] = load_tasks([{"id": f"episode-{self.num_started}", "prompt": "none"} | request.task])
         except ValueError as error:
             raise ApiError(f"invalid episode request: {error}", "body") from None
-        open_calls, number = self.endpoint.open_episodes, self.num_started
+        open_calls, index = self.endpoint.open_episodes, self.num_started
         if request.key in open_calls or len(open_calls) >= MAX_OPEN_EPISODES:
             problem = f"an open episode already has this key, or {MAX_OPEN_EPISODES} episodes are open"
             raise ApiError(problem, "key", status=409, code="conflict")
         self.num_started += 1
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
-        trajectory = Trajectory(task, group=f"proxy/{task.id}", member=number)
-        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, number))
+        trajectory = Trajectory(task, group=f"proxy/{task.id}", member=index)
+        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, index))
         episode_task = asyncio.create_task(self._play(run))
         self._episode_tasks.add(episode_task)
         episode_task.add_done_callback(self._episode_tasks.discard)
@@ -121,7 +121,7 @@ class Proxy:
 async def serve_proxy(
     config: TrainingConfig,
     server_socket: Any,
-    out: Path,
+    output_file: Path,
     token: str | None,
     local: bool,
     notify: Callable[[str], None],
@@ -137,11 +137,11 @@ async def serve_proxy(
         reward = build_rewards.make_reward(config)
         await build_rewards.open_reward(reward, stack, notify)
         rollouts = make_rollouts(config, ToolEnvironment, chat, reward=reward)
-        proxy = Proxy(rollouts, sampler, out, trained_model)
+        proxy = Proxy(rollouts, sampler, output_file, trained_model)
         stack.push_async_callback(proxy.close)
         address = f"{listen.address_of(server_socket)}/v1"
         notify(
-            f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {out}"
+            f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {output_file}"
         )
         await listen.make_server(proxy.app(token, local)).serve([server_socket])
     return proxy

@@ -30,31 +30,31 @@ def align_tower(
 ) -> float:
     """Train the new tower and connector of a SmolVLM, and return the squared error of the last step as a share of the
     variance of the color words. `options` configures the environment `screen`."""
-    target = WordTargets(model, tokenizer, options)
+    targets = WordTargets(model, tokenizer, options)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        _initialize(model)
-    weights = [weight for _, weight in tower_parameters(model)]
+        _initialize_weights(model)
+    tower_weights = [weight for _, weight in tower_parameters(model)]
     for weight in model.parameters():
         weight.requires_grad_(False)
-    for weight in weights:
+    for weight in tower_weights:
         weight.requires_grad_(True)
-    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, steps))
-    screens, unexplained = _screens(options, seed), math.nan
+    optimizer = torch.optim.AdamW(tower_weights, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _scale_learning_rate(step, steps))
+    screens, unexplained_share = _generate_screens(options, seed), math.nan
     for _ in range(steps):
         batch = [next(screens) for _ in range(BATCH_SIZE)]
-        outputs = _image_tokens(model, processor, batch)
-        loss = (outputs - torch.stack([target(screen) for screen in batch])).pow(2).mean() / target.variance
+        outputs = _encode_screens(model, processor, batch)
+        loss = (outputs - torch.stack([targets(screen) for screen in batch])).pow(2).mean() / targets.variance
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        torch.nn.utils.clip_grad_norm_(tower_weights, 1.0)
         optimizer.step()
         schedule.step()
-        unexplained = float(loss.detach())
+        unexplained_share = float(loss.detach())
     for weight in model.parameters():
         weight.requires_grad_(True)
-    return unexplained
+    return unexplained_share
 
 
 class WordTargets:
@@ -62,22 +62,22 @@ class WordTargets:
     cell, " red", "1", " blue", "2", ... as a text would have them."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Mapping[str, Any]) -> None:
-        vision, screen = model.config.vision_config, Screens.from_options(options).options
-        cells = screen.columns * screen.rows
-        tokens_per_edge = vision.image_size // vision.patch_size // model.config.scale_factor
-        if (tokens := tokens_per_edge**2) < 2 * cells:
+        vision_config, board = model.config.vision_config, Screens.from_options(options).options
+        num_cells = board.columns * board.rows
+        tokens_per_edge = vision_config.image_size // vision_config.patch_size // model.config.scale_factor
+        if (tokens := tokens_per_edge**2) < 2 * num_cells:
             raise ValueError(
-                f"a screen of {screen.columns} x {screen.rows} cells has {2 * cells} words, more than the {tokens} "
+                f"a screen of {board.columns} x {board.rows} cells has {2 * num_cells} words, more than the {tokens} "
                 "tokens of a picture; reduce environment.options.columns or rows"
             )
         embeddings = model.get_input_embeddings().weight.detach()
 
-        def embedding(text: str) -> torch.Tensor:
+        def embed(text: str) -> torch.Tensor:
             return embeddings[tokenizer(text, add_special_tokens=False)["input_ids"]].mean(0)
 
-        self._colors = {color: embedding(f" {color}") for color in (*COLORS, NO_BUTTON)}
-        self._numbers = [embedding(str(cell + 1)) for cell in range(cells)]
-        self._padding = [self._colors[NO_BUTTON]] * (tokens - 2 * cells)
+        self._colors = {color: embed(f" {color}") for color in (*COLORS, NO_BUTTON)}
+        self._numbers = [embed(str(cell + 1)) for cell in range(num_cells)]
+        self._padding = [self._colors[NO_BUTTON]] * (tokens - 2 * num_cells)
         self.variance = torch.stack(list(self._colors.values())).var(0, correction=0).mean().item()
 
     def __call__(self, screen: ScreenEnvironment) -> torch.Tensor:
@@ -90,23 +90,23 @@ class WordTargets:
         return torch.stack([*words, *self._padding])
 
 
-def _initialize(model: Any) -> None:
+def _initialize_weights(model: Any) -> None:
     """Initialize image tokens at the scale of text embeddings, so that pixel differences do not hide positions."""
     connector = model.model.connector.modality_projection.proj.weight
     connector.normal_(0, model.get_input_embeddings().weight.std().item() / connector.shape[1] ** 0.5)
     model.model.vision_model.embeddings.position_embedding.weight.normal_(0, 0.5)
 
 
-def _screens(options: Mapping[str, Any], seed: int) -> Iterator[ScreenEnvironment]:
+def _generate_screens(options: Mapping[str, Any], seed: int) -> Iterator[ScreenEnvironment]:
     rng = random.Random(f"alignment {seed}")
     kinds = [Screens.from_options({**options, "widgets": widgets}).as_environment() for widgets in BUTTONS]
     while True:
-        for kind in kinds:
-            [task] = kind.tasks("train", rng.getrandbits(32), 1)
-            yield kind(task)
+        for environment in kinds:
+            [task] = environment.tasks("train", rng.getrandbits(32), 1)
+            yield environment(task)
 
 
-def _image_tokens(model: Any, processor: Any, screens: Sequence[ScreenEnvironment]) -> torch.Tensor:
+def _encode_screens(model: Any, processor: Any, screens: Sequence[ScreenEnvironment]) -> torch.Tensor:
     """Return the connector's outputs [screens, image tokens, D]."""
     pictures = [Pillow.open(io.BytesIO(screen.screenshot().data)).convert("RGB") for screen in screens]
     pixels = processor(images=[[picture] for picture in pictures], return_tensors="pt")["pixel_values"]
@@ -114,6 +114,6 @@ def _image_tokens(model: Any, processor: Any, screens: Sequence[ScreenEnvironmen
     return outputs.reshape(len(screens), -1, outputs.shape[-1])
 
 
-def _learning_rate_factor(step: int, steps: int) -> float:
+def _scale_learning_rate(step: int, steps: int) -> float:
     """Return the multiplier of the learning rate: a linear warm-up, then half a cosine."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / steps)))

@@ -15,10 +15,10 @@ from typing import Any
 from TrainingFactory.common.arithmetic import format_result
 from TrainingFactory.data.datasets import read_rows
 
-HUB = "openai/gsm8k:main"
+HUB_ID = "openai/gsm8k:main"
 PARTS = ("sft", "sft_dev", "tasks", "dev", "test")  # one file of rows per part
 DEV_EVERY = 15  # one row in 15 of the training set goes to the dev split, chosen by a hash of its question
-_MARK = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
+_CALCULATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
 
 
 @dataclass(slots=True)
@@ -36,28 +36,28 @@ class PreparedRows:
 def prepare(source: str | Path, tools: Sequence[dict[str, Any]] = ()) -> PreparedRows:
     """Read both splits from a folder with train.jsonl and test.jsonl, or from a hub id. `tools` are the schemas for
     the demonstrations, including a calculator's; without tools, demonstrations contain no calls."""
-    prepared = PreparedRows()
+    prepared_rows = PreparedRows()
     for split in ("train", "test"):
         for index, row in enumerate(read_rows(source, split)):
             try:
                 task, solution = _parse_task(row.columns, f"{split}-{index}", row.problem)
                 part = "test" if split == "test" else "dev" if is_dev_question(task["prompt"]) else "tasks"
-                prepared.rows[part].append(task)
+                prepared_rows.rows[part].append(task)
             except ValueError as error:
-                prepared.dropped[f"{split}: {error}"] += 1
+                prepared_rows.dropped[f"{split}: {error}"] += 1
                 continue
             if part == "test":
                 continue
             sft_part = "sft_dev" if part == "dev" else "sft"
             try:
-                messages = _solution_messages(solution, task["answer"], bool(tools))
+                messages = _write_messages(solution, task["answer"], bool(tools))
             except (ValueError, ZeroDivisionError) as error:
-                prepared.dropped[f"{sft_part}: {error}"] += 1
+                prepared_rows.dropped[f"{sft_part}: {error}"] += 1
                 continue
             messages = [{"role": "user", "content": task["prompt"]}, *messages]
-            with_tools = {"tools": list(tools)} if tools else {}
-            prepared.rows[sft_part].append({"id": task["id"], "messages": messages} | with_tools)
-    return prepared
+            tools_column = {"tools": list(tools)} if tools else {}
+            prepared_rows.rows[sft_part].append({"id": task["id"], "messages": messages} | tools_column)
+    return prepared_rows
 
 
 def is_dev_question(question: str) -> bool:
@@ -65,7 +65,7 @@ def is_dev_question(question: str) -> bool:
     return int.from_bytes(blake2b(question.strip().encode(), digest_size=8).digest(), "big") % DEV_EVERY == 0
 
 
-def _parse_task(row: dict[str, Any], name: str, problem: str | None) -> tuple[dict[str, Any], str]:
+def _parse_task(row: dict[str, Any], task_id: str, problem: str | None) -> tuple[dict[str, Any], str]:
     question, answer = row.get("question"), row.get("answer")
     if problem is not None or not isinstance(question, str) or not isinstance(answer, str):
         raise ValueError("no question and answer in the row")
@@ -73,13 +73,13 @@ def _parse_task(row: dict[str, Any], name: str, problem: str | None) -> tuple[di
     final_answer = final_answer.replace(",", "").strip()
     if not separator or not re.fullmatch(r"-?\d*\.?\d+", final_answer):
         raise ValueError("no number after ####")
-    return {"id": name, "prompt": question, "answer": final_answer}, solution
+    return {"id": task_id, "prompt": question, "answer": final_answer}, solution
 
 
-def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict[str, Any]]:
+def _write_messages(solution: str, final_answer: str, with_calls: bool) -> list[dict[str, Any]]:
     """Return the messages after the question: one assistant turn per call, then the rest of the solution."""
     messages, position = list[dict[str, Any]](), 0
-    for index, match in enumerate(_MARK.finditer(solution) if with_calls else ()):
+    for index, match in enumerate(_CALCULATION.finditer(solution) if with_calls else ()):
         expression, reply = _to_expression(match[1]), format_result(_to_expression(match[2]))
         if format_result(expression) != reply:
             raise ValueError("a marked sum has another result")
@@ -93,8 +93,8 @@ def _solution_messages(solution: str, final: str, with_calls: bool) -> list[dict
         position = match.end()
     if with_calls and (not messages or "<<" in solution[position:]):
         raise ValueError("no sum is marked, or one not as <<48/2=24>>")
-    remaining = _MARK.sub("", solution[position:]).strip()
-    return [*messages, {"role": "assistant", "content": f"{remaining}\n#### {final}".strip()}]
+    remaining_text = _CALCULATION.sub("", solution[position:]).strip()
+    return [*messages, {"role": "assistant", "content": f"{remaining_text}\n#### {final_answer}".strip()}]
 
 
 def _to_expression(calculation: str) -> str:

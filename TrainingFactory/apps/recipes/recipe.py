@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from TrainingFactory.apps.recipes.gsm8k import HUB, PreparedRows, prepare
+from TrainingFactory.apps.recipes.gsm8k import HUB_ID, PreparedRows, prepare
 from TrainingFactory.apps.recipes.screen import ALIGNMENT_STEPS, MODEL, prepare_screen, write_model
 from TrainingFactory.apps.recipes.wordnet import FOLDER, WordNet
 from TrainingFactory.apps.recipes.wordnet_questions import prepare_wordnet
@@ -41,7 +41,7 @@ from TrainingFactory.trainers.training_run import Training, resume
 from TrainingFactory.types import Trajectory
 
 Scale = Literal["full", "small"]
-RUNS, STATE = ("sft", "grpo"), "recipe.json"
+RUN_NAMES, STATE_FILE = ("sft", "grpo"), "recipe.json"
 # task -> model -> prefix of its configs, PREFIX_sft.yaml and PREFIX_grpo.yaml. The first model is the default; other
 # models than these are trained by its configs.
 CONFIGS = {
@@ -82,7 +82,7 @@ SMALL_OVERRIDES: dict[str, dict[str, Any]] = {
         "sampling.max_tokens": 12,
     },
 }  # fmt: skip
-SMALL_ALIGNMENT = 2  # steps of the screen recipe's alignment in a smoke test
+SMALL_ALIGNMENT_STEPS = 2  # steps of the screen recipe's alignment in a smoke test
 # Overrides without tools: a task is one turn that holds the whole solution.
 PLAIN_OVERRIDES: dict[str, dict[str, Any]] = {
     "sft": {"model.tools_format": None},
@@ -128,8 +128,8 @@ def write_screen(
 
 
 # task -> default source of its rows, and the function that writes them; `screen` also writes its model
-TASKS = {
-    "gsm8k": (HUB, write_gsm8k),
+TASK_WRITERS = {
+    "gsm8k": (HUB_ID, write_gsm8k),
     "wordnet": (FOLDER, write_wordnet),
     "text2sql": (GENERATED, write_text2sql),
     "screen": (GENERATED, None),
@@ -145,24 +145,24 @@ class Recipe:
         scale: Scale = "full", plain: bool = False, sft: Sequence[str] = (), grpo: Sequence[str] = (),
         task: str = "gsm8k",
     ) -> None:  # fmt: skip
-        if TASKS[task][0] == GENERATED and source is not None:
+        if TASK_WRITERS[task][0] == GENERATED and source is not None:
             raise ValueError(f"{task} generates its tasks; remove --data {source}")
         if task == "screen" and plain:
             raise ValueError("screen has no form without tools: the model taps with one; remove --plain")
         default_out = f"runs/{task}-small" if scale == "small" else f"runs/{task}"
-        self.source, self.out = source or TASKS[task][0], Path(out or default_out).expanduser()
+        self.source, self.out = source or TASK_WRITERS[task][0], Path(out or default_out).expanduser()
         self.plain, self.task = plain, task
-        requested = {"task": task, "source": self.source, "plain": plain, "model": model, "seed": seed}
-        requested |= {"scale": scale, "sft": list(sft), "grpo": list(grpo)}
-        self.state: dict[str, Any] = {"asked": requested, "seconds": {}}
+        options = {"task": task, "source": self.source, "plain": plain, "model": model, "seed": seed}
+        options |= {"scale": scale, "sft": list(sft), "grpo": list(grpo)}
+        self.state: dict[str, Any] = {"asked": options, "seconds": {}}
         self.compared = dict[str, dict[str, Comparison]]()
         self.blind = dict[str, dict[str, dict[str, float]]]()  # metrics of the last model with empty pictures
-        if (path := self.out / STATE).is_file():
-            previous = json.loads(path.read_text(encoding="utf-8"))
-            recorded = requested | previous["asked"]  # earlier versions did not record the task
-            changes_by_key = {key: (recorded[key], requested[key]) for key in requested}
+        if (state_file := self.out / STATE_FILE).is_file():
+            previous_state = json.loads(state_file.read_text(encoding="utf-8"))
+            recorded_options = options | previous_state["asked"]  # earlier versions did not record the task
+            changes_by_key = {key: (recorded_options[key], options[key]) for key in options}
             differences = {key: f"{key} was {a}, is {b}" for key, (a, b) in changes_by_key.items() if a != b}
-            has_runs = any(is_run(self.out / name) for name in RUNS)
+            has_runs = any(is_run(self.out / name) for name in RUN_NAMES)
             if has_runs and differences.keys() - {"source"}:  # the rows are written: their source may differ
                 changes = "; ".join(change for key, change in differences.items() if key != "source")
                 raise ValueError(f"{self.out} was made with other options ({changes}); choose another --out")
@@ -171,12 +171,12 @@ class Recipe:
                 "source",
                 "plain",
             }:  # else prepare the rows again
-                self.state = previous | {"asked": recorded if has_runs else requested}
+                self.state = previous_state | {"asked": recorded_options if has_runs else options}
         elif self.out.is_dir() and any(self.out.glob("[!.]*")):
             raise ValueError(f"{self.out} exists and is not a recipe's folder; choose another --out")
-        named_configs = CONFIGS[task]
-        self._prefix = named_configs.get((model or "").lower(), next(iter(named_configs.values())))
-        self.runs = [name for name in RUNS if self._config_file(name).is_file()]
+        config_prefixes = CONFIGS[task]
+        self._prefix = config_prefixes.get((model or "").lower(), next(iter(config_prefixes.values())))
+        self.runs = [name for name in RUN_NAMES if self._config_file(name).is_file()]
         if sft and "sft" not in self.runs:
             raise ValueError(f"{self._prefix} has no SFT stage; remove --sft {sft[0]}")
         overrides = self._default_overrides(model, seed, scale)
@@ -184,11 +184,11 @@ class Recipe:
         self._overrides = {name: [*_options(overrides[name]), *user_overrides[name]] for name in self.runs}
         self.configs = {name: self._load_config(name) for name in self.runs}
         # Models to compare, by their names in the results.
-        is_best = self.configs["grpo"].logging.keep_best
+        keeps_best = self.configs["grpo"].logging.keep_best
         baseline = "sft" if "sft" in self.runs else "base"
         self.evaluated = {
             baseline: EVALUATED_CHECKPOINTS.get(baseline, self.configs["grpo"].model.name),
-            "grpo": EVALUATED_CHECKPOINTS["grpo"] if is_best else "grpo",
+            "grpo": EVALUATED_CHECKPOINTS["grpo"] if keeps_best else "grpo",
         }
 
     def _default_overrides(self, model: str | None, seed: int, scale: Scale) -> dict[str, dict[str, Any]]:
@@ -207,16 +207,16 @@ class Recipe:
         elif model is not None:
             overrides[self.runs[0]]["model.name"] = model
         if self.task == "wordnet":
-            folder = str(WordNet(self.source).folder.resolve())  # raises if WordNet is missing
-            overrides["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": folder}}]
-        for name in self.runs:
-            overrides[name] |= {"training.seed": seed, "logging.output_dir": str(self.out)}
-            overrides[name] |= PLAIN_OVERRIDES[name] if self.plain else {}
-            overrides[name] |= SMALL_OVERRIDES[name] if scale == "small" else {}
+            wordnet_folder = str(WordNet(self.source).folder.resolve())  # raises if WordNet is missing
+            overrides["grpo"]["tools"] = [{"name": "wordnet", "options": {"path": wordnet_folder}}]
+        for run_name in self.runs:
+            overrides[run_name] |= {"training.seed": seed, "logging.output_dir": str(self.out)}
+            overrides[run_name] |= PLAIN_OVERRIDES[run_name] if self.plain else {}
+            overrides[run_name] |= SMALL_OVERRIDES[run_name] if scale == "small" else {}
         return overrides
 
-    def _config_file(self, name: str) -> Path:
-        return Path(__file__).with_name(f"{self._prefix}_{name}.yaml")
+    def _config_file(self, run_name: str) -> Path:
+        return Path(__file__).with_name(f"{self._prefix}_{run_name}.yaml")
 
     def _load_config(self, name: str, overrides: dict[str, Any] | None = None) -> TrainingConfig:
         return read_config(self._config_file(name), [*self._overrides[name], *_options(overrides or {})])
@@ -224,50 +224,52 @@ class Recipe:
     def prepare(self, watcher: Watcher) -> None:
         """Write the rows, and report how many were written and skipped."""
         if "data" not in self.state:
-            with self._timed("data"), _with_resume_hint():
-                prepared = self._write_data(self.out / "data")
-                self.state["data"] = {"rows": prepared.counts, "left_out": dict(prepared.dropped)}
+            with self._record_seconds("data"), _with_resume_hint():
+                prepared_rows = self._write_data(self.out / "data")
+                self.state["data"] = {"rows": prepared_rows.counts, "left_out": dict(prepared_rows.dropped)}
         for heading, counts in self.state["data"].items():
             counts_text = ", ".join(f"{count} {name}" for name, count in counts.items()) or "none"
             watcher.say(f"{heading.replace('_', ' ')}: {counts_text}")
 
     def _write_data(self, folder: Path) -> PreparedRows:
-        if (write := TASKS[self.task][1]) is not None:
-            return write(self.source, folder, self.plain)
+        if (write_task_rows := TASK_WRITERS[self.task][1]) is not None:
+            return write_task_rows(self.source, folder, self.plain)
         requested = self.state["asked"]
         options = self.configs["grpo"].environment.options
-        steps = SMALL_ALIGNMENT if requested["scale"] == "small" else ALIGNMENT_STEPS
-        return write_screen(options, requested["model"], folder, requested["seed"], steps)
+        num_steps = SMALL_ALIGNMENT_STEPS if requested["scale"] == "small" else ALIGNMENT_STEPS
+        return write_screen(options, requested["model"], folder, requested["seed"], num_steps)
 
-    def train(self, name: str, watcher: Watcher) -> None:
-        """Train the run `name`, or resume it; skip it if it has finished."""
-        folder = self.out / name
+    def train(self, run_name: str, watcher: Watcher) -> None:
+        """Train the run `run_name`, or resume it; skip it if it has finished."""
+        folder = self.out / run_name
         if is_run(folder) and RunFolder(folder).state == "finished":
-            watcher.say(f"{name}: already finished")
+            watcher.say(f"{run_name}: already finished")
             return
-        with self._timed(name):
+        with self._record_seconds(run_name):
             if is_run(folder):
-                training = resume(name, self.out, watcher)
+                training = resume(run_name, self.out, watcher)
             else:
-                training = Training(self.configs[name], name=name, watcher=watcher)
+                training = Training(self.configs[run_name], name=run_name, watcher=watcher)
             if training.train().state != "finished":
                 watcher.say("interrupted; run the same command again to resume")
                 raise KeyboardInterrupt
 
-    def splits(self, final: bool) -> list[str]:
-        """Return the splits to evaluate: `dev`, and `test` if `final` is set or was set in an earlier call."""
-        self.state["final"] = final or self.state.get("final", False)
+    def splits(self, with_test: bool) -> list[str]:
+        """Return the splits to evaluate: `dev`, and `test` if `with_test` is set or was set in an earlier call."""
+        self.state["final"] = with_test or self.state.get("final", False)
         return ["dev", "test"] if self.state["final"] else ["dev"]
 
     def measure(self, split: str, watcher: Watcher) -> None:
         """Evaluate both models on `dev` or `test` at every temperature; reuse recorded evaluations."""
-        with self._timed(split), _with_resume_hint():
+        with self._record_seconds(split), _with_resume_hint():
             for decoding, temperature in TEMPERATURES.items():
-                before, after = (self._evaluate(name, split, temperature, watcher) for name in self.evaluated)
-                self.compared.setdefault(split, {})[decoding] = compare(before, after)
+                baseline, candidate = (
+                    self._evaluate(name, split, temperature, watcher) for name in self.evaluated
+                )
+                self.compared.setdefault(split, {})[decoding] = compare(baseline, candidate)
                 if self.task == "screen":
                     blind = self._evaluate("grpo", split, temperature, watcher, {"blind": True})
-                    self.blind.setdefault(split, {})[decoding] = _reported_metrics(blind)
+                    self.blind.setdefault(split, {})[decoding] = _select_metrics(blind)
 
     def _evaluate(
         self,
@@ -282,13 +284,13 @@ class Recipe:
         options |= {"data.split": "heldout", "training.group_size": 1, "sampling.temperature": temperature}
         options["sampling.slots"] = RunFolder(self.out / "grpo").config.sampling.slots  # may be edited there
         options |= {f"environment.options.{key}": value for key, value in (environment_options or {}).items()}
-        model = make_model_request(self.evaluated[name], (), self.out).with_conditions(
+        model_request = make_model_request(self.evaluated[name], (), self.out).with_conditions(
             self._load_config("grpo", options)
         )
         variant = "-".join([name, *(environment_options or ())])
         file = self.out / "episodes" / f"{variant}-{split}-{temperature:g}.jsonl"
         compared_model = ComparedModel(variant)
-        compared_model.add_evaluation(RecordedEvaluation(model, file, notify=watcher.say))
+        compared_model.add_evaluation(RecordedEvaluation(model_request, file, notify=watcher.say))
         for evaluation in compared_model.evaluations:
             if evaluation is not None:
                 watcher.say(
@@ -311,35 +313,35 @@ class Recipe:
         results = self.state | {key: run_info[key] for key in ("versions", "platform", "commit", "started")}
         results |= {
             "device": device,
-            "runs": {name: _run_figures(RunFolder(self.out / name)) for name in self.runs},
+            "runs": {name: _summarize_run(RunFolder(self.out / name)) for name in self.runs},
         }
         results["evaluations"] = {
-            split: {decoding: _comparison_results(comparison) for decoding, comparison in by_decoding.items()}
+            split: {decoding: _format_comparison(comparison) for decoding, comparison in by_decoding.items()}
             for split, by_decoding in self.compared.items()
         }
         results |= {"blind": self.blind} if self.blind else {}
         greedy = list(self.compared.values())[-1]["greedy"]
         changed_episodes = greedy.load_episodes([*greedy.wins[:MAX_EXAMPLES], *greedy.losses[:MAX_EXAMPLES]])
-        results["examples"] = [_example(self.evaluated, episodes) for _, episodes in changed_episodes]
-        self._write("results.json", results)
+        results["examples"] = [_make_example(self.evaluated, episodes) for _, episodes in changed_episodes]
+        self._write_json("results.json", results)
         return results
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def _record_seconds(self, stage: str) -> Iterator[None]:
         """Add the seconds of a stage to the recorded state, including those of interrupted attempts."""
         start_time, seconds = time.perf_counter(), self.state["seconds"]
-        self._write(STATE, self.state)
+        self._write_json(STATE_FILE, self.state)
         try:
             yield
         finally:
             seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start_time
             with suppress(OSError):  # must not mask the stage's error; the next stage writes the state again
-                self._write(STATE, self.state)
+                self._write_json(STATE_FILE, self.state)
 
-    def _write(self, name: str, content: dict[str, Any]) -> None:
+    def _write_json(self, file_name: str, results: dict[str, Any]) -> None:
         with _with_resume_hint():
             self.out.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.out / name, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+            write_atomically(self.out / file_name, json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 @contextmanager
@@ -355,44 +357,46 @@ def _with_resume_hint() -> Iterator[None]:
         raise error_type(f"{failure or error}; fix this, then run the same command again") from error
 
 
-def _options(options: dict[str, Any]) -> list[str]:
-    return [key_value(key, value) for key, value in options.items()]
+def _options(overrides: dict[str, Any]) -> list[str]:
+    return [key_value(key, value) for key, value in overrides.items()]
 
 
-def _run_figures(run: RunFolder) -> dict[str, Any]:
+def _summarize_run(run: RunFolder) -> dict[str, Any]:
     """Return a run's steps, seconds, tokens, evaluations and rewards."""
-    rows, best = run.metrics(), run.best()
+    rows, best_checkpoint = run.metrics(), run.best()
     keys = ("step", "eval/success", "eval/success_low", "eval/success_high", "eval/loss", "eval/seconds")
     evaluations = [{key: row[key] for key in keys if key in row} for row in rows if "eval/seconds" in row]
-    totals = {
+    token_totals = {
         key: sum(row.get(key, 0) for row in rows)
         for key in ("sampled_tokens", "trained_tokens", "row_tokens")
     }
     return {
         "steps": run.status.step,
         "seconds": run.status.seconds,  # of the steps, without evaluations
-        **totals,
-        "best": None if best is None else best.name,
+        **token_totals,
+        "best": None if best_checkpoint is None else best_checkpoint.name,
         "evaluations": evaluations,
         "rewards": [row["reward"] for row in rows if "reward" in row],
     }
 
 
-def _comparison_results(comparison: Comparison) -> dict[str, Any]:
+def _format_comparison(comparison: Comparison) -> dict[str, Any]:
     summary = comparison.as_json()
     keys = ("tasks", "difference", "difference_low", "difference_high", "p", "notes")
-    model_results = {model.name: _reported_metrics(model) for model in (comparison.first, comparison.second)}
+    model_results = {model.name: _select_metrics(model) for model in (comparison.first, comparison.second)}
     changes = {"better": len(summary["better"]), "worse": len(summary["worse"])}
     return model_results | {key: summary[key] for key in keys} | changes
 
 
-def _reported_metrics(model: ComparedModel) -> dict[str, float]:
+def _select_metrics(model: ComparedModel) -> dict[str, float]:
     metrics = model.records[0].metrics
     return {key: metrics[key] for key in REPORTED_METRICS if key in metrics}
 
 
-def _example(model_names: Iterable[str], compared_episodes: Iterable[Trajectory | None]) -> dict[str, Any]:
-    named_episodes = zip(model_names, compared_episodes, strict=True)
+def _make_example(
+    model_names: Iterable[str], episodes_by_model: Iterable[Trajectory | None]
+) -> dict[str, Any]:
+    named_episodes = zip(model_names, episodes_by_model, strict=True)
     episodes = {name: episode for name, episode in named_episodes if episode is not None}
     task = next(iter(episodes.values())).task
     messages = {

@@ -28,7 +28,7 @@ TOWER = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 3, "
 TASK_COUNTS = {"tasks": 4000, "dev": 200, "test": 1000}
 TASK_SEEDS = {"tasks": 1, "dev": 2, "test": 3, "sft": 100}  # of the tasks of each part
 ALIGNMENT_STEPS = 300  # about 2 minutes on a CPU core
-DEMONSTRATIONS = 80
+NUM_DEMONSTRATIONS = 80
 MISTAKES = 0.4  # share of the demonstrations that tap a random cell, which leaves GRPO something to improve
 
 
@@ -37,24 +37,24 @@ def write_model(
     options: Mapping[str, Any],
     text_model: str = MODEL,
     seed: int = 0,
-    steps: int = ALIGNMENT_STEPS,
+    num_steps: int = ALIGNMENT_STEPS,
 ) -> float:
-    """Write a SmolVLM with the weights of `text_model` and a vision tower aligned with its words for `steps` steps.
+    """Write a SmolVLM with the weights of `text_model` and a vision tower aligned with its words for `num_steps` steps.
     Return the share of the words' variance that the image tokens leave unexplained."""
     import torch
     from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil
 
     from TrainingFactory.apps.recipes.alignment import align_tower
 
-    _checked_environment(options)
-    loaded = load_model(text_model, dtype="float32", device="cpu")
-    language_model, tokenizer = loaded.model, loaded.tokenizer
+    _make_environment(options)
+    loaded_model = load_model(text_model, dtype="float32", device="cpu")
+    language_model, tokenizer = loaded_model.model, loaded_model.tokenizer
     word_embeddings = language_model.get_input_embeddings().weight[: len(tokenizer)]
-    tags = _first_tokens(tokenizer)
+    first_tokens = _first_tokens(tokenizer)
     tokenizer.add_tokens(
         [token for token in IMAGE_TOKENS if token not in tokenizer.get_vocab()], special_tokens=True
     )
-    tokenizer.add_tokens(list(tags))  # not as special tokens, as model.tools_format adds them
+    tokenizer.add_tokens(list(first_tokens))  # not as special tokens, as model.tools_format adds them
     tokenizer.chat_template = Path(__file__).with_name("smolvlm.jinja").read_text(encoding="utf-8")
     config = SmolVLMConfig(
         text_config=language_model.config.to_dict(),
@@ -69,18 +69,18 @@ def write_model(
         model.resize_token_embeddings(max(len(tokenizer), len(word_embeddings)), mean_resizing=False)
         embeddings: Any = model.get_input_embeddings()
         embeddings.weight[len(word_embeddings) :] = word_embeddings.mean(0)
-        for tag, first_token in tags.items():
+        for tag, first_token in first_tokens.items():
             embeddings.weight[tokenizer.convert_tokens_to_ids(tag)] = word_embeddings[first_token]
-    model.generation_config.eos_token_id = list(loaded.stop_ids) or tokenizer.eos_token_id
+    model.generation_config.eos_token_id = list(loaded_model.stop_ids) or tokenizer.eos_token_id
     processor = SmolVLMImageProcessorPil(
         size={"longest_edge": IMAGE_SIZE},
         max_image_size={"longest_edge": IMAGE_SIZE},
         do_image_splitting=True,
     )
-    unexplained = align_tower(model, tokenizer, processor, options, steps, seed)
+    unexplained_share = align_tower(model, tokenizer, processor, options, num_steps, seed)
     for component in (model, tokenizer, processor):
         component.save_pretrained(folder)
-    return unexplained
+    return unexplained_share
 
 
 def _first_tokens(tokenizer: Any) -> dict[str, int]:
@@ -96,34 +96,36 @@ def _first_tokens(tokenizer: Any) -> dict[str, int]:
 
 async def prepare_screen(options: Mapping[str, Any]) -> PreparedRows:
     """Return the demonstrations and tasks of the environment `screen` with these options."""
-    environment = _checked_environment(options)
+    environment = _make_environment(options)
     rng, rows = random.Random("screen recipe"), []
-    for task in environment.tasks("train", TASK_SEEDS["sft"], DEMONSTRATIONS):
+    for task in environment.tasks("train", TASK_SEEDS["sft"], NUM_DEMONSTRATIONS):
         screen = environment(task)
-        rows.append(await _row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert()))
-    prepared = PreparedRows({"sft": rows})
+        rows.append(
+            await _make_row(screen, screen.novice(rng) if rng.random() < MISTAKES else screen.expert())
+        )
+    prepared_rows = PreparedRows({"sft": rows})
     for split, count in TASK_COUNTS.items():
         tasks = list(environment.tasks("train" if split == "tasks" else "heldout", TASK_SEEDS[split], count))
-        prepared.rows[split] = [asdict(task) for task in tasks]
+        prepared_rows.rows[split] = [asdict(task) for task in tasks]
         if split == "dev":
             screens = [environment(task) for task in tasks]
-            prepared.rows["sft_dev"] = [await _row(screen, screen.expert()) for screen in screens]
-    return prepared
+            prepared_rows.rows["sft_dev"] = [await _make_row(screen, screen.expert()) for screen in screens]
+    return prepared_rows
 
 
-def _checked_environment(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
+def _make_environment(options: Mapping[str, Any]) -> type[ScreenEnvironment]:
     """Return the environment; raise ValueError unless its tasks name a color and its taps a cell."""
     screens = Screens.from_options(options)
-    for key, expected in (("kinds", ["color"]), ("tap", "cell")):
-        if getattr(screens.options, key) != expected:
+    for key, expected_value in (("kinds", ["color"]), ("tap", "cell")):
+        if getattr(screens.options, key) != expected_value:
             raise ValueError(
                 f"the recipe screen aligns colors with numbers of cells; remove environment.options.{key}, or set "
-                f"environment.options.{key}={expected if isinstance(expected, str) else '[color]'}"
+                f"environment.options.{key}={expected_value if isinstance(expected_value, str) else '[color]'}"
             )
     return screens.as_environment()
 
 
-async def _row(screen: ScreenEnvironment, turns: Iterator[Message]) -> dict[str, Any]:
+async def _make_row(screen: ScreenEnvironment, turns: Iterator[Message]) -> dict[str, Any]:
     """Return a demonstration that writes the named color and the number of its cell before it taps, in the order of the
     image tokens, because a language model copies what followed a word before."""
     metadata, turn = screen.task.metadata, next(turns)

@@ -65,9 +65,9 @@ class WordNet:
             )
         end, gloss = 4 + 2 * int(fields[3], 16), gloss.partition(";")[0]  # examples follow
         pointers = zip(fields[end + 1 :: 4], fields[end + 2 :: 4], fields[end + 3 :: 4], strict=True)
-        links = [(symbol, int(offset)) for symbol, offset, kind in pointers if kind == "n"]
+        relations = [(symbol, int(offset)) for symbol, offset, word_class in pointers if word_class == "n"]
         words = [word.replace("_", " ") for word in fields[4:end:2]]
-        return WordSense(words, links, shorten(gloss, MAX_CHARS, placeholder=" ..."))
+        return WordSense(words, relations, shorten(gloss, MAX_CHARS, placeholder=" ..."))
 
     def _find_targets(self, word: str, sense: int, symbols: str) -> str:
         """Return the targets of a sense's pointers with these symbols, each as a word and its sense number."""
@@ -87,7 +87,7 @@ class WordNet:
     async def lookup(self, word: str) -> str:
         """List the numbered senses of a noun."""
         senses = enumerate(self.offsets(word), 1)
-        return _join([f"{n}: {self.sense_at(offset).gloss}" for n, offset in senses])
+        return _join([f"{number}: {self.sense_at(offset).gloss}" for number, offset in senses])
 
     @tool(pure=True, ordered=False)
     async def kind_of(self, word: str, sense: int) -> str:
@@ -109,5 +109,5 @@ class WordNet:
 
 
 def _join(lines: list[str]) -> str:
-    omitted = [f"and {len(lines) - MAX_ENTRIES} more"] if len(lines) > MAX_ENTRIES else []
-    return "\n".join(lines[:MAX_ENTRIES] + omitted) or "nothing"
+    omission = [f"and {len(lines) - MAX_ENTRIES} more"] if len(lines) > MAX_ENTRIES else []
+    return "\n".join(lines[:MAX_ENTRIES] + omission) or "nothing"

@@ -16,7 +16,7 @@ from TrainingFactory.types import Message, ToolCall
 SenseRef = tuple[str, int]  # a word and its sense number
 # (part, shared ancestor) -> word that waits for a partner.
 PendingWords = dict[tuple[str, SenseRef], SenseRef]
-PER_KIND, PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
+MAX_PER_KIND, MAX_PER_ANSWER = 2500, 40  # maximum questions of a kind, and with the same answer within a kind
 # Question about a word with several senses; by kind, the relation in it and the tools that lead to the answer.
 QUESTION = 'Take the noun "{}" in the sense "{}". It is a {} What is that a kind of? Answer with one word.'
 QUESTION_KINDS = {
@@ -26,116 +26,116 @@ QUESTION_KINDS = {
 }
 PAIRING = 'Of what are both "{}, sense {}" and "{}, sense {}" a kind? Answer with the one word that is nearest to both.'
 NO_PARTNER = "no other word to compare with"
-_WORD, _SINGLE_ENTRY = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
+_PLAIN_WORD, _ONE_ENTRY = re.compile("[a-z]{3,}"), re.compile(r"(.+), sense (\d+)")
 _RUDE = re.compile("offensive|slur|disparag|derogatory|obscene|vulgar|slang|sexual|intercourse|prostitut")
 
 
-class NoQuestion(Exception):
+class NoQuestionError(Exception):
     """Error with the reason why a word yields no question."""
 
 
 async def prepare_wordnet(folder: str | Path, plain: bool = False) -> PreparedRows:
     """Return the rows of each part, in a fixed pseudo-random order; `plain`: without tool calls."""
-    wordnet, prepared, counts, unpaired = (
+    wordnet, prepared_rows, counts, unpaired_words = (
         WordNet(folder),
         PreparedRows(),
         Counter[tuple[str, str]](),
         PendingWords(),
     )
-    with_tools = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in wordnet.tools]}
-    for word in sorted(wordnet.index, key=_hash):
-        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hash(word) % DEV_EVERY, "tasks")
+    tools_column = {} if plain else {"tools": [spec_to_dict(tool.spec) for tool in wordnet.tools]}
+    for word in sorted(wordnet.index, key=_hash_word):
+        split = {0: "dev", 1: "dev", 2: "test", 3: "test"}.get(_hash_word(word) % DEV_EVERY, "tasks")
         try:
-            dialogue, answer = await _ask_about(wordnet, word, split, unpaired)
-            if counts[dialogue.kind, ""] == PER_KIND or counts[dialogue.kind, answer] == PER_ANSWER:
-                raise NoQuestion("enough questions of this kind, or with this answer")
-        except NoQuestion as reason:
-            prepared.dropped[f"nouns: {reason}"] += 1
+            dialogue, answer = await _ask_about(wordnet, word, split, unpaired_words)
+            if counts[dialogue.kind, ""] == MAX_PER_KIND or counts[dialogue.kind, answer] == MAX_PER_ANSWER:
+                raise NoQuestionError("enough questions of this kind, or with this answer")
+        except NoQuestionError as reason:
+            prepared_rows.dropped[f"nouns: {reason}"] += 1
             continue
         counts.update([(dialogue.kind, ""), (dialogue.kind, answer)])
-        prepared.rows[split].append({"id": dialogue.id, "prompt": dialogue.prompt, "answer": answer})
+        prepared_rows.rows[split].append({"id": dialogue.id, "prompt": dialogue.prompt, "answer": answer})
         if sft_part := {"tasks": "sft", "dev": "sft_dev"}.get(split):
             calls = [] if plain else dialogue.messages
             messages = [Message("user", dialogue.prompt), *calls, Message("assistant", answer)]
             row = {"id": dialogue.id, "messages": [message_to_dict(message) for message in messages]}
-            prepared.rows[sft_part].append(row | with_tools)
-    prepared.dropped[f"nouns: {NO_PARTNER}"] = len(unpaired)  # the others found a partner later
-    return prepared
+            prepared_rows.rows[sft_part].append(row | tools_column)
+    prepared_rows.dropped[f"nouns: {NO_PARTNER}"] = len(unpaired_words)  # the others found a partner later
+    return prepared_rows
 
 
 class Dialogue:
-    """Conversation that answers a question by calling tools; raises NoQuestion unless the answer is unambiguous."""
+    """Conversation that answers a question by calling tools; raises NoQuestionError if the answer is ambiguous."""
 
-    def __init__(self, net: WordNet, kind: str, prompt: str, *words: str) -> None:
+    def __init__(self, wordnet: WordNet, kind: str, prompt: str, *words: str) -> None:
         self.kind, self.prompt, self.id = kind, prompt, "-".join((kind, *words))
-        self._net, self.messages = net, list[Message]()
+        self._wordnet, self.messages = wordnet, list[Message]()
 
-    async def call(self, name: str, **arguments: str | int) -> str:
+    async def call(self, tool_name: str, **arguments: str | int) -> str:
         reply, call_id = (
-            (await getattr(self._net, name).run(arguments)).content,
+            (await getattr(self._wordnet, tool_name).run(arguments)).content,
             f"call{len(self.messages) // 2}",
         )
-        self.messages.append(Message("assistant", tool_calls=[ToolCall(name, arguments, call_id)]))
-        self.messages.append(Message("tool", reply, tool_call_id=call_id, name=name))
+        self.messages.append(Message("assistant", tool_calls=[ToolCall(tool_name, arguments, call_id)]))
+        self.messages.append(Message("tool", reply, tool_call_id=call_id, name=tool_name))
         return reply
 
-    async def step(self, name: str, sense: SenseRef) -> SenseRef:
-        match = _SINGLE_ENTRY.fullmatch(await self.call(name, word=sense[0], sense=sense[1]))
+    async def find_related(self, tool_name: str, sense: SenseRef) -> SenseRef:
+        match = _ONE_ENTRY.fullmatch(await self.call(tool_name, word=sense[0], sense=sense[1]))
         if match is None:
-            raise NoQuestion("a step leads nowhere, or to several things")
+            raise NoQuestionError("a step leads nowhere, or to several things")
         return match[1], int(match[2])
 
-    async def follow(self, sense: SenseRef, steps: list[str]) -> str:
+    async def follow_tools(self, sense: SenseRef, tool_names: list[str]) -> str:
         await self.call("lookup", word=sense[0])
-        for name in steps:
-            sense = await self.step(name, sense)
+        for tool_name in tool_names:
+            sense = await self.find_related(tool_name, sense)
         return self._check_answer(sense[0], [message.content for message in self.messages[1:-1:2]])
 
-    async def climb(self, *senses: SenseRef) -> str:
+    async def find_ancestor(self, *senses: SenseRef) -> str:
         """Call `kind_of` for both words in turn until their paths meet, and return the nearest common ancestor."""
         paths = [[sense] for sense in reversed(senses)]
         while paths[0][-1] not in paths[1]:
             paths.reverse()
-            paths[0].append(await self.step("kind_of", paths[0][-1]))
+            paths[0].append(await self.find_related("kind_of", paths[0][-1]))
         return self._check_answer(paths[0][-1][0], [])
 
     def _check_answer(self, answer: str, earlier_texts: list[str]) -> str:
         is_mentioned = any(
             re.search(rf"\b{re.escape(answer)}\b", text) for text in (self.prompt, *earlier_texts)
         )
-        if is_mentioned or not _WORD.fullmatch(answer):
-            raise NoQuestion("the answer is not one word of small letters, or is seen too early")
+        if is_mentioned or not _PLAIN_WORD.fullmatch(answer):
+            raise NoQuestionError("the answer is not one word of small letters, or is seen too early")
         return answer
 
 
 async def _ask_about(net: WordNet, word: str, split: str, unpaired: PendingWords) -> tuple[Dialogue, str]:
     """Return a question about one sense of a word, or about what a word with a single sense shares with a pending
     word."""
-    if not _WORD.fullmatch(word):
-        raise NoQuestion("not one word of small letters")
-    senses, word_hash = [net.sense_at(offset) for offset in net.offsets(word)], _hash(word) // DEV_EVERY
-    glosses = {chosen.gloss for chosen in senses}
+    if not _PLAIN_WORD.fullmatch(word):
+        raise NoQuestionError("not one word of small letters")
+    senses, word_hash = [net.sense_at(offset) for offset in net.offsets(word)], _hash_word(word) // DEV_EVERY
+    glosses = {sense.gloss for sense in senses}
     # Words with hyponyms or parts are not asked about, so that no split's demonstrations reveal another's answers.
     candidates = [
-        n for n, chosen in enumerate(senses) if chosen.words[0] == word and not chosen.has_pointer("~%")
+        index for index, sense in enumerate(senses) if sense.words[0] == word and not sense.has_pointer("~%")
     ]
     if not candidates or not len(glosses) == len(senses) <= MAX_ENTRIES or _RUDE.search(" ".join(glosses)):
-        raise NoQuestion("others are kinds or parts of it, or its senses are too many, alike, or rude")
-    sense = candidates[word_hash % len(candidates)]
-    chosen, sense_ref = senses[sense], (word, sense + 1)
+        raise NoQuestionError("others are kinds or parts of it, or its senses are too many, alike, or rude")
+    sense_index = candidates[word_hash % len(candidates)]
+    sense, sense_ref = senses[sense_index], (word, sense_index + 1)
     if len(senses) > 1:
-        kind = "part" if chosen.has_pointer("#") else ("two", "three")[word_hash // 64 % 2]
-        dialogue = Dialogue(net, kind, QUESTION.format(word, chosen.gloss, QUESTION_KINDS[kind][0]), word)
-        return dialogue, await dialogue.follow(sense_ref, QUESTION_KINDS[kind][1])
+        kind = "part" if sense.has_pointer("#") else ("two", "three")[word_hash // 64 % 2]
+        dialogue = Dialogue(net, kind, QUESTION.format(word, sense.gloss, QUESTION_KINDS[kind][0]), word)
+        return dialogue, await dialogue.follow_tools(sense_ref, QUESTION_KINDS[kind][1])
     probe = Dialogue(net, "both", "")
-    hypernym = await probe.step("kind_of", sense_ref)
-    key = split, await probe.step("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
-    if (partner := unpaired.pop(key, None)) is None:
-        unpaired[key] = sense_ref
-        raise NoQuestion(NO_PARTNER)
+    hypernym = await probe.find_related("kind_of", sense_ref)
+    pair_key = split, await probe.find_related("kind_of", hypernym) if word_hash // 64 % 2 else hypernym
+    if (partner := unpaired.pop(pair_key, None)) is None:
+        unpaired[pair_key] = sense_ref
+        raise NoQuestionError(NO_PARTNER)
     dialogue = Dialogue(net, "both", PAIRING.format(*partner, *sense_ref), partner[0], word)
-    return dialogue, await dialogue.climb(partner, sense_ref)
+    return dialogue, await dialogue.find_ancestor(partner, sense_ref)
 
 
-def _hash(word: str) -> int:
+def _hash_word(word: str) -> int:
     return int.from_bytes(blake2b(word.encode(), digest_size=8).digest(), "big")

@@ -13,7 +13,7 @@ MAX_FLIPPED_TASKS = 50  # maximum flipped tasks per direction on a page
 
 
 def comparison_page(
-    sides: Sequence[ComparedModel], comparisons: Sequence[Comparison], decision: Decision | None = None
+    models: Sequence[ComparedModel], comparisons: Sequence[Comparison], decision: Decision | None = None
 ) -> str:
     """Return a self-contained HTML page; `decision` is the promotion decided by the comparison, if any."""
     flip_groups = [
@@ -21,5 +21,5 @@ def comparison_page(
         for comparison in comparisons
         for direction, flips in (("better", comparison.wins), ("worse", comparison.losses))
     ]
-    context = {"sides": sides, "found": comparisons, "parts": flip_groups, "decision": decision}
+    context = {"sides": models, "found": comparisons, "parts": flip_groups, "decision": decision}
     return render("compare.html.jinja", **context, conversation=conversation_with_images, ending=ending_text)

@@ -25,9 +25,9 @@ from TrainingFactory.types import Sample, Trajectory, Turn
 
 # advantage: factor of a token's gradient. weight: the same for demonstrations. reward: input of ppo's advantages.
 Measure = Literal["advantage", "weight", "reward"]
-Decode = Callable[[Sequence[int]], str]
+DecodeTokens = Callable[[Sequence[int]], str]
 LEVELS = 8  # shades of a colour
-CELL_GROUPS = 2  # groups in a notebook's cell
+MAX_CELL_GROUPS = 2  # groups in a notebook's cell
 INCOMPLETE_CHARACTER = "\ufffd"  # decoded form of an incomplete character
 LONGEST_CHARACTER = 4  # bytes in UTF-8, and therefore tokens at most
 UNLIMITED_TOKENS = 1 << 60  # token budget that puts all rows into one pack
@@ -42,7 +42,7 @@ NOTES: dict[Measure, str] = {
 
 
 @dataclass(slots=True, frozen=True)
-class Piece:
+class TokenPiece:
     """The smallest run of sampled tokens that decodes to whole characters; nearly always one token."""
 
     text: str
@@ -65,7 +65,7 @@ class Piece:
 class TurnCredit:
     turn: Turn
     step_reward: float | None  # None: the episode has no step rewards
-    pieces: list[Piece]
+    pieces: list[TokenPiece]
 
     @property
     def values(self) -> list[float]:
@@ -73,14 +73,14 @@ class TurnCredit:
 
     def summary(self, measure: Measure) -> list[str]:
         """Return the labels of a turn, such as `step reward +0.50` and `advantage +0.83`."""
-        values, text = self.values, "not trained"
+        values, label = self.values, "not trained"
         if values and measure == "reward":
-            text = f"reward {sum(values):+.2f}"
+            label = f"reward {sum(values):+.2f}"
         elif values:
             low, high = f"{min(values):+.2f}", f"{max(values):+.2f}"
             range_note = f" on average ({low} to {high})" if low != high else ""
-            text = f"{measure} {sum(values) / len(values):+.2f}{range_note}"
-        return [text] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}", text]
+            label = f"{measure} {sum(values) / len(values):+.2f}{range_note}"
+        return [label] if self.step_reward is None else [f"step reward {self.step_reward:+.2f}", label]
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,8 +147,8 @@ class Credit:
         return render(
             "credit_cell.html.jinja",
             credit=self,
-            groups=self.groups[:CELL_GROUPS],
-            left=max(0, len(self.groups) - CELL_GROUPS),
+            groups=self.groups[:MAX_CELL_GROUPS],
+            left=max(0, len(self.groups) - MAX_CELL_GROUPS),
             levels=LEVELS,
             reward_text=reward_text,
         )
@@ -176,7 +176,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     credits = []
     for name, group in groups.items():
         reasons = [
-            _why_untrained(
+            _explain_untrained(
                 trajectory, [member for member in group if member.role == trajectory.role], algorithm
             )
             for trajectory in group
@@ -184,7 +184,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
         episode_rows = _group_rows(group, samples[name], reasons)
         episodes = []
         for member_index, trajectory in enumerate(algorithm.adjusted(group)):
-            turns = list(_turn_credits(trajectory, episode_rows.get(member_index), measure, decode))
+            turns = list(_make_turn_credits(trajectory, episode_rows.get(member_index), measure, decode))
             is_trained = any(turn.values for turn in turns)
             episodes.append(
                 EpisodeCredit(trajectory, turns, None if is_trained else reasons[member_index] or NO_SIGNAL)
@@ -194,7 +194,7 @@ def coloured(trajectories: Sequence[Trajectory], algorithm: Algorithm, tokenizer
     return Credit(measure, credits, [NOTES[measure]], credits[0].largest if credits else 0.0)
 
 
-def decode_pieces(token_ids: Sequence[int], decode: Decode) -> Iterator[tuple[int, int, str]]:
+def decode_pieces(token_ids: Sequence[int], decode: DecodeTokens) -> Iterator[tuple[int, int, str]]:
     """Yield (start, end, text) of the smallest runs of tokens that decode to whole characters. Each run is decoded
     together with the previous one, because some tokenizers drop a leading space."""
     previous_start = start = 0  # start of the previous piece, and of the current one
@@ -230,18 +230,18 @@ def _group_rows(
     because different episodes may have the same tokens."""
     rows_by_episode, next_row = {}, 0
     for index, trajectory in enumerate(group):
-        tokens = [row.token_ids for row in to_samples(trajectory)] if reasons[index] is None else []
-        candidates = list(rows[next_row : next_row + len(tokens)])
-        if tokens and tokens == [row.token_ids for row in candidates]:
+        token_rows = [row.token_ids for row in to_samples(trajectory)] if reasons[index] is None else []
+        candidates = list(rows[next_row : next_row + len(token_rows)])
+        if token_rows and token_rows == [row.token_ids for row in candidates]:
             rows_by_episode[index] = candidates
-            next_row += len(tokens)
+            next_row += len(token_rows)
     return rows_by_episode
 
 
-def _turn_credits(
-    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: Decode
+def _make_turn_credits(
+    trajectory: Trajectory, rows: Sequence[Sample] | None, measure: Measure, decode: DecodeTokens
 ) -> Iterator[TurnCredit]:
-    steps = trajectory.reward.steps if trajectory.reward is not None else []
+    step_rewards = trajectory.reward.steps if trajectory.reward is not None else []
     for index, (turn, span) in enumerate(zip(trajectory.turns, turn_spans(trajectory), strict=True)):
         ids, logprobs = turn.completion.token_ids, turn.completion.logprobs
         values: list[float | None] = [None] * len(ids)
@@ -253,23 +253,27 @@ def _turn_credits(
                 for value, is_trained in zip(row_values, row.loss_mask[token_slice], strict=True)
             ]
         pieces = [
-            Piece(text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None])
+            TokenPiece(
+                text, ids[start:end], logprobs[start:end], [v for v in values[start:end] if v is not None]
+            )
             for start, end, text in decode_pieces(ids, decode)
         ]
-        yield TurnCredit(turn, steps[index] if steps else None, pieces)
+        yield TurnCredit(turn, step_rewards[index] if step_rewards else None, pieces)
 
 
-def _why_untrained(trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm) -> str | None:
+def _explain_untrained(
+    trajectory: Trajectory, group: Sequence[Trajectory], algorithm: Algorithm
+) -> str | None:
     """Return the reason why training excludes an episode regardless of its group's rewards, or None."""
     if trajectory.reward is None:
         return f"not scored: {trajectory.error or 'no reason given'}"
     if not trajectory.turns:
         return "it has no turns"
-    accepted = algorithm.accepted(group)
-    if accepted is not None:
+    accepted_episodes = algorithm.accepted(group)
+    if accepted_episodes is not None:
         return (
             None
-            if any(candidate is trajectory for candidate in accepted)
+            if any(candidate is trajectory for candidate in accepted_episodes)
             else "not accepted by the algorithm"
         )
     is_truncated = trajectory.status == "truncated"

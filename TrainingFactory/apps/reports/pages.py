@@ -11,19 +11,19 @@ from markupsafe import Markup
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.embedded_images import EmbeddedImages
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATES_FOLDER = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: object) -> str:
     """Render a template; escape HTML and control characters in its values. Templates show messages with their images by
     calling `images.render`."""
-    return _environment().get_template(template).render(values, images=EmbeddedImages())
+    return _make_environment().get_template(template).render(values, images=EmbeddedImages())
 
 
 @cache
-def _environment() -> Environment:
+def _make_environment() -> Environment:
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
+        loader=FileSystemLoader(TEMPLATES_FOLDER),
         autoescape=True,
         undefined=StrictUndefined,
         finalize=_escape,

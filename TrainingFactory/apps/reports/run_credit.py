@@ -54,20 +54,20 @@ def select_episodes(
     ]
 
 
-def _select_best_and_worst(group: GroupCredit, best: int, worst: int) -> GroupCredit:
-    totals = {
+def _select_best_and_worst(group: GroupCredit, num_best: int, num_worst: int) -> GroupCredit:
+    rewards = {
         index: episode.total for index, episode in enumerate(group.episodes) if episode.total is not None
     }
-    ranked = sorted(totals, key=lambda index: -totals[index])
-    indices = {*ranked[:best], *ranked[max(0, len(ranked) - worst) :]}
+    ranking = sorted(rewards, key=lambda index: -rewards[index])
+    indices = {*ranking[:num_best], *ranking[max(0, len(ranking) - num_worst) :]}
     return replace(group, episodes=[group.episodes[index] for index in sorted(indices)])
 
 
 def credit_title(run: RunFolder, step: int) -> str:
     """Return a title with the run, the step and the algorithm's credit options."""
     algorithm, grpo = run.config.training.algorithm, run.config.grpo
-    settings = f", credit {grpo.credit}, advantage {grpo.advantage}" if algorithm == "grpo" else ""
-    return f"Run {run.name}, step {step}: {algorithm}{settings}"
+    settings_text = f", credit {grpo.credit}, advantage {grpo.advantage}" if algorithm == "grpo" else ""
+    return f"Run {run.name}, step {step}: {algorithm}{settings_text}"
 
 
 def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
@@ -88,7 +88,7 @@ def resolve_step(run: RunFolder, step: int | None, task: str | None) -> int:
         raise ValueError(f"run {run.name} has no step {step}; it has steps {known_steps}")
     steps = [step_number for step_number, ids in step_tasks.items() if task is None or task in ids]
     if not steps:
-        task_ids = [name for ids in step_tasks.values() for name in ids]
+        task_ids = [task_id for ids in step_tasks.values() for task_id in ids]
         hint = did_you_mean(nearest(str(task), task_ids)) or f"; some of its tasks: {', '.join(task_ids[:5])}"
         raise ValueError(f"run {run.name} has no task {task!r}{hint}")
     if step is not None and step not in steps:

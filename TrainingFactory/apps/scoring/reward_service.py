@@ -27,8 +27,8 @@ from TrainingFactory.rollout.scoring import OpenEpisode, score, scoring_error
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.types import Completion, Message, Task, ToolCall, Trajectory, Turn
 
-PATHS = ("/", "/reward")
-ANSWER = "answer"  # the reference that becomes the task's answer
+SCORING_PATHS = ("/", "/reward")
+ANSWER_KEY = "answer"  # the reference that becomes the task's answer
 
 
 class _Function(BaseModel):
@@ -74,7 +74,7 @@ class ScoringRequest(BaseModel):
         """Return the response as an episode of one turn. The task's answer is the reference named `answer`, or the only
         reference."""
         references = self.example.references
-        answer = references.get(ANSWER, next(iter(references.values())) if len(references) == 1 else None)
+        answer = references.get(ANSWER_KEY, next(iter(references.values())) if len(references) == 1 else None)
         system = self.example.systemInstruction
         prompt = [Message("system", message.content) for message in (system.messages() if system else ())]
         prompt += [message for content in self.example.contents for message in content.messages()]
@@ -98,7 +98,7 @@ class RewardService:
         self._environment: EnvironmentFactory | None = make_environment(config) if has_environment else None
         if reward_section is None and self._environment is None:
             raise ValueError("the config names no reward; set reward.type, or environment.environment_id")
-        self.scored, self.failed = 0, 0
+        self.num_scored, self.num_failed = 0, 0
 
     async def open(self, stack: AsyncExitStack) -> None:
         self._reward = make_reward(self.config)
@@ -106,13 +106,13 @@ class RewardService:
 
     def api(self, key: str | None = None, local: bool = True) -> Api:
         api = Api(key, local)
-        for path in PATHS:
+        for path in SCORING_PATHS:
             api.post(path, self.answer)
         api.get("/health", self.health, keyed=False)
         return api
 
     def health(self) -> dict[str, Any]:
-        return {"status": "ok", "reward": self.name, "scored": self.scored, "failed": self.failed}
+        return {"status": "ok", "reward": self.name, "scored": self.num_scored, "failed": self.num_failed}
 
     async def answer(self, body: bytes) -> HandlerResult:
         try:
@@ -124,9 +124,9 @@ class RewardService:
         try:
             reward = await self._score(request.trajectory())
         except Exception as error:  # rewards are user code
-            self.failed += 1
+            self.num_failed += 1
             raise ApiError(scoring_error(error), "response", status=500, code="unscored") from error
-        self.scored += 1
+        self.num_scored += 1
         return reward
 
     async def _score(self, trajectory: Trajectory) -> dict[str, Any]:

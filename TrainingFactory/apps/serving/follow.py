@@ -42,20 +42,20 @@ def follow_alias(
     notify: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    reference = VERSION_NAME.fullmatch(resolved.requested)
-    if resolved.version is None or reference is None or reference["alias"] is None:
+    name_match = VERSION_NAME.fullmatch(resolved.requested)
+    if resolved.version is None or name_match is None or name_match["alias"] is None:
         yield
         return
     catalogue = Catalogue(registry_path(runs, registry))
 
-    def config_of(version: str) -> TrainingConfig:
-        return serving_config(find_model(version, runs, registry), overrides)
+    def make_config(version_name: str) -> TrainingConfig:
+        return serving_config(find_model(version_name, runs, registry), overrides)
 
-    if samples_elsewhere(config_of(str(resolved.version))):
+    if samples_elsewhere(make_config(str(resolved.version))):
         raise ValueError(
             f"{resolved.requested}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
-    follower = Follower(server, catalogue, resolved.version.model, reference["alias"], config_of, notify)
+    follower = Follower(server, catalogue, resolved.version.model, name_match["alias"], make_config, notify)
     follower.report_problem(None)
     stop_event = threading.Event()
     # A daemon: a large model that is being loaded must not keep a stopped server alive.
@@ -94,7 +94,7 @@ class Follower:
             except Exception as error:  # whatever the error, the current version keeps serving
                 failure = f"{self._failed_version} cannot be loaded: " if self._failed_version else ""
                 self.report_problem(f"{failure}{error}; {self.server.model.version} keeps serving")
-            num_finishing, was_freed = len(self.server.finishing()), self._was_freed
+            num_finishing, was_freed = len(self.server.list_finishing()), self._was_freed
             if (has_freed := num_finishing < self._num_loaded) or was_freed:
                 release_models()
             self._num_loaded, self._was_freed = num_finishing, has_freed
@@ -102,64 +102,64 @@ class Follower:
     def check_alias(self) -> None:
         """Switch to the alias's version if the server serves another; raise if that version cannot be loaded."""
         failed_version, self._failed_version = self._failed_version, ""
-        number = self.catalogue.alias(self.model, self.alias)
-        if number is None:  # means the newest version; otherwise `get` raises and lists what exists
-            number = self.catalogue.get(f"{self.model}@{self.alias}").number
-        version = f"{self.model}:{number}"
-        if version != self.server.model.version:
-            self._failed_version = version
-            if version == failed_version and time.monotonic() < self._retry_at:
+        version_number = self.catalogue.alias(self.model, self.alias)
+        if version_number is None:  # means the newest version; otherwise `get` raises and lists what exists
+            version_number = self.catalogue.get(f"{self.model}@{self.alias}").number
+        version_name = f"{self.model}:{version_number}"
+        if version_name != self.server.model.version:
+            self._failed_version = version_name
+            if version_name == failed_version and time.monotonic() < self._retry_at:
                 return
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            config = self.make_config(version)
+            config = self.make_config(version_name)
             check_free_memory(config, self.server.model)
             self._num_loaded += 1
-            self.server.switch(load_served_model(config, version))
+            self.server.switch_model(load_served_model(config, version_name))
             self._failed_version = ""
-            self.notify(f"{self.model}@{self.alias} is now {version}, which serves new requests")
+            self.notify(f"{self.model}@{self.alias} is now {version_name}, which serves new requests")
         self.report_problem(None)
 
     def report_problem(self, problem: str | None) -> None:
         """Report a problem (None: none) in /health, and log it if it is new."""
-        previous, alias_name = self.server.follows, f"{self.model}@{self.alias}"
+        previous_status, alias_name = self.server.follows, f"{self.model}@{self.alias}"
         self.server.follows = {"follows": alias_name, "problem": problem}
-        if problem is not None and previous != self.server.follows:
+        if problem is not None and previous_status != self.server.follows:
             self.notify(f"{alias_name}: {problem}")
 
 
-def check_free_memory(config: TrainingConfig, current: ServedModel) -> None:
+def check_free_memory(config: TrainingConfig, current_model: ServedModel) -> None:
     """Raise MemoryError, with the missing bytes, if a model does not fit in memory beside the current one."""
     device = pick_device(config.model.device)
-    required, available = needed_bytes(config, current), free_bytes(device)
-    if required > available:
+    required_bytes, available_bytes = needed_bytes(config, current_model), free_bytes(device)
+    if required_bytes > available_bytes:
         raise MemoryError(
-            f"it needs {format_bytes(required)} beside {current.version}, but {device} has {format_bytes(available)} "
-            f"free; free {format_bytes(required - available)} more"
+            f"it needs {format_bytes(required_bytes)} beside {current_model.version}, but {device} has "
+            f"{format_bytes(available_bytes)} free; free {format_bytes(required_bytes - available_bytes)} more"
         )
 
 
-def needed_bytes(config: TrainingConfig, current: ServedModel) -> int:
+def needed_bytes(config: TrainingConfig, current_model: ServedModel) -> int:
     """Return the bytes of the weights and of a full KV cache. A model without a local folder, such as an adapter's base
     on the hub, counts as large as the current model."""
-    model, base = config.model, Path(config.model.name)
+    model, base_folder = config.model, Path(config.model.name)
     size = pick_dtype(model.dtype, pick_device(model.device)).itemsize
-    weights = size if model.quantization == "none" else 1  # bytes per weight
-    folders = [Path(folder) for folder in (base, model.adapter) if folder is not None]
-    total = weights * sum(map(_count_values, folders))
-    if base.is_dir():
-        model_config = AutoConfig.from_pretrained(base, trust_remote_code=model.trust_remote_code)
+    weight_bytes = size if model.quantization == "none" else 1  # bytes per weight
+    folders = [Path(folder) for folder in (base_folder, model.adapter) if folder is not None]
+    total_bytes = weight_bytes * sum(map(_count_weights, folders))
+    if base_folder.is_dir():
+        model_config = AutoConfig.from_pretrained(base_folder, trust_remote_code=model.trust_remote_code)
     else:
-        model_config = current.model.config
-        total += sum(param.nbytes for param in current.model.parameters())
-    slots, length = config.sampling.slots, current.sampler.max_length
+        model_config = current_model.model.config
+        total_bytes += sum(param.nbytes for param in current_model.model.parameters())
+    slots, length = config.sampling.slots, current_model.sampler.max_length
     text_config = model_config.get_text_config()
-    return total + cache_bytes(text_config, slots, length, size) + state_bytes(text_config, slots, size)
+    return total_bytes + cache_bytes(text_config, slots, length, size) + state_bytes(text_config, slots, size)
 
 
-def _count_values(folder: Path) -> int:
+def _count_weights(folder: Path) -> int:
     """Count the values in a folder's safetensors files, from their headers."""
-    total = 0
+    num_values = 0
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return total
+            num_values += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return num_values

@@ -35,11 +35,11 @@ class ServedModel:
     version: str | None = None  # such as agent:3; None: not a registered model
     model: Any = None  # a transformers or PEFT model; None if the sampler runs in another process
     folding: Folding | None = None  # of conversations that exceed its limit
-    gate: asyncio.Semaphore = field(init=False)
+    semaphore: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         self.defaults = dataclasses.replace(self.defaults, stop_ids=self.chat.stop_ids)
-        self.gate = asyncio.Semaphore(self.slots)
+        self.semaphore = asyncio.Semaphore(self.slots)
 
 
 def load_served_model(
@@ -48,10 +48,10 @@ def load_served_model(
     """Load the model of a config; its sampling section gives the defaults of requests."""
     config = resolve_ids(config)
     slots = max_open_episodes(config)
-    sampling = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
+    sampling_options = config.sampling.model_dump(include={"temperature", "top_p", "top_k", "min_p"})
     chat, sampler, model = make_sampler_and_model(config, slots, notify)
     folding = make_folding(config, sampler.max_length)
-    return ServedModel(chat, sampler, slots, SamplingParams(**sampling), version, model, folding)
+    return ServedModel(chat, sampler, slots, SamplingParams(**sampling_options), version, model, folding)
 
 
 def serving_config(model: ResolvedModel, overrides: Sequence[str] = ()) -> TrainingConfig:

@@ -44,8 +44,8 @@ class ChatServer:
 
     def __init__(self, name: str, model: ServedModel, *, queue: int = 256) -> None:
         self.name, self.model, self.queue = name, model, queue
-        self.pending = 0  # requests being parsed, plus choices being sampled or waiting
-        self.refused = 0  # rejected requests since the start
+        self.num_pending = 0  # requests being parsed, plus choices being sampled or waiting
+        self.num_refused = 0  # rejected requests since the start
         self.folded = 0  # requests since the start whose conversation was folded
         self.ignored = 0  # requests since the start with fields that the server ignored
         self.follows: dict[str, str | None] | None = None  # the followed alias and its problem, for /health
@@ -53,7 +53,7 @@ class ChatServer:
         self._writer = ThreadPoolExecutor(1, "chat-template")  # a long prompt must not stop the event loop
         self._started = int(time.time())
 
-    def switch(self, model: ServedModel) -> None:
+    def switch_model(self, model: ServedModel) -> None:
         """Serve new requests with another model; thread-safe."""
         self._finishing_models = [
             *(ref for ref in self._finishing_models if ref() is not None),
@@ -61,7 +61,7 @@ class ChatServer:
         ]
         self.model = model
 
-    def finishing(self) -> list[str | None]:
+    def list_finishing(self) -> list[str | None]:
         """Return the replaced model versions that still serve requests."""
         return [model.version for ref in self._finishing_models if (model := ref()) is not None]
 
@@ -75,25 +75,25 @@ class ChatServer:
 
     async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
         """Answer one request, in one piece or as a stream."""
-        served, dialect = self.model, route.dialect
+        served_model, dialect = self.model, route.dialect
         try:
             with self.admitted():
-                request, prompt = await self.read(served, route, body, model)
+                request, prompt = await self.read_request(served_model, route, body, model)
                 self.ignored += bool(request.ignored_fields)
                 if route.counts_tokens:
                     return dialect.make_token_count(len(prompt))
-                if served.folding is not None and len(prompt) > served.folding.limit:
-                    prompt = await self._fold(served, served.folding, request, prompt)
-                self._set_max_tokens(served, request, len(prompt))
+                if served_model.folding is not None and len(prompt) > served_model.folding.limit:
+                    prompt = await self._fold_prompt(served_model, served_model.folding, request, prompt)
+                self._set_max_tokens(served_model, request, len(prompt))
             with self.admitted(request.n):  # rejects a stream here, while it can still send a status code
-                choose = partial(self._sample_choice, served, request, prompt)
-                head = ResponseHead(self.name, len(prompt), served.version, request.folded)
+                sample = partial(self._sample_choice, served_model, request, prompt)
+                head = ResponseHead(self.name, len(prompt), served_model.version, request.folded)
                 if request.stream:
                     writer = dialect.make_writer(request, head)
-                    return stream_choices(request.n, choose, writer, self.admitted(request.n))
-                return dialect.make_response(request, head, await sample_choices(request.n, choose))
+                    return stream_choices(request.n, sample, writer, self.admitted(request.n))
+                return dialect.make_response(request, head, await sample_choices(request.n, sample))
         except ApiError:
-            self.refused += 1
+            self.num_refused += 1
             raise
 
     def models(self) -> dict[str, Any]:
@@ -103,39 +103,39 @@ class ChatServer:
         return {"object": "list", "data": [row]}
 
     def health(self) -> dict[str, Any]:
-        num_running = min(self.pending, self.model.slots)
-        counts = {"running": num_running, "waiting": self.pending - num_running}
-        counts |= {"refused": self.refused, "ignored": self.ignored}
+        num_running = min(self.num_pending, self.model.slots)
+        counts = {"running": num_running, "waiting": self.num_pending - num_running}
+        counts |= {"refused": self.num_refused, "ignored": self.ignored}
         counts |= {} if self.model.folding is None else {"folded": self.folded}
         status = {"status": "ok", "model": self.name} | _model_fields("version", self.model) | counts
-        return status | ({} if self.follows is None else self.follows | {"finishing": self.finishing()})
+        return status | ({} if self.follows is None else self.follows | {"finishing": self.list_finishing()})
 
-    async def read(
-        self, served: ServedModel, route: Route, body: bytes, model: str | None
+    async def read_request(
+        self, served_model: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Return the validated request and its prompt tokens."""
-        check_body_size(body, served.sampler.max_length, served.chat.sees_images)
+        check_body_size(body, served_model.sampler.max_length, served_model.chat.sees_images)
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._writer, self._read, served, route, body, model)
+        return await loop.run_in_executor(self._writer, self._parse_request, served_model, route, body, model)
 
-    def _read(
+    def _parse_request(
         self, served: ServedModel, route: Route, body: bytes, model: str | None
     ) -> tuple[ParsedRequest, list[int]]:
         """Parse the request and render its prompt; slow, so it runs on the writer thread."""
         max_length, sees_images = served.sampler.max_length, served.chat.sees_images
         request = route.dialect.parse(body, served.defaults, max_length, model, route.stream, sees_images)
         if request.model not in (None, self.name):
-            text = f"this server has no model {request.model:.60}; it serves {self.name}"
-            raise ApiError(text, "model", status=404, code="model_not_found")
+            problem = f"this server has no model {request.model:.60}; it serves {self.name}"
+            raise ApiError(problem, "model", status=404, code="model_not_found")
         try:
             return request, served.chat.render(request.messages, request.tools)
         except (ValueError, RecursionError) as error:
-            text = f"the chat template cannot render these messages and tools: {error}"
-            raise ApiError(text, "messages") from error
+            problem = f"the chat template cannot render these messages and tools: {error}"
+            raise ApiError(problem, "messages") from error
 
-    def _set_max_tokens(self, served: ServedModel, request: ParsedRequest, prompt_tokens: int) -> None:
+    def _set_max_tokens(self, served_model: ServedModel, request: ParsedRequest, prompt_tokens: int) -> None:
         """Set the maximum number of sampled tokens; raise ApiError if they do not fit into the context."""
-        max_length = served.sampler.max_length
+        max_length = served_model.sampler.max_length
         tokens_left = max_length - prompt_tokens
         limits = {"messages": tokens_left} | request.token_limits
         param = max(limits, key=lambda name: limits[name])
@@ -145,7 +145,7 @@ class ChatServer:
             raise ApiError(text, "messages" if tokens_left < 1 else param, code="context_length_exceeded")
         request.max_tokens = min(limits.values())
 
-    async def _fold(
+    async def _fold_prompt(
         self, model: ServedModel, folding: Folding, request: ParsedRequest, prompt: list[int]
     ) -> list[int]:
         """Fold the conversation of a request and return its new prompt; note the kind of folding in the request. Return
@@ -163,8 +163,8 @@ class ChatServer:
         except ApiError:
             raise
         except Exception as error:  # the fold function is user code
-            text = f"{FOLD_KEY}.function{location_of(error)} raised {describe(error)}"
-            raise ApiError(text, "messages", status=500) from error
+            problem = f"{FOLD_KEY}.function{location_of(error)} raised {describe(error)}"
+            raise ApiError(problem, "messages", status=500) from error
         if folded_context is context:
             return prompt
         request.folded = folding.fold
@@ -172,41 +172,41 @@ class ChatServer:
         return await self._render(model, folded_context.messages, request)
 
     async def _summarize(self, model: ServedModel, folding: Folding, request: ParsedRequest) -> str:
-        ids = await self._render(model, with_user_text(request.messages, folding.template), request)
-        if (max_tokens := model.sampler.max_length - len(ids)) < 1:
-            text = f"the messages and the request for a summary take {len(ids)} tokens; shorten them"
+        prompt_ids = await self._render(model, with_user_text(request.messages, folding.template), request)
+        if (max_tokens := model.sampler.max_length - len(prompt_ids)) < 1:
+            text = f"the messages and the request for a summary take {len(prompt_ids)} tokens; shorten them"
             raise ApiError(text, "messages", code="context_length_exceeded")
         seed = turn_seed(request.seed, 0, "summary", 0, 0)
         params = dataclasses.replace(
             request.params, seed=seed, max_tokens=min(folding.summary_tokens, max_tokens)
         )
-        async with model.gate:
+        async with model.semaphore:
             with contextlib.closing(model.sampler.session()) as session:
-                completion = await session.sample(ids, params)
-        return model.chat.parse(completion.token_ids, ids, request.tools).content
+                completion = await session.sample(prompt_ids, params)
+        return model.chat.parse(completion.token_ids, prompt_ids, request.tools).content
 
     async def _render(self, model: ServedModel, messages: list[Message], request: ParsedRequest) -> list[int]:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._writer, model.chat.render, messages, request.tools)
         except (ValueError, RecursionError) as error:
-            text = f"the chat template cannot render the folded conversation: {error}"
-            raise ApiError(text, "messages") from error
+            problem = f"the chat template cannot render the folded conversation: {error}"
+            raise ApiError(problem, "messages") from error
 
     @contextlib.contextmanager
-    def admitted(self, n: int = 1) -> Iterator[None]:
-        """Count `n` choices as pending while the block runs; raise ApiError if the queue is full."""
+    def admitted(self, num_choices: int = 1) -> Iterator[None]:
+        """Count `num_choices` choices as pending while the block runs; raise ApiError if the queue is full."""
         max_requests = self.model.slots + self.queue
-        if n > max_requests:
-            raise ApiError(f"n is {n}, but this server accepts at most {max_requests}", "n")
-        if self.pending + n > max_requests:
-            text = f"the queue is full: {self.pending} of {max_requests} choices are pending; try again later"
+        if num_choices > max_requests:
+            raise ApiError(f"n is {num_choices}, but this server accepts at most {max_requests}", "n")
+        if self.num_pending + num_choices > max_requests:
+            text = f"the queue is full: {self.num_pending} of {max_requests} choices are pending; try again later"
             raise ApiError(text, status=429, code="queue_full")
-        self.pending += n
+        self.num_pending += num_choices
         try:
             yield
         finally:
-            self.pending -= n
+            self.num_pending -= num_choices
 
     def close(self) -> None:
         self._writer.shutdown()
@@ -216,12 +216,12 @@ class ChatServer:
         model: ServedModel,
         request: ParsedRequest,
         prompt: list[int],
-        index: int,
+        choice_index: int,
         on_partial: OnPartial | None,
     ) -> SampledChoice:
-        seed = request.seed if index == 0 else turn_seed(request.seed, 0, "choice", index, 0)
+        seed = request.seed if choice_index == 0 else turn_seed(request.seed, 0, "choice", choice_index, 0)
         params = dataclasses.replace(request.params, seed=seed)
-        async with model.gate:
+        async with model.semaphore:
             with contextlib.closing(model.sampler.session()) as session:
                 return (await sample_choice(session, model.chat, request, prompt, params, on_partial))[0]
 

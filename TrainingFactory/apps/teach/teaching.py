@@ -38,9 +38,9 @@ from TrainingFactory.protocols import ChatFormat, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
 from TrainingFactory.types import Trajectory
 
-REQUEST, REPLIES, SPENT = "teach.json", "replies.sqlite", "spent.jsonl"
-EPISODES, ROWS, REPORT = "episodes.jsonl", "rows.jsonl", "report.json"
-FAILED = ("error", "tool_failure")  # played again by the next run
+REQUEST_FILE, REPLIES_FILE, SPENDING_FILE = "teach.json", "replies.sqlite", "spent.jsonl"
+EPISODES_FILE, ROWS_FILE, REPORT_FILE = "episodes.jsonl", "rows.jsonl", "report.json"
+FAILED_STATUSES = ("error", "tool_failure")  # played again by the next run
 TeachForm = Literal["sft", "rft", "dpo"]
 Notify = Callable[[str], None]
 
@@ -53,15 +53,15 @@ class Selection:
     min_reward: float | None = None  # None: any reward above 0
     best: int | None = None  # episodes per task, highest reward first; None: all
 
-    def convert(self, episodes: Path) -> ConversionResult:
+    def convert(self, episodes_file: Path) -> ConversionResult:
         if self.form == "dpo":
-            return convert(read_rows(episodes), "dpo", Filters())
+            return convert(read_rows(episodes_file), "dpo", Filters())
         min_reward = math.nextafter(0.0, 1.0) if self.min_reward is None else self.min_reward
         filters = Filters(min_reward=min_reward, dedupe=self.form == "rft")
-        return convert(self._best_rows(episodes), "sft", filters)
+        return convert(self._select_best_rows(episodes_file), "sft", filters)
 
-    def _best_rows(self, episodes: Path) -> Iterator[DatasetRow]:
-        rows = list(read_rows(episodes))
+    def _select_best_rows(self, episodes_file: Path) -> Iterator[DatasetRow]:
+        rows = list(read_rows(episodes_file))
         if self.best is None:
             yield from rows
             return
@@ -81,25 +81,27 @@ class Teaching(Rollouts):
         self, config: TrainingConfig, settings: EndpointSettings, folder: Path, episodes: int, notify: Notify
     ) -> None:
         self.folder = folder = folder.expanduser()
-        self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES))
-        self._spending = SpendingLog(folder / SPENT)
-        earlier_episodes = _earlier_episodes(folder)
-        super().__init__(config, folder / EPISODES, episodes, notify=notify)
+        self.settings = replace(settings, cache=settings.cache or str(folder / REPLIES_FILE))
+        self._spending = SpendingLog(folder / SPENDING_FILE)
+        earlier_episodes = _load_earlier_episodes(folder)
+        super().__init__(config, folder / EPISODES_FILE, episodes, notify=notify)
         save_trajectories(self._partial_file, earlier_episodes.values())  # which it has emptied
         self.scored_by = scored_by(self.config, check_reward(self.config))
         self._check_same_request()
-        requested = {(digest_task(task), member) for task in self.tasks for member in range(episodes)}
-        self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in requested]
+        keys = {(digest_task(task), member) for task in self.tasks for member in range(episodes)}
+        self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in keys]
         # Episodes of other tasks, or of more episodes per task, stay in the file.
-        self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in requested]
+        self._other_episodes = [episode for key, episode in earlier_episodes.items() if key not in keys]
         if as_group_reward(check_reward(self.config)) is not None:  # scores whole groups
-            self._ended_episodes = [e for e in self._ended_episodes if self._num_ended(e.task.id) == episodes]
+            self._ended_episodes = [
+                episode for episode in self._ended_episodes if self._count_ended(episode.task.id) == episodes
+            ]
         self.num_finished = len(self._ended_episodes)
-        self.rounds = [[task for task in self.tasks if self._num_ended(task.id) < episodes]]
+        self.rounds = [[task for task in self.tasks if self._count_ended(task.id) < episodes]]
         save_trajectories(self._partial_file, [*self._other_episodes, *self._ended_episodes])
 
-    def _num_ended(self, task: str) -> int:
-        return sum(episode.task.id == task for episode in self._ended_episodes)
+    def _count_ended(self, task_id: str) -> int:
+        return sum(episode.task.id == task_id for episode in self._ended_episodes)
 
     def open_sampler(self) -> tuple[ChatFormat, Sampler]:
         return TextFormat(), EndpointSampler(self.settings, self.total_usage(), self._spending.add)
@@ -117,15 +119,15 @@ class Teaching(Rollouts):
             "endpoint": self.settings.endpoint().identity,
         } | conditions
         request = json.loads(json.dumps(request))
-        path = self.folder / REQUEST
-        if not path.is_file():
+        request_file = self.folder / REQUEST_FILE
+        if not request_file.is_file():
             write_atomically(
-                path, json.dumps(request | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=2)
+                request_file, json.dumps(request | {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z")}, indent=2)
             )
             return
-        stored_request = json.loads(path.read_text(encoding="utf-8"))
-        if changed := [key for key, value in request.items() if stored_request.get(key) != value]:
-            descriptions = [key if key != "rest" else "environment, tools or reward" for key in changed]
+        stored_request = json.loads(request_file.read_text(encoding="utf-8"))
+        if changed_keys := [key for key, value in request.items() if stored_request.get(key) != value]:
+            descriptions = [key if key != "rest" else "environment, tools or reward" for key in changed_keys]
             raise ValueError(
                 f"{self.folder} holds episodes of another request: {', '.join(descriptions)} "
                 "differ. Choose another folder with --out, or repeat the first command"
@@ -140,19 +142,19 @@ class Teaching(Rollouts):
         """Write the training rows of all finished episodes."""
         if not self.path.is_file():  # no episode has ended
             return ConversionResult()
-        result = selection.convert(self.path)
+        conversion = selection.convert(self.path)
         lineage = {"teacher": self.settings.model, "environment": self.config.environment.environment_id}
         lineage |= {"scored_by": self.scored_by, "form": selection.form}
-        rows = [row | {"lineage": lineage | {"episode": row["id"]}} for row in result.rows]
-        write_rows(self.folder / ROWS, rows, result.images)
-        return result
+        rows = [row | {"lineage": lineage | {"episode": row["id"]}} for row in conversion.rows]
+        write_rows(self.folder / ROWS_FILE, rows, conversion.images)
+        return conversion
 
-    def write_report(self, rows: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:
+    def write_report(self, conversion: ConversionResult, metrics: dict[str, float]) -> dict[str, Any]:
         usage, budget = self.total_usage(), self.settings.budget
         report: dict[str, Any] = {
             "teacher": self.settings.model,
             "episodes": len(self._ended_episodes),
-            "rows": len(rows.rows),
+            "rows": len(conversion.rows),
             "requests": usage.requests,
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
@@ -164,17 +166,17 @@ class Teaching(Rollouts):
                 "input_price": budget.input_price,
                 "output_price": budget.output_price,
             }
-            report |= {"cost_per_row": usage.cost / len(rows.rows)} if rows.rows else {}
+            report |= {"cost_per_row": usage.cost / len(conversion.rows)} if conversion.rows else {}
         report |= {name: value for name, value in metrics.items() if name.startswith("judge/")}
-        write_atomically(self.folder / REPORT, json.dumps(report, indent=2))
+        write_atomically(self.folder / REPORT_FILE, json.dumps(report, indent=2))
         return report
 
 
-def _earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
+def _load_earlier_episodes(folder: Path) -> dict[tuple[str, int], Trajectory]:
     """Return the scored episodes of earlier runs, including killed ones, by (digest of the task, member)."""
     episodes: dict[tuple[str, int], Trajectory] = {}
-    for path in (folder / EPISODES, folder / f"{EPISODES}.part"):
+    for path in (folder / EPISODES_FILE, folder / f"{EPISODES_FILE}.part"):
         for episode in load_trajectories(path, is_growing=True) if path.is_file() else ():
-            if episode.status not in FAILED and episode.reward is not None:
+            if episode.status not in FAILED_STATUSES and episode.reward is not None:
                 episodes[digest_task(episode.task), episode.member] = episode
     return episodes

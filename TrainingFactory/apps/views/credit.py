@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from TrainingFactory.apps.reports.credit_view import Piece
+from TrainingFactory.apps.reports.credit_view import TokenPiece
 from TrainingFactory.apps.reports.run_credit import resolve_step, run_credit
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.index import EpisodeIndex
@@ -16,11 +16,11 @@ from TrainingFactory.runs.folder import RunFolder
 
 
 def group_credit(
-    run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None, learner: bool = False,
+    run: RunFolder, step: int | None, task: str, index: EpisodeIndex | None = None, with_learner: bool = False,
     group: str | None = None,
 ) -> GroupView:  # fmt: skip
     """Return a task's episodes in a step with the credit that the run's algorithm gave them; raise ValueError if there
-    are none. `step` None: the last step with this task. `group` None: all groups. `learner` adds the learner's
+    are none. `step` None: the last step with this task. `group` None: all groups. `with_learner` adds the learner's
     log-probs. Pass an existing `index` of the run to avoid indexing it again."""
     step = resolve_step(run, step, task)
     lines = (index or EpisodeIndex(run)).lines("step = ?", step)
@@ -28,30 +28,34 @@ def group_credit(
     credit = run_credit(run, step, task, episodes)[1]
     episode_credits = [episode for group in credit.groups for episode in group.episodes]
     credits = {(entry.trajectory.group, entry.trajectory.member): entry for entry in episode_credits}
-    result = GroupView(step=step, task=task, members=[], notes=credit.notes)
+    group_view = GroupView(step=step, task=task, members=[], notes=credit.notes)
     members = [(*line, episode) for line, episode in zip(lines, episodes, strict=True)]
-    members = [m for m in members if m[-1].task.id == task and group in (None, m[-1].group)]
+    members = [
+        member for member in members if member[-1].task.id == task and group in (None, member[-1].group)
+    ]
     logprobs: list[list[list[float]]] = [[[] for _ in episode.turns] for *_, episode in members]
-    if learner:
-        from TrainingFactory.apps.views.learned import learner_logprobs  # slow: imports the model code
+    if with_learner:
+        from TrainingFactory.apps.views.learned import (
+            compute_learner_logprobs,
+        )  # slow: imports the model code
 
         try:
-            logprobs = learner_logprobs(run, [episode for *_, episode in members])
+            logprobs = compute_learner_logprobs(run, [episode for *_, episode in members])
         except (ValueError, OSError) as error:
-            result.notes.append(f"the learner's log-probs are not available: {error}")
+            group_view.notes.append(f"the learner's log-probs are not available: {error}")
     for (line, line_number, episode), by_turn in zip(members, logprobs, strict=True):
         view, entry = episode_view(line, line_number, run.name), credits[episode.group, episode.member]
         view.credit = CreditView(
             measure=credit.measure, largest=credit.largest, note=credit.notes[0], left_out=entry.left_out,
-            turns=[{"pieces": list(_piece_rows(turn.pieces, p))} for turn, p in zip(entry.turns, by_turn, strict=True)]
+            turns=[{"pieces": list(_list_pieces(turn.pieces, p))} for turn, p in zip(entry.turns, by_turn, strict=True)]
         )  # fmt: skip
-        result.members.append(view)
-    return result
+        group_view.members.append(view)
+    return group_view
 
 
-def _piece_rows(pieces: Sequence[Piece], logprobs: Sequence[float]) -> Iterator[Json]:
-    end = 0
+def _list_pieces(pieces: Sequence[TokenPiece], logprobs: Sequence[float]) -> Iterator[Json]:
+    end_token = 0
     for piece in pieces:
         row = {"text": piece.text, "ids": piece.token_ids, "logprobs": piece.logprobs, "values": piece.values}
-        start, end = end, end + len(piece.token_ids)
-        yield row | {"trained": bool(piece.values), "learned": logprobs[start:end]}
+        start_token, end_token = end_token, end_token + len(piece.token_ids)
+        yield row | {"trained": bool(piece.values), "learned": logprobs[start_token:end_token]}

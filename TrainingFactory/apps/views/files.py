@@ -39,7 +39,7 @@ class FileChunk(NamedTuple):
         return bool(self.lines) and self.position.offset < self.size
 
 
-class Problems:
+class ReadProblems:
     """Collector of read errors, so that one unreadable file does not hide the others."""
 
     def __init__(self) -> None:
@@ -68,28 +68,28 @@ def read_new_lines(path: Path, position: FilePosition, max_bytes: int) -> FileCh
     except FileNotFoundError:
         return FileChunk(0, [], FilePosition(), position.offset > 0, 0)
     with file:
-        size, start = os.fstat(file.fileno()).st_size, position.offset
+        file_size, start = os.fstat(file.fileno()).st_size, position.offset
         file.seek(max(0, start - len(position.tail)))
-        if was_truncated := size < start or file.read(len(position.tail)) != position.tail:
+        if was_truncated := file_size < start or file.read(len(position.tail)) != position.tail:
             start, position = file.seek(0), FilePosition()
-        content = file.read(max_bytes)
-        content += b"" if b"\n" in content else file.readline(MAX_LINE_BYTES)
-    if len(content) > MAX_LINE_BYTES and b"\n" not in content:
+        new_bytes = file.read(max_bytes)
+        new_bytes += b"" if b"\n" in new_bytes else file.readline(MAX_LINE_BYTES)
+    if len(new_bytes) > MAX_LINE_BYTES and b"\n" not in new_bytes:
         raise ValueError(f"{path} has a line of more than {MAX_LINE_BYTES} bytes at byte {start}.")
-    content = content[: content.rfind(b"\n") + 1]
-    position = FilePosition(start + len(content), (position.tail + content[-TAIL_BYTES:])[-TAIL_BYTES:])
-    return FileChunk(start, content.split(b"\n")[:-1], position, was_truncated, size)
+    new_bytes = new_bytes[: new_bytes.rfind(b"\n") + 1]
+    position = FilePosition(start + len(new_bytes), (position.tail + new_bytes[-TAIL_BYTES:])[-TAIL_BYTES:])
+    return FileChunk(start, new_bytes.split(b"\n")[:-1], position, was_truncated, file_size)
 
 
 def read_last_lines(path: Path, max_bytes: int) -> tuple[list[bytes], int]:
     """Return the whole lines in the last `max_bytes` of a file (none if it is missing), and the number of bytes before
     them."""
-    start = max(0, read_new_lines(path, FilePosition(), 1).size - max_bytes)
-    if start:
-        start = read_new_lines(
-            path, FilePosition(start - 1), 1
+    start_offset = max(0, read_new_lines(path, FilePosition(), 1).size - max_bytes)
+    if start_offset:
+        start_offset = read_new_lines(
+            path, FilePosition(start_offset - 1), 1
         ).position.offset  # start of the next whole line
-    return read_new_lines(path, FilePosition(start), max_bytes).lines, start
+    return read_new_lines(path, FilePosition(start_offset), max_bytes).lines, start_offset
 
 
 def read_json(line: bytes) -> Any:

@@ -18,10 +18,10 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Trajectory
 
 
-def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
+def compute_learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[list[list[float]]]:
     """Return the learner's log-probs of all sampled tokens, by episode and turn, under the weights before it trained on
     these tokens. Raise ValueError if the weights that sampled them are no longer stored."""
-    config = _sampling_config_of(run, episodes)
+    config = _find_sampling_config(run, episodes)
     loaded_model = load(config)
     temperature = config.sampling.temperature
     learner = Learner(
@@ -36,18 +36,18 @@ def learner_logprobs(run: RunFolder, episodes: Sequence[Trajectory]) -> list[lis
         assert pack.old is not None
         for row_index in pack.rows.tolist():
             logprobs[row_index][np.array(all_rows[row_index].loss_mask)] = pack.old[pack.row == row_index]
-    remaining = iter(logprobs)
-    by_episode = [[next(remaining) for _ in samples] for samples in samples_by_episode]
+    row_logprobs = iter(logprobs)
+    logprobs_by_episode = [[next(row_logprobs) for _ in samples] for samples in samples_by_episode]
     return [
         [by_row[span.row][span.begin : span.end].tolist() for span in turn_spans(episode)]
-        for episode, by_row in zip(episodes, by_episode, strict=True)
+        for episode, by_row in zip(episodes, logprobs_by_episode, strict=True)
     ]
 
 
-def _sampling_config_of(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
+def _find_sampling_config(run: RunFolder, episodes: Sequence[Trajectory]) -> TrainingConfig:
     """Return the run's config with its model set to the weights that sampled these episodes."""
-    turns = [turn.completion for episode in episodes for turn in episode.turns]
-    versions = sorted({version for sampled in turns for version in sampled.token_versions})
+    completions = [turn.completion for episode in episodes for turn in episode.turns]
+    versions = sorted({version for completion in completions for version in completion.token_versions})
     config = with_original_model(run)
     if versions in ([], [0]):
         return config
@@ -55,10 +55,10 @@ def _sampling_config_of(run: RunFolder, episodes: Sequence[Trajectory]) -> Train
         raise ValueError(f"several weight versions sampled this group: {', '.join(map(str, versions))}")
     folder = run.checkpoint_folder(versions[0])
     if not folder.is_dir():
-        steps = ", ".join(path.name.removeprefix("step-").lstrip("0") for path in run.checkpoints())
+        step_list = ", ".join(path.name.removeprefix("step-").lstrip("0") for path in run.checkpoints())
         raise ValueError(
             f"the weights after step {versions[0]} sampled this group, and no checkpoint has them; checkpoints exist "
-            f"for steps: {steps or 'none'}; log-probs are available for step 1 and the step after each checkpoint"
+            f"for steps: {step_list or 'none'}; log-probs are available for step 1 and the step after each checkpoint"
         )
     model = config.model.model_copy(update={"name": str(folder), "adapter": None, "revision": None})
     return with_resolved_model(config.model_copy(update={"model": model}))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from TrainingFactory.apps.judge_audit.report import AUDITS
+from TrainingFactory.apps.judge_audit.report import AUDITS_FILE
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.files import read_json, read_last_lines
-from TrainingFactory.apps.views.runs import evaluation_row, lineage_rows
+from TrainingFactory.apps.views.runs import evaluation_row, make_lineage_rows
 from TrainingFactory.evaluation.comparison import ComparedModel, StoredRecord, compare, pair_up, success_rate
 from TrainingFactory.evaluation.records import read_all_records
 from TrainingFactory.registry.catalogue import Catalogue
@@ -20,9 +20,9 @@ MAX_AUDIT_BYTES = 16 << 20
 VERSION_FIELDS = ("model", "number", "created", "who", "description", "digest", "tags")
 
 
-def runs_option(runs: Path) -> str:
+def runs_option(runs_folder: Path) -> str:
     """Return the `--runs` option that a command needs; empty for the default folder."""
-    return "" if runs == Path("runs") else f" --runs {shlex.quote(str(runs))}"
+    return "" if runs_folder == Path("runs") else f" --runs {shlex.quote(str(runs_folder))}"
 
 
 def list_models(catalogue: Catalogue) -> shapes.ModelList:
@@ -49,7 +49,7 @@ def version_view(catalogue: Catalogue, name: str) -> shapes.VersionView:
     version = catalogue.get(name)
     return shapes.VersionView(
         version=_version_row(catalogue, version), folder=str(catalogue.folder(version)), commands=[],
-        lineage=lineage_rows(version.lineage), decisions=catalogue.decisions(version.model),
+        lineage=make_lineage_rows(version.lineage), decisions=catalogue.decisions(version.model),
     )  # fmt: skip
 
 
@@ -63,57 +63,59 @@ def comparison_view(first: str, second: str, runs: Path, catalogue: Catalogue) -
     if not pairs:
         command = f"tfactory compare {first} {second}{runs_option(runs)}"
         raise ValueError(f"no two recorded evaluations of {first} and {second}; run: {command}")
-    matching = _most_similar(pairs)
-    outcomes = [pair_up(a.record, b.record) for a, b in matching]
+    matches = _find_similar(pairs)
+    outcomes = [pair_up(a.record, b.record) for a, b in matches]
     first_model, second_model = (
-        ComparedModel(name, [pair[side] for pair in matching]) for side, name in enumerate((first, second))
+        ComparedModel(name, [pair[side] for pair in matches]) for side, name in enumerate((first, second))
     )
     comparison = compare(first_model, second_model, [float(len(tasks)) for tasks in outcomes])
-    if has_entries := len(matching) > 1:
-        suite = matching[0][0].record.suite
-        comparison.notes.append(f"{len(matching)} entries of suite {suite}: every task has equal weight")
+    if has_entries := len(matches) > 1:
+        suite = matches[0][0].record.suite
+        comparison.notes.append(f"{len(matches)} entries of suite {suite}: every task has equal weight")
     flips = [*comparison.losses, *comparison.wins][:MAX_SHOWN_FLIPS]
     episodes = {flip[:2]: pair for flip, pair in comparison.load_episodes(flips)}
     tasks = []
     for index, (a, b) in ((index, pair) for index, pairs in enumerate(outcomes) for pair in pairs):
-        name = f"{matching[index][0].record.entry}: {a.task}" if has_entries else a.task
+        name = f"{matches[index][0].record.entry}: {a.task}" if has_entries else a.task
         task_pair = shapes.TaskPair(task=name, first=success_rate(a), second=success_rate(b))
         if task_pair.first != task_pair.second:
             task_pair.flipped = "better" if task_pair.second > task_pair.first else "worse"
-        task_pair.episodes = [e and episode_view(e, 0) for e in episodes.get((index, a.task), [])]
+        task_pair.episodes = [
+            episode and episode_view(episode, 0) for episode in episodes.get((index, a.task), [])
+        ]
         tasks.append(task_pair)
     tasks.sort(key=lambda pair: not pair.flipped)
     return shapes.ComparisonView(tasks=tasks, summary=comparison.as_json())
 
 
-def _most_similar(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
+def _find_similar(pairs: list[tuple[StoredRecord, StoredRecord]]) -> list[tuple[StoredRecord, StoredRecord]]:
     """Return the pair of records with the most similar conditions; if these belong to a suite, the pairs of all its
     entries."""
     records = [(pair, *(stored.record for stored in pair)) for pair in pairs]
     candidates = [(a.conditions, b.conditions, a.time, b.time, pair, a, b) for pair, a, b in records]
     candidates.sort(key=lambda row: (row[0] == row[1], row[0].tasks == row[1].tasks, *row[2:4]))
-    suite, by_entry = candidates[-1][-1].suite, dict[str | None, tuple[StoredRecord, StoredRecord]]()
+    suite, pairs_by_entry = candidates[-1][-1].suite, dict[str | None, tuple[StoredRecord, StoredRecord]]()
     for first, second, *_, pair, a, b in candidates:
         if suite and (a.suite, a.entry, first.tasks) == (suite, b.entry, second.tasks) and b.suite == suite:
-            by_entry[a.entry] = pair
-    return list(by_entry.values()) or [candidates[-1][4]]
+            pairs_by_entry[a.entry] = pair
+    return list(pairs_by_entry.values()) or [candidates[-1][4]]
 
 
 def _find_records(name: str, records: list[StoredRecord], catalogue: Catalogue) -> list[StoredRecord]:
-    version, (run, _, step) = catalogue.find(name), name.partition("@step-")
+    version, (run_name, _, step) = catalogue.find(name), name.partition("@step-")
     ids = {name} if version is None else {record.get("id") for record in catalogue.evaluations(str(version))}
     exact = [stored for stored in records if stored.record.id in ids or stored.record.model.name == name]
-    same_run = [stored for stored in records if stored.record.model.run == run]
-    return exact or [row for row in same_run if not step or str(row.record.model.step) == step.lstrip("0")]
+    run_records = [stored for stored in records if stored.record.model.run == run_name]
+    return exact or [row for row in run_records if not step or str(row.record.model.step) == step.lstrip("0")]
 
 
-def audits(runs: Path) -> shapes.AuditList:
+def load_audits(runs_folder: Path) -> shapes.AuditList:
     """Return the audits of `tfactory judge audit`, oldest first, from the last `MAX_AUDIT_BYTES` of their file. An
     invalid line becomes an entry with its problem."""
-    entries, (audit_lines, skipped_bytes) = [], read_last_lines(runs / AUDITS, MAX_AUDIT_BYTES)
+    audit_rows, (audit_lines, skipped_bytes) = [], read_last_lines(runs_folder / AUDITS_FILE, MAX_AUDIT_BYTES)
     for line in audit_lines:
         try:
-            entries.append(dict(read_json(line)))
+            audit_rows.append(dict(read_json(line)))
         except (ValueError, TypeError) as error:
-            entries.append({"problem": f"a line of {AUDITS} cannot be read: {error}"})
-    return shapes.AuditList(audits=entries, left_out=skipped_bytes)
+            audit_rows.append({"problem": f"a line of {AUDITS_FILE} cannot be read: {error}"})
+    return shapes.AuditList(audits=audit_rows, left_out=skipped_bytes)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from TrainingFactory.apps.reports.pages import render
-from TrainingFactory.apps.views.run_tables import state_rows
+from TrainingFactory.apps.views.run_tables import list_state_rows
 from TrainingFactory.apps.views.runs import findings
 from TrainingFactory.common.charts import Chart, Curve
 from TrainingFactory.runs.episode_texts import best_and_worst, conversation_with_images, ending_text
@@ -28,51 +28,55 @@ CURVES: dict[str, dict[str, str]] = {
         "eval/seconds": "evaluate",
     },
 }  # fmt: skip
-SHARES = {"accuracy", "tool_success"}  # drawn from 0 to 1
+SHARE_METRICS = {"accuracy", "tool_success"}  # drawn from 0 to 1
 # Drawn from 0 on.
 AMOUNTS = {"clip_fraction", "entropy", "grad_norm", "length", "length_max", *CURVES["Seconds by phase"]}
-Rows = Sequence[dict[str, Any]]
+MetricRows = Sequence[dict[str, Any]]
 
 
-def run_page(run: RunFolder) -> str:
+def render_run_page(run: RunFolder) -> str:
     """Return the report as a self-contained HTML page."""
     versions = ", ".join(f"{name} {version}" for name, version in run.run_info["versions"].items())
-    rows = [*state_rows(run), ("versions", versions)]
+    rows = [*list_state_rows(run), ("versions", versions)]
     episodes = [
         (name, conversation_with_images(episode), ending_text(episode))
         for name, episode in sample_episodes(run)
     ]
     return render(
-        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=charts(run.metrics()),
+        "run.html.jinja", title=f"Run {run.name}", rows=rows, findings=findings(run), charts=make_charts(run.metrics()),
         episodes=episodes, config=(run.path / CONFIG).read_text(encoding="utf-8"),
     )  # fmt: skip
 
 
-def charts(metrics: Rows) -> list[Chart]:
-    candidates = [_reward_chart(metrics), _heldout_chart(metrics)]
+def make_charts(metrics: MetricRows) -> list[Chart]:
+    candidates = [_make_reward_chart(metrics), _make_heldout_chart(metrics)]
     for title, labels in CURVES.items():
-        limits = (0.0, 1.0) if labels.keys() <= SHARES else (None, None)
-        limits = (0.0, None) if labels.keys() <= AMOUNTS else limits
-        curves = [Curve(label, points(metrics, key)) for key, label in labels.items()]
-        candidates.append(Chart(title, curves, *limits))
+        axis_limits = (0.0, 1.0) if labels.keys() <= SHARE_METRICS else (None, None)
+        axis_limits = (0.0, None) if labels.keys() <= AMOUNTS else axis_limits
+        curves = [Curve(label, extract_points(metrics, key)) for key, label in labels.items()]
+        candidates.append(Chart(title, curves, *axis_limits))
     return [chart for chart in candidates if chart.lines]
 
 
-def _reward_chart(metrics: Rows) -> Chart:
+def _make_reward_chart(metrics: MetricRows) -> Chart:
     rows = [row for row in metrics if "reward" in row]
     low, high = (
         [(row["step"], row["reward"] + sign * row.get("reward_std", 0.0)) for row in rows] for sign in (-1, 1)
     )
-    return Chart("Reward, with its standard deviation", [Curve("reward", points(rows, "reward"), low, high)])
+    return Chart(
+        "Reward, with its standard deviation", [Curve("reward", extract_points(rows, "reward"), low, high)]
+    )
 
 
-def _heldout_chart(metrics: Rows) -> Chart:
-    value, low, high = (points(metrics, f"eval/success{suffix}") for suffix in ("", "_low", "_high"))
-    return Chart("Held-out success, with its 95 % interval", [Curve("success", value, low, high)], 0.0, 1.0)
+def _make_heldout_chart(metrics: MetricRows) -> Chart:
+    success, low, high = (
+        extract_points(metrics, f"eval/success{suffix}") for suffix in ("", "_low", "_high")
+    )
+    return Chart("Held-out success, with its 95 % interval", [Curve("success", success, low, high)], 0.0, 1.0)
 
 
-def points(metrics: Rows, name: str) -> list[tuple[float, float]]:
-    return [(row["step"], row[name]) for row in metrics if name in row]
+def extract_points(metrics: MetricRows, metric: str) -> list[tuple[float, float]]:
+    return [(row["step"], row[metric]) for row in metrics if metric in row]
 
 
 def sample_episodes(run: RunFolder) -> list[tuple[str, Trajectory]]:

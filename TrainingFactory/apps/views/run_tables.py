@@ -29,10 +29,10 @@ HEADLINE_METRICS = {
 }
 PART_PREFIXES = {"reward": "reward/", "eval/success": "eval/reward/"}  # metric -> prefix of its parts
 USAGE_PREFIXES = ("judge/", "pool/", "endpoint/")
-Rows = Sequence[dict[str, Any]]
+MetricRows = Sequence[dict[str, Any]]
 
 
-def state_rows(run: RunFolder) -> list[tuple[str, str]]:
+def list_state_rows(run: RunFolder) -> list[tuple[str, str]]:
     """Return (name, value) rows that describe a run and its progress."""
     status, run_info = run.status, run.run_info
     commit = f", commit {run_info['commit']}" if run_info["commit"] else ""
@@ -40,13 +40,13 @@ def state_rows(run: RunFolder) -> list[tuple[str, str]]:
         ("state", run.state + (f": {status.reason}" if status.reason else "")),
         ("steps", f"{status.step} of {status.steps}, {timedelta(seconds=round(status.seconds))}"),
         ("model", run.config.model.name),
-        ("training", training_summary(run.config, run_info)),
+        ("training", summarize_training(run.config, run_info)),
         ("started", f"{run_info['started']}, torch {run_info['versions']['torch']}{commit}"),
         *(("resolved", note) for note in run_info.get(NOTES_KEY, ())),
     ]
 
 
-def training_summary(config: TrainingConfig, run_info: dict[str, Any]) -> str:
+def summarize_training(config: TrainingConfig, run_info: dict[str, Any]) -> str:
     """Return a run's algorithm and its environment or dataset, such as `grpo in search`."""
     algorithm, environment = config.training.algorithm, config.environment.environment_id
     if environment is not None:
@@ -59,12 +59,12 @@ def training_summary(config: TrainingConfig, run_info: dict[str, Any]) -> str:
     return f"{algorithm} in conversations"
 
 
-def latest_metrics(metrics: Rows) -> dict[str, Any]:
+def latest_metrics(metrics: MetricRows) -> dict[str, Any]:
     """Return the last value of each metric; a step need not have all metrics."""
     return {key: value for row in metrics for key, value in row.items()}
 
 
-def shown_metrics(metrics: Rows) -> dict[str, str]:
+def select_metrics(metrics: MetricRows) -> dict[str, str]:
     """Return the metrics to show with their formats: those of FORMATS that exist, each followed by its parts."""
     names = dict.fromkeys(key for row in metrics for key in row)
     formats: dict[str, str] = {}
@@ -74,30 +74,30 @@ def shown_metrics(metrics: Rows) -> dict[str, str]:
     return formats
 
 
-def labelled_metrics(metrics: Rows) -> Iterator[tuple[str, str, str]]:
+def label_metrics(metrics: MetricRows) -> Iterator[tuple[str, str, str]]:
     """Yield (label, metric, format) of all metrics to show, those of HEADLINE_METRICS first."""
-    formats = shown_metrics(metrics)
+    formats = select_metrics(metrics)
     for name, keys in HEADLINE_METRICS.items():
         if (key := next((key for key in keys if key in formats), None)) is not None:
             yield name if name == key else f"{name} ({key})", key, formats.pop(key)
     yield from ((key, key, number_format) for key, number_format in formats.items())
 
 
-def usage_totals(metrics: Rows) -> dict[str, float]:
+def sum_usage(metrics: MetricRows) -> dict[str, float]:
     """Sum the judge and pool metrics (requests, costs) over all steps, evaluations included."""
-    total: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for row in metrics:
         for key, value in row.items():
             if (name := key.removeprefix("eval/")).startswith(USAGE_PREFIXES):
-                total[name] = total.get(name, 0.0) + value
-    return total
+                totals[name] = totals.get(name, 0.0) + value
+    return totals
 
 
-def usage_rows(metrics: Rows) -> Iterator[tuple[str, str]]:
+def format_usage(metrics: MetricRows) -> Iterator[tuple[str, str]]:
     """Yield a row (name, text) with the nonzero counts of judges, then one with those of reward pools."""
-    total = usage_totals(metrics)
+    totals = sum_usage(metrics)
     for prefix in USAGE_PREFIXES:
-        usage = {key.removeprefix(prefix): value for key, value in total.items() if key.startswith(prefix)}
+        usage = {key.removeprefix(prefix): value for key, value in totals.items() if key.startswith(prefix)}
         summaries = [f"{name.replace('_', ' ')} {value:.6g}" for name, value in usage.items() if value]
         if summaries:
             yield prefix.removesuffix("/"), f"total: {', '.join(summaries)}"

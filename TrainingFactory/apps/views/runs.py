@@ -19,7 +19,7 @@ from TrainingFactory.apps.views import shapes
 from TrainingFactory.apps.views.episodes import READ_ERRORS
 from TrainingFactory.apps.views.files import (
     FilePosition,
-    Problems,
+    ReadProblems,
     error_reason,
     read_json,
     read_last_lines,
@@ -35,7 +35,7 @@ from TrainingFactory.runs.annotations import ANNOTATIONS, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
 from TrainingFactory.tools.recording import SPECS_FILE
 
-SPARK_POINTS = 60  # of a sparkline
+NUM_SPARK_POINTS = 60  # of a sparkline
 LOCK_STATES = ("running", "killed")  # states that only the lock distinguishes
 MAX_METRICS_BYTES = 8 << 20  # maximum bytes of metrics in a response
 LOG = "run.log"  # output of the run, if it was redirected
@@ -48,7 +48,7 @@ NUMBERS = (int, float)
 WATCHED_FILES = (METRICS, STATUS, CONFIG, ENVIRONMENT, FINDINGS, run_files.EVALUATIONS, ANNOTATIONS)
 BASE_MODEL = "the base model"
 UNLISTED_OPTIONS = ("logging.", "registry.")  # of a row: where results go, not how they come about
-MAX_OPTION = 80  # characters of an option's value in a row
+MAX_OPTION_CHARS = 80  # characters of an option's value in a row
 COMMANDS = ("runs show", "runs stop", "runs resume", "runs report", "eval", "serve", "runs episodes")
 
 
@@ -73,9 +73,9 @@ class _CachedRun:
             self.position, has_more = chunk.position, chunk.has_more
             for line in chunk.lines:
                 with contextlib.suppress(*READ_ERRORS):
-                    self._add(read_json(line))
+                    self._add_row(read_json(line))
 
-    def _add(self, row: shapes.Json) -> None:
+    def _add_row(self, row: shapes.Json) -> None:
         numbers = {name: float(row[name]) for name in LISTED_METRICS if isinstance(row.get(name), NUMBERS)}
         self.latest |= numbers
         if "eval/success" in numbers:
@@ -91,40 +91,42 @@ class Runs:
 
     def __init__(self, folder: str | Path = "runs") -> None:
         self.folder = Path(folder).expanduser()
-        self._cached, self._lock = dict[Path, _CachedRun](), threading.Lock()
+        self._cached_runs, self._lock = dict[Path, _CachedRun](), threading.Lock()
 
     def rows(self) -> list[shapes.RunRow]:
         """Return a row for each run, the oldest first. `problem` says why a run cannot be read."""
         with self._lock:
-            self._cached = {path: self._cached.get(path, _CachedRun()) for path in self._folders()}
-            return [self._row(RunFolder(path)) for path in self._cached]
+            self._cached_runs = {
+                path: self._cached_runs.get(path, _CachedRun()) for path in self._list_folders()
+            }
+            return [self._load_row(RunFolder(path)) for path in self._cached_runs]
 
     def row(self, run: RunFolder) -> shapes.RunRow:
         with self._lock:
-            return self._row(run)
+            return self._load_row(run)
 
     def find(self, name: str) -> RunFolder:
         """Return the run of that name; raise ValueError if the folder has none. The name is never used as a path."""
-        if name in {path.name for path in self._folders()}:
+        if name in {path.name for path in self._list_folders()}:
             return RunFolder(self.folder / name)
         raise ValueError(f"there is no run {name!r} in {self.folder}")
 
-    def _folders(self) -> list[Path]:
+    def _list_folders(self) -> list[Path]:
         files = [file for name in (ENVIRONMENT, CONFIG) for file in self.folder.glob(f"[!.]*/{name}")]
-        by_time = {file.parent: (file_stat(file)[0], file) for file in files}
-        return sorted(by_time, key=by_time.__getitem__)
+        times_by_folder = {file.parent: (stat_file(file)[0], file) for file in files}
+        return sorted(times_by_folder, key=times_by_folder.__getitem__)
 
-    def _row(self, run: RunFolder) -> shapes.RunRow:
-        cached = self._cached.setdefault(run.path, _CachedRun())
-        stats = [file_stat(run.path / name) for name in WATCHED_FILES]
+    def _load_row(self, run: RunFolder) -> shapes.RunRow:
+        cached = self._cached_runs.setdefault(run.path, _CachedRun())
+        stats = [stat_file(run.path / name) for name in WATCHED_FILES]
         row = cached.row
         if row is None or stats != cached.file_stats or (row.state in LOCK_STATES and row.state != run.state):
-            updated = max(stats[:-1])[0] / 1e9  # an annotation is no progress of the run
-            cached.file_stats, cached.row = stats, (row := _run_row(run, cached, updated))
+            updated_at = max(stats[:-1])[0] / 1e9  # an annotation is no progress of the run
+            cached.file_stats, cached.row = stats, (row := _make_run_row(run, cached, updated_at))
         return row
 
 
-def file_stat(path: Path) -> tuple[int, int]:
+def stat_file(path: Path) -> tuple[int, int]:
     try:
         stat = path.stat()
     except OSError:
@@ -132,17 +134,17 @@ def file_stat(path: Path) -> tuple[int, int]:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRow:
+def _make_run_row(run: RunFolder, cached_run: _CachedRun, updated_at: float) -> shapes.RunRow:
     """Summarise one run for the list. If a file cannot be read, `problem` names it, and the data of the other files is
     still shown."""
-    row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated)
+    row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated_at)
     if row.name != run.name:
         row.problem = "Run folder name is not valid UTF-8. Rename the folder."
         return row
-    problems, config = Problems(), None
+    problems, config = ReadProblems(), None
     with problems.reading(METRICS):
-        cached.add_metrics(run.path / METRICS)
-        _add_metrics(row, cached)
+        cached_run.add_metrics(run.path / METRICS)
+        _add_metrics(row, cached_run)
     if not is_run(run.path):
         row.problem = f"Incomplete run: {CONFIG} or {ENVIRONMENT} is missing."
         return row
@@ -157,7 +159,7 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
         row.findings = sum(finding.last_step is None for finding in findings(run, problems.texts.append))
     with problems.reading(run_files.EVALUATIONS):
         if config is not None and row.state != "running":  # a running run's own evaluations are the newest
-            row.heldout = _newest_evaluation(run, row.heldout, config) or row.heldout
+            row.heldout = _find_newest_evaluation(run, row.heldout, config) or row.heldout
     with problems.reading(ANNOTATIONS):
         annotations = read_annotations(run)
         row.archived, row.tags, row.note = annotations.archived, annotations.tags, annotations.note
@@ -167,11 +169,11 @@ def _run_row(run: RunFolder, cached: _CachedRun, updated: float) -> shapes.RunRo
     return row
 
 
-def _add_metrics(row: shapes.RunRow, cached: _CachedRun) -> None:
-    latest = cached.latest
+def _add_metrics(row: shapes.RunRow, cached_run: _CachedRun) -> None:
+    latest = cached_run.latest
     row.reward, row.loss, row.tokens_per_second = map(latest.get, ("reward", "loss", "tokens_per_second"))
-    row.spark_of = "reward" if "reward" in cached.curves else "loss"
-    row.spark = _downsample(cached.curves.get(row.spark_of, ()))
+    row.spark_of = "reward" if "reward" in cached_run.curves else "loss"
+    row.spark = _downsample(cached_run.curves.get(row.spark_of, ()))
     if isfinite(latest.get("eval/step", nan)):
         low, high = latest.get("eval/success_low"), latest.get("eval/success_high")
         row.heldout = shapes.Heldout(
@@ -182,45 +184,45 @@ def _add_metrics(row: shapes.RunRow, cached: _CachedRun) -> None:
 def _add_config(row: shapes.RunRow, config: TrainingConfig) -> None:
     row.algorithm, row.model = config.training.algorithm, config.model.name
     environment, data = config.environment, config.data
-    fallback = "conversation" if config.tools or data.tasks else None
-    row.environment = environment.environment_id or environment.command or data.dataset or fallback
-    row.seed, row.options = config.training.seed, _listed_options(config)
+    default_environment = "conversation" if config.tools or data.tasks else None
+    row.environment = environment.environment_id or environment.command or data.dataset or default_environment
+    row.seed, row.options = config.training.seed, _select_options(config)
 
 
-def _listed_options(config: TrainingConfig) -> shapes.Json:
+def _select_options(config: TrainingConfig) -> shapes.Json:
     """Return the options that differ from their defaults. A long value is cut, with a digest that distinguishes it from
     other values with the same beginning."""
-    options, defaults = _flatten(config.model_dump()), _default_options()
-    changed = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
+    options, defaults = _flatten(config.model_dump()), _flatten_defaults()
+    changes = {key: value for key, value in options.items() if key not in defaults or defaults[key] != value}
     return {
-        key: _short_value(value) for key, value in changed.items() if not key.startswith(UNLISTED_OPTIONS)
+        key: _shorten_value(value) for key, value in changes.items() if not key.startswith(UNLISTED_OPTIONS)
     }
 
 
-def _short_value(value: object) -> object:
+def _shorten_value(value: object) -> object:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    if len(text) <= MAX_OPTION:
+    if len(text) <= MAX_OPTION_CHARS:
         return value
-    return f"{text[:MAX_OPTION]}… {hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}"
+    return f"{text[:MAX_OPTION_CHARS]}… {hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:8]}"
 
 
 @cache
-def _default_options() -> shapes.Json:
+def _flatten_defaults() -> shapes.Json:
     return _flatten(TrainingConfig().model_dump())
 
 
-def _newest_evaluation(
+def _find_newest_evaluation(
     run: RunFolder, heldout: shapes.Heldout | None, config: TrainingConfig
 ) -> shapes.Heldout | None:
     """Return the most recent `tfactory eval` result in the run's environment (in any, if the run has none), if it
     evaluates the best checkpoint or no earlier step than the run's own evaluation."""
-    place = config.environment.environment_id
+    env_id = config.environment.environment_id
     for line in reversed(read_last_lines(run.path / run_files.EVALUATIONS, MAX_METRICS_BYTES)[0]):
         with contextlib.suppress(*READ_ERRORS):  # the run's page reports unreadable lines
             row = evaluation_row(read_json(line)) if b'"by": "eval"' in line else None
             if row is None or row.success is None or row.step is None or row.suite:
                 continue
-            if place is not None and row.environment not in (place, Path(place).name):
+            if env_id is not None and row.environment not in (env_id, Path(env_id).name):
                 continue
             if heldout is None or row.step >= heldout.step or run.checkpoint_folder(row.step) == run.best():
                 by = f"tfactory eval, {pluralize(row.tasks, 'task')} of {row.environment or 'conversation'}"
@@ -229,10 +231,10 @@ def _newest_evaluation(
 
 
 def _downsample(values: Sequence[float]) -> list[float]:
-    """Return at most SPARK_POINTS values: the first, the last, and means of equal parts between them."""
-    if len(values) <= SPARK_POINTS:
+    """Return at most NUM_SPARK_POINTS values: the first, the last, and means of equal parts between them."""
+    if len(values) <= NUM_SPARK_POINTS:
         return list(values)
-    bounds = [1 + n * (len(values) - 2) // (SPARK_POINTS - 2) for n in range(SPARK_POINTS - 1)]
+    bounds = [1 + n * (len(values) - 2) // (NUM_SPARK_POINTS - 2) for n in range(NUM_SPARK_POINTS - 1)]
     return [values[0], *(fmean(values[start:end]) for start, end in pairwise(bounds)), values[-1]]
 
 
@@ -242,35 +244,35 @@ def findings(run: RunFolder, notify: Callable[[str], None] = lambda _: None) -> 
     rows: dict[str, shapes.FindingRow] = {}
     for row_number, record in enumerate(run.findings(), 1):
         try:
-            earlier = rows.get(record["name"])
+            earlier_row = rows.get(record["name"])
             if not record.get("gone"):
-                times = earlier.times + 1 if earlier else 1
-                rows[record["name"]] = shapes.FindingRow(**record, first_step=record["step"], times=times)
-            elif earlier is not None and earlier.last_step is None:
-                earlier.last_step = record["step"] - 1
+                num_times = earlier_row.times + 1 if earlier_row else 1
+                rows[record["name"]] = shapes.FindingRow(**record, first_step=record["step"], times=num_times)
+            elif earlier_row is not None and earlier_row.last_step is None:
+                earlier_row.last_step = record["step"] - 1
         except READ_ERRORS as error:
             notify(f"{FINDINGS}: row {row_number} is not a finding: {error_reason(error)}")
     return list(rows.values())
 
 
-def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
+def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     """Return a run in full; `notes` names the files that cannot be read."""
-    problems, row, prefix_length = Problems(), runs.row(run), len("step-")
+    problems, row, prefix_length = ReadProblems(), runs.row(run), len("step-")
     files = sorted(path for path in run.path.iterdir() if path.is_file() and not path.name.startswith("."))
     view = shapes.RunView(
         row=row, commands={command.split()[-1]: f"tfactory {command} {run.display_path}" for command in COMMANDS},
         files=[{"name": path.name, "bytes": path.stat().st_size} for path in files], notes=[],
     )  # fmt: skip
     with problems.reading(ENVIRONMENT):
-        about = run.run_info
-        view.about = {key: value for key, value in about.items() if key != "model"}
-        parent, base_row = parent_of({"about": about}), {"name": row.model, "what": BASE_MODEL, "rows": []}
-        view.lineage = lineage_rows(parent) if parent else [base_row]
+        run_info = run.run_info
+        view.about = {key: value for key, value in run_info.items() if key != "model"}
+        parent, base_row = parent_of({"about": run_info}), {"name": row.model, "what": BASE_MODEL, "rows": []}
+        view.lineage = make_lineage_rows(parent) if parent else [base_row]
     with problems.reading(STATUS):
         view.reason = run.status.reason
     with problems.reading("checkpoints"):
-        best = run.best()
-        names = [(path.name, path == best) for path in run.checkpoints()]
+        best_checkpoint = run.best()
+        names = [(path.name, path == best_checkpoint) for path in run.checkpoints()]
         view.checkpoints = [
             {"name": name, "step": int(name[prefix_length:]), "best": is_best} for name, is_best in names
         ]
@@ -289,10 +291,10 @@ def run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     return view
 
 
-def lineage_rows(node: shapes.Json) -> list[shapes.Json]:
+def make_lineage_rows(node: shapes.Json) -> list[shapes.Json]:
     descriptions = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in ancestors(node)]
-    runs = [{"name": run, "what": title, "rows": rows} for run, title, rows in descriptions if run]
-    return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *runs]
+    run_rows = [{"name": run, "what": title, "rows": rows} for run, title, rows in descriptions if run]
+    return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *run_rows]
 
 
 def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
@@ -307,23 +309,23 @@ def evaluation_row(record: shapes.Json) -> shapes.EvaluationRow:
     )  # fmt: skip
 
 
-def config_view(run: RunFolder) -> shapes.ConfigView:
+def make_config_view(run: RunFolder) -> shapes.ConfigView:
     """Return the options of a run, and the keys that differ from the defaults."""
-    text = read_small_file(run.path / CONFIG).decode("utf-8", "replace")
+    yaml_text = read_small_file(run.path / CONFIG).decode("utf-8", "replace")
     try:
-        options, defaults = _flatten(run.config.model_dump()), _default_options()
+        options, defaults = _flatten(run.config.model_dump()), _flatten_defaults()
     except ValueError as error:
-        return shapes.ConfigView(yaml=text, options={}, changed=[], problem=str(error))
-    changed = [key for key, value in options.items() if key not in defaults or defaults[key] != value]
-    return shapes.ConfigView(yaml=text, options=options, changed=changed)
+        return shapes.ConfigView(yaml=yaml_text, options={}, changed=[], problem=str(error))
+    changed_keys = [key for key, value in options.items() if key not in defaults or defaults[key] != value]
+    return shapes.ConfigView(yaml=yaml_text, options=options, changed=changed_keys)
 
 
 def diff_runs(runs: Sequence[RunFolder]) -> shapes.RunDiff:
     """Return the options in which the runs differ, and the last value of each metric."""
     options = _align_columns([_flatten(run.config.model_dump()) for run in runs])
-    latest = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
+    latest_metrics = [{key: value for row in run.metrics() for key, value in row.items()} for run in runs]
     rows = [row for row in options if any(value != row["values"][0] for value in row["values"])]
-    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_align_columns(latest))
+    return shapes.RunDiff(runs=[run.name for run in runs], rows=rows, metrics=_align_columns(latest_metrics))
 
 
 def _align_columns(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
@@ -331,46 +333,46 @@ def _align_columns(columns: Sequence[shapes.Json]) -> list[shapes.Json]:
     return [{"key": key, "values": [column.get(key) for column in columns]} for key in keys]
 
 
-def _flatten(data: shapes.Json, prefix: str = "") -> shapes.Json:
+def _flatten(options: shapes.Json, prefix: str = "") -> shapes.Json:
     flattened: shapes.Json = {}
-    for key, value in data.items():
+    for key, value in options.items():
         flattened |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flattened
 
 
-def metrics_part(run: RunFolder, after: int = 0) -> shapes.MetricsPart:
-    """Return the metrics after byte `after` of metrics.jsonl, as columns."""
-    chunk = read_new_lines(run.path / METRICS, _position_at(after), MAX_METRICS_BYTES)
-    result = shapes.MetricsPart(offset=chunk.position.offset, again=chunk.was_truncated, more=chunk.has_more)
+def read_metrics_part(run: RunFolder, start_offset: int = 0) -> shapes.MetricsPart:
+    """Return the metrics after byte `start_offset` of metrics.jsonl, as columns."""
+    chunk = read_new_lines(run.path / METRICS, _make_position(start_offset), MAX_METRICS_BYTES)
+    metrics = shapes.MetricsPart(offset=chunk.position.offset, again=chunk.was_truncated, more=chunk.has_more)
     for line in chunk.lines:
         try:
             row: shapes.Json = read_json(line)
-            step, time = int(row.pop("step")), row.pop("time", None)
+            step, timestamp = int(row.pop("step")), row.pop("time", None)
             numbers = {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
         except READ_ERRORS:
-            result.unread += 1
+            metrics.unread += 1
             continue
-        result.steps.append(step)
-        result.times.append(time if isinstance(time, int | float) else None)
+        metrics.steps.append(step)
+        metrics.times.append(timestamp if isinstance(timestamp, int | float) else None)
         for name, value in numbers.items():
-            column = result.series.setdefault(run_files.NEW_NAMES.get(name, name), [])
-            column += [None] * (len(result.steps) - 1 - len(column)) + [value]
-    for column in result.series.values():
-        column += [None] * (len(result.steps) - len(column))
-    return result
+            column = metrics.series.setdefault(run_files.NEW_NAMES.get(name, name), [])
+            column += [None] * (len(metrics.steps) - 1 - len(column)) + [value]
+    for column in metrics.series.values():
+        column += [None] * (len(metrics.steps) - len(column))
+    return metrics
 
 
-def log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
+def read_log_part(run: RunFolder, after: int = 0) -> shapes.LogPart:
     """Return the log after byte `after` of its file; a negative value counts from the end."""
     path = run.path / LOG
-    if after < 0 and (after := max(0, file_stat(path)[1] + after)):
+    if after < 0 and (after := max(0, stat_file(path)[1] + after)):
         after = read_new_lines(path, FilePosition(after), 1).position.offset  # start of the next whole line
-    chunk = read_new_lines(path, _position_at(after), MAX_LOG_BYTES)
+    chunk = read_new_lines(path, _make_position(after), MAX_LOG_BYTES)
     text = "".join(f"{line.decode('utf-8', 'replace')}\n" for line in chunk.lines)
     return shapes.LogPart(
         offset=chunk.position.offset, again=chunk.was_truncated, more=chunk.has_more, text=text
     )
 
 
-def _position_at(offset: int) -> FilePosition:
+def _make_position(offset: int) -> FilePosition:
     return FilePosition(offset, b"\n" if offset else b"")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, computed_field
 from TrainingFactory.types import Reward
 
 RunState = Literal["running", "finished", "interrupted", "failed", "killed", "unreadable"]
-Sort = Literal["place", "reward", "length", "seconds"]
+SortOrder = Literal["place", "reward", "length", "seconds"]
 Number = float | None
 Json = dict[str, Any]
 ChatMessage = Json  # a message in OpenAI's format
