@@ -106,8 +106,8 @@ class Demo:
         return report
 
     def _evaluate(self, run: Path, watcher: Watcher, file: str, environment_options: dict[str, Any]) -> None:
-        """Play every held-out task once, at temperature 1 regardless of the training temperature. `environment_options` extends the
-        environment's options."""
+        """Play every held-out task once, at temperature 1 regardless of the training temperature. `environment_options`
+        extends the environment's options."""
         sections = make_sections(find_model(str(run)))
         sections["sampling"]["temperature"] = 1.0
         sections["environment"]["options"] |= environment_options
