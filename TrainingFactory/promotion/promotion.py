@@ -46,15 +46,15 @@ class SequentialTest:
     @classmethod
     def from_record(cls, champion: EvaluationRecord, gate: Gate) -> SequentialTest:
         champion_scores = champion.scored_episodes
-        order = list(champion_scores)
-        random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
-        return cls(order, [_mean(champion_scores[task]) for task in order], gate.level, gate.alpha)
+        task_order = list(champion_scores)
+        random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
+        return cls(task_order, [_rate(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
 
     def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         rates = zip(self.task_order, self.champion_rates, strict=True)
-        return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
+        return [_rate(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.first_rejection(differences, self.level, self.alpha) is not None
@@ -121,9 +121,9 @@ class Promotion:
         try:
             checks = [] if self.champion is None else [self._run_sequential_test(play)]
             if all(check.holds for check in checks):
-                for index in range(len(self.titles)):
+                for entry_index in range(len(self.titles)):
                     for model in self.sides:
-                        self._run_entry(model, index, play)
+                        self._run_entry(model, entry_index, play)
                 checks += [
                     self._check_guard(guard) for guard in self.gate.required_guards(self.champion is None)
                 ]
@@ -139,8 +139,8 @@ class Promotion:
         self._run_entry(champion, 0, play)
         sequential_test = SequentialTest.from_record(champion.records[0], self.gate)
         if not sequential_test.can_be_proved([]):
-            score = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
-            reason = f"{champion.name} already solves {score}, so no challenger can pass the test"
+            solved = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
+            reason = f"{champion.name} already solves {solved}, so no challenger can pass the test"
             return GateCheck(self.criteria[0], False, f"{reason}; use more or harder tasks, or set not_worse")
         if (evaluation := challenger.pending[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
@@ -152,17 +152,17 @@ class Promotion:
             name: outcome.scored_episodes for name, outcome in _outcomes_by_task(challenger, 0).items()
         }
         differences = sequential_test.differences(challenger_scores)
-        count, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
-        progress = f"{count} of {len(sequential_test.task_order)} tasks"
+        num_tasks, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
+        progress = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
         detail = (
-            f"difference {sum(differences) / count:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
+            f"difference {sum(differences) / num_tasks:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
         )
         detail += f"; needed: above {sequential_test.level:+.3f}"
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
     def _check_guard(self, guard: Guard) -> GateCheck:
         index = self.titles.index(guard.entry or self.main_entry)
-        outcomes = [_outcomes_by_task(side, index) for side in self.sides]
+        outcomes = [_outcomes_by_task(model, index) for model in self.sides]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
             [by_task[task] for task in common_tasks] for by_task in outcomes
@@ -171,24 +171,24 @@ class Promotion:
             guard, self.main_entry, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
-    def _run_entry(self, model: ComparedModel, index: int, play: Play) -> None:
+    def _run_entry(self, model: ComparedModel, entry_index: int, play: Play) -> None:
         """Evaluate a model on the suite entry at `index`, unless the evaluation is recorded."""
-        evaluation = model.pending[index]
-        if model.stored[index] is None and evaluation is not None:
+        evaluation = model.pending[entry_index]
+        if model.stored[entry_index] is None and evaluation is not None:
             play(model.name, evaluation)
             model.collect_records()
-            if model.stored[index] is None:
+            if model.stored[entry_index] is None:
                 raise ValueError(
-                    f"no decision: the evaluation of {model.name} on {self.titles[index]} was interrupted, or no "
+                    f"no decision: the evaluation of {model.name} on {self.titles[entry_index]} was interrupted, or no "
                     "episode could be scored"
                 )
 
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
         failed_checks = [str(check) for check in checks if not check.holds]
-        recorded = [i for i in range(len(self.titles)) if all(model.stored[i] for model in self.sides)]
-        models = [ComparedModel(model.name, [model.stored[i] for i in recorded]) for model in self.sides]
-        comparison = compare(models[0], models[1], [1.0] * len(recorded)) if recorded and models[1:] else None
+        indices = [i for i in range(len(self.titles)) if all(model.stored[i] for model in self.sides)]
+        models = [ComparedModel(model.name, [model.stored[i] for i in indices]) for model in self.sides]
+        comparison = compare(models[0], models[1], [1.0] * len(indices)) if indices and models[1:] else None
         evidence = {
             "suite": self.suite.name,
             "gate": self.gate.model_dump(exclude_none=True),
@@ -213,11 +213,11 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     evaluation.run()
 
 
-def _outcomes_by_task(model: ComparedModel, index: int) -> dict[str, TaskOutcome]:
-    stored_record = model.stored[index]
+def _outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, TaskOutcome]:
+    stored_record = model.stored[entry_index]
     assert stored_record is not None
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 
 
-def _mean(successes: Sequence[bool]) -> float:
+def _rate(successes: Sequence[bool]) -> float:
     return sum(successes) / len(successes) if successes else 0.0

@@ -29,7 +29,7 @@ from TrainingFactory.registry.rows import (
 from TrainingFactory.registry.store import ModelStore, checksums_of, digest_of
 
 REGISTRY_FILE = "registry.sqlite"
-MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
+ALIAS_MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
 
 
 def registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> Path:
@@ -58,10 +58,10 @@ class Catalogue:
     def find(self, name: str) -> Version | None:
         """Return the version named `agent` (the newest), `agent:3` or `agent@champion`; None if there is no such model.
         Raise ValueError if the model has no such version or alias."""
-        if (parsed := VERSION_NAME.fullmatch(name)) is None or not self.path.is_file():
+        if (name_match := VERSION_NAME.fullmatch(name)) is None or not self.path.is_file():
             return None
         with self._database.reading() as db:
-            return find_version(db, parsed)
+            return find_version(db, name_match)
 
     def get(self, name: str) -> Version:
         """Return the version with this name; raise ValueError if there is none."""
@@ -128,26 +128,26 @@ class Catalogue:
         """Register the model in a folder as the next version, with its evaluation records. For an adapter, `base`
         describes the base model; the files in `base_folder`, if any, are stored too."""
         check_name(model)
-        sources = [(source, checksums_of(source)) for source in (folder, base_folder) if source is not None]
-        digest, *base_digests = [digest_of(checksums) for _, checksums in sources]
+        folders = [(path, checksums_of(path)) for path in (folder, base_folder) if path is not None]
+        digest, *base_digests = [digest_of(checksums) for _, checksums in folders]
         if base is not None:
             base = base | {"digest": base_digests[0] if base_digests else None}
         version = None
         while version is None:  # another process may delete a stored model before this version refers to it
             with ExitStack() as stack:
                 copies = []
-                for source, checksums in sources:
+                for path, checksums in folders:
                     if self.store.find_damage(digest_of(checksums)):
                         with self._database.writing() as db:
                             self._sweep(db)  # free the disk space of files that killed processes left
                             temp_folder = stack.enter_context(self.store.temporary_folder())
-                        self.store.copy(source, temp_folder, checksums)
+                        self.store.copy(path, temp_folder, checksums)
                         copies.append((temp_folder, digest_of(checksums)))
                 row = (base and json.dumps(base), json.dumps(lineage), description, current_user(), now())
-                version = self._commit(model, copies, [digest, *base_digests], row, tags or {}, evaluations)
+                version = self._insert(model, copies, [digest, *base_digests], row, tags or {}, evaluations)
         return version
 
-    def _commit(
+    def _insert(
         self, model: str, copies: list[tuple[Path, str]], digests: list[str], row: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
@@ -191,12 +191,12 @@ class Catalogue:
         with self._database.writing() as db:
             current = alias_number(db, model, alias)
             history: list[int] = []
-            marks = ", ".join("?" * len(MOVES))
-            moves = db.execute(
+            marks = ", ".join("?" * len(ALIAS_MOVES))
+            alias_moves = db.execute(
                 f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({marks}) ORDER BY id",
-                (model, alias, *MOVES),
+                (model, alias, *ALIAS_MOVES),
             )
-            for kind, number in moves:
+            for kind, number in alias_moves:
                 if kind == "rollback":  # forget the later versions that it rolled back
                     while history and history[-1] != number:
                         history.pop()
@@ -228,8 +228,8 @@ class Catalogue:
         """Record a decision that changes no alias, such as a refused promotion."""
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
-            number = alias_number(db, version.model, alias)
-            write_decision(db, version.model, alias, version.number, number, kind, evidence)
+            previous_number = alias_number(db, version.model, alias)
+            write_decision(db, version.model, alias, version.number, previous_number, kind, evidence)
 
     def add_evaluation(self, name: str, record: Mapping[str, Any]) -> None:
         """Add an evaluation record to a version."""
@@ -265,8 +265,8 @@ class Catalogue:
         versions = self.versions() if name is None else [self.get(name)]
         digests = set().union(*(version.digests for version in versions))
         damage = {digest: self.store.find_damage(digest) for digest in digests}
-        problems = {
+        problems_by_version = {
             str(version): [problem for digest in sorted(version.digests) for problem in damage[digest]]
             for version in versions
         }
-        return {version: messages for version, messages in problems.items() if messages}
+        return {version: messages for version, messages in problems_by_version.items() if messages}

@@ -49,34 +49,34 @@ class Version:
         return {self.digest} | ({self.base["digest"]} if self.base and self.base["digest"] else set())
 
 
-def check_name(name: str, kind: str = "model") -> None:
+def check_name(name: str, subject: str = "model") -> None:
     """Raise ValueError if `name` is not valid for a registered model or an alias; `kind` is "model" or "alias"."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"invalid {kind} name {name!r}: it must match {NAME.pattern}")
-    if kind == "alias" and RESERVED_ALIASES.fullmatch(name):
+        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME.pattern}")
+    if subject == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
-    if kind == "model" and name.lower() in SUPPORTED_MODELS:
+    if subject == "model" and name.lower() in SUPPORTED_MODELS:
         raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
 
 
-def find_version(db: sqlite3.Connection, match: re.Match[str]) -> Version | None:
+def find_version(db: sqlite3.Connection, name_match: re.Match[str]) -> Version | None:
     """Return the version that a match of VERSION_NAME names; None if there is no such model. Raise ValueError if the
     model has no such version or alias."""
-    model, number, alias = match["model"], match["number"], match["alias"]
+    model, number, alias = name_match["model"], name_match["number"], name_match["alias"]
     row = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
     if row is None:
         return None
     versions = {version.number: version for version in all_versions(db, model)}
     aliases = {alias: version for version in versions.values() for alias in version.aliases}
-    existing = (
+    existing_names = (
         ", ".join([*(f":{number}" for number in versions), *(f"@{alias}" for alias in aliases)]) or "none"
     )
     if number is not None and int(number) not in versions:
         problem = "was deleted" if 0 < int(number) <= row["newest"] else "does not exist"
-        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {existing}")
+        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {existing_names}")
     if alias is not None and alias != "latest" and alias not in aliases:
         hint = did_you_mean(nearest(alias, aliases))
-        raise ValueError(f"{model} has no alias {alias!r}{hint or f'. Existing versions: {existing}'}")
+        raise ValueError(f"{model} has no alias {alias!r}{hint or f'. Existing versions: {existing_names}'}")
     if not versions:
         raise ValueError(f"all versions of {model} were deleted")
     return versions[int(number)] if number else aliases.get(alias or "") or versions[max(versions)]
@@ -84,8 +84,8 @@ def find_version(db: sqlite3.Connection, match: re.Match[str]) -> Version | None
 
 def get_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
     """Return the version with this name; raise ValueError if there is none in the registry at `path`."""
-    match = VERSION_NAME.fullmatch(name)
-    if match is None or (version := find_version(db, match)) is None:
+    name_match = VERSION_NAME.fullmatch(name)
+    if name_match is None or (version := find_version(db, name_match)) is None:
         raise ValueError(f"there is no registered model {name!r} in {path}")
     return version
 
