@@ -94,8 +94,8 @@ class RolloutEngine:
         replaces `step` for tool calls only."""
         key = step if recorded_as is None else recorded_as
         runs = self._open_runs(tasks, names or _unique_group_names(tasks), sampler, group_size, step, key)
-        size = len(runs) // len(tasks) if tasks else 1
-        groups = [runs[start : start + size] for start in range(0, len(runs), size)]
+        num_runs = len(runs) // len(tasks) if tasks else 1
+        groups = [runs[start : start + num_runs] for start in range(0, len(runs), num_runs)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
             seeds = [
@@ -114,7 +114,7 @@ class RolloutEngine:
             for episode in runs:
                 episode.close_session()
         self._measure_tail(runs)
-        return [[run.trajectory for run in group if run.dropped is None] for group in groups]
+        return [[run.trajectory for run in group if run.drop_reason is None] for group in groups]
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
         await gather_or_cancel([self._run_episode(episode, gate) for group in groups for episode in group])
@@ -148,7 +148,7 @@ class RolloutEngine:
                 episode.close_session()
             await asyncio.gather(*(episode.close() for episode in forest.runs))
         trajectories = forest.finish()
-        self.dropped_forks += forest.dropped
+        self.dropped_forks += forest.dropped_forks
         self._measure_tail(forest.runs)
         return trajectories
 
@@ -189,7 +189,7 @@ class RolloutEngine:
     def _report_episode(self, episode: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
             self.rules.runtime.recorder.check()  # raises if a replay has diverged from its recording
-        if self.on_episode is not None and episode.dropped is None:
+        if self.on_episode is not None and episode.drop_reason is None:
             self.on_episode(episode.trajectory)
 
     def _open_runs(

@@ -75,6 +75,6 @@ class SelfPlayRollouts(RolloutEngine):
                 first.close_session()
                 second.close_session()
         if first.trajectory.status in PLAYED_STATUSES and not second.trajectory.turns:
-            second.dropped = "the game was over before its first turn"
+            second.drop_reason = "the game was over before its first turn"
         self._report_episode(first)
         self._report_episode(second)

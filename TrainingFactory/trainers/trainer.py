@@ -17,7 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
 from TrainingFactory.protocols import AnyReward, Tool, ToolSource
 from TrainingFactory.resolve.factories import resolve_ids
-from TrainingFactory.resolve.siblings import rows_of
+from TrainingFactory.resolve.siblings import get_rows
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.runs.notebook_view import default_watcher, run_html
@@ -280,7 +280,7 @@ def _as_rows(source: Any) -> Any:
     if isinstance(source, str | Path):
         return None
     if hasattr(source, "dataset_id"):
-        source = rows_of(source)
+        source = get_rows(source)
     return list(source) if isinstance(source, Iterator) else source
 
 
