@@ -14,10 +14,10 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.branching import max_leaves
 from TrainingFactory.assembly.states import attention_layers, row_bytes
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.learning.forward import unwrap_model
 from TrainingFactory.models.tower_shape import ImageUse, TowerShape, loaded_tower
 from TrainingFactory.models.vision import CACHE_BYTES
-from TrainingFactory.sampling.cache.store import free_memory
+from TrainingFactory.sampling.cache.store import get_free_memory
 from TrainingFactory.sampling.sizing import SNAPSHOTS
 
 # Maximum bytes of optimizer state per trained weight.
@@ -50,7 +50,7 @@ def estimate_model_memory(
 ) -> dict[str, float]:
     """Estimate the bytes that a run needs for a loaded model, by part."""
     counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
-    return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
+    return needed(config, shape, counts, inputs, max_length, loaded_tower(unwrap_model(model)), images)
 
 
 def needed(
@@ -202,7 +202,7 @@ def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length
     parts = estimate_model_memory(config, model, inputs, max_length)
     peak_bytes = sum(count for name, count in parts.items() if name not in ("cache", "states"))
     allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
-    free = free_memory(device)
+    free = get_free_memory(device)
     return int(max(free - max(0.0, peak_bytes - allocated_bytes), MIN_CACHE_SHARE * free))
 
 

@@ -190,7 +190,7 @@ class AsyncRunner(Runner):
             self._check_graphs(cache)
             sizes = len(draws.present) - 1, len(legs), len(first_inputs.stops)
             key = plan.rows, plan.span, *sizes, *layout.key
-            dry_legs = [(inputs.dry(table.slots), draws) for inputs, draws in legs]
+            dry_legs = [(inputs.without_effects(table.slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
         if samples is None:
             samples = run_step(to_device(_arrays_of(legs, layout), self.device))

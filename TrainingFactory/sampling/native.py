@@ -24,7 +24,7 @@ import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
-from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
+from TrainingFactory.sampling.cache.view import model_error, routes_tokens, unwrap_model
 from TrainingFactory.sampling.compaction import exchange, find_exchanges
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
@@ -96,13 +96,13 @@ class NativeEngine:
         vision: Vision | None = None,  # of a model that sees images
     ) -> None:
         self._model, self._source, self._vision = model, source, vision
-        causal = causal_model(model)
+        causal = unwrap_model(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
-            raise unsupported_model(causal.config.model_type, reason)
+            raise model_error(causal.config.model_type, reason)
         if deterministic and vision is not None and vision.sees_whole_images:
             reason = "its image tokens see later ones, so it has no deterministic mode with images"
-            raise unsupported_model(causal.config.model_type, reason)
+            raise model_error(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         rope_of = vision.rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
@@ -208,7 +208,7 @@ class NativeEngine:
         if pages.fixed:
             return metrics
         return metrics | {
-            "cache/peak_share": pages.peak / pages.tables[0].num_pages,
+            "cache/peak_share": pages.peak_pages / pages.tables[0].num_pages,
             "cache/preemptions": float(stats.preemptions),
         }
 

@@ -17,19 +17,19 @@ from TrainingFactory.sampling.batches import (
     SampledTokens,
     StepInputs,
     cover_slots,
-    keep_leaders,
-    step_inputs,
+    make_step_inputs,
+    select_leaders,
 )
 from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, chunk_rows, dense_rows
-from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, free_memory, layer_windows
+from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, get_free_memory, list_windows
 from TrainingFactory.sampling.cache.view import (
     ATTENTION,
     check_model,
-    has_state_or_keys,
-    shared_view,
-    unsupported_model,
+    find_cached_layers,
+    make_view,
+    model_error,
 )
 from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, rotary_positions
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
@@ -65,7 +65,7 @@ class Runner:
         self.refresh()
         self.shapes = self._probe_layer_shapes()
         self.dtype = self.shapes[0].dtype
-        memory = free_memory(self.device) if cache_bytes is None else cache_bytes
+        memory = get_free_memory(self.device) if cache_bytes is None else cache_bytes
         memory = size_states(table, self.states.shapes, memory)
         size_cache(table, self.shapes, memory, lazy=cache_bytes is None and self.device.type == "cpu")
         self.full_length = round_up(table.max_length, 64)
@@ -90,7 +90,7 @@ class Runner:
 
     def refresh(self) -> None:
         """Rebuild the view of the model, because the model's adapters or modules may have changed."""
-        self.view = shared_view(self.model, ATTENTION, self._fused_class_of)
+        self.view = make_view(self.model, ATTENTION, self._fused_class_of)
         self.states.attach(self.view)
         self._moved = True  # the addresses in CUDA graphs may be stale
 
@@ -99,10 +99,10 @@ class Runner:
         """Run two tokens through the model to get the shapes of its layers; raise ValueError if it is unsupported."""
         step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
         self._compute_logits(ids, ids, step, 0)
-        layers = has_state_or_keys(self.model)
+        layers = find_cached_layers(self.model)
         recorded_layers = {shape.layer for shape in (*step.shapes, *self.states.shapes)}
         if not step.shapes or recorded_layers != layers:
-            raise unsupported_model(
+            raise model_error(
                 self.model_type,
                 f"{len(step.shapes)} of its {len(layers)} layers use the attention interface, and "
                 f"{len(self.states.shapes)} are recurrent",
@@ -115,8 +115,8 @@ class Runner:
         logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
         trained model depend much on the order of summation there."""
         ids = (self._positions[:15] + 1000) % self.vocabulary  # the first ids are special tokens
-        expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
-        windows = layer_windows(self.shapes)
+        expected = make_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
+        windows = list_windows(self.shapes)
         cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
         states, logits = StateCache(self.states.shapes, 1), []
         for positions in self._positions[:15].split([8] + 7 * [1]):
@@ -131,7 +131,7 @@ class Runner:
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
         error = max(float(errors_of_part.median()) for errors_of_part in errors.split([8, 7]))
         if not error < (0.01 if self.dtype == torch.float32 else 0.1):
-            raise unsupported_model(
+            raise model_error(
                 self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
@@ -221,7 +221,7 @@ class Runner:
     ) -> torch.Tensor | None:  # fmt: skip
         """Run the forward and draw tokens. Return tokens and log-probs [2, M], or None if no draw is used."""
         twin_rows = self._find_twin_rows(plan, batch)
-        leader_plan = plan if twin_rows is None else keep_leaders(plan, twin_rows)
+        leader_plan = plan if twin_rows is None else select_leaders(plan, twin_rows)
         if self.states.cache is not None:
             dense = batch.slots[: int(batch.fed_counts.sum())]
             dense_states = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
@@ -235,7 +235,7 @@ class Runner:
             if self.table.rope_of is None
             else rotary_positions(self.table, batch.slots, batch.positions)
         )
-        arrays = step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
+        arrays = make_step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
             if self.vision.sees_whole_images:
@@ -246,7 +246,7 @@ class Runner:
         inputs = StepInputs(*tensors[: len(arrays)])
         step.cache_positions = inputs.cache_positions.unflatten(0, (len(self.table.pages.tables), -1))
         step.tokens = int(fed.sum())
-        step.source = inputs.source if twin_rows is not None else None
+        step.source_tokens = inputs.source_tokens if twin_rows is not None else None
         if plan.rows:
             token_range = slice(0, step.tokens)
             step.dense = self._make_attention_part(

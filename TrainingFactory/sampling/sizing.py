@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.sampling.cache.snapshots import Snapshots
 from TrainingFactory.sampling.cache.states import StateShape
-from TrainingFactory.sampling.cache.store import LayerShape, layer_windows
+from TrainingFactory.sampling.cache.store import LayerShape, list_windows
 from TrainingFactory.sampling.table import SlotTable
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def size_cache(table: SlotTable, shapes: Sequence[LayerShape], memory: int, *, l
     the pages of common prefixes; deterministic mode, in which no session may be preempted, has fewer slots. `lazy`: the
     memory is committed only when it is written, and few episodes reach the full length."""
     length = round_up(table.max_length, 64)
-    windows, per_slot = layer_windows(shapes), length // PAGE
+    windows, per_slot = list_windows(shapes), length // PAGE
     slot_bytes = length * sum(shape.token_bytes for shape in shapes)
     fitting_slots = memory * (LAZY_ROOM if lazy else 1) // slot_bytes
     if table.deterministic and fitting_slots < table.slots:
@@ -96,7 +96,7 @@ def plan_pages(shapes: Sequence[LayerShape], slots: int, max_length: int, memory
     """Return the number of pages of each table. No table needs more than all slots can hold; one of a window needs no
     more than the windows of all slots and the prompts that are being prefilled."""
     per_slot = -(-max_length // PAGE)
-    windows = layer_windows(shapes)
+    windows = list_windows(shapes)
     page_bytes = [
         PAGE * sum(shape.token_bytes for shape in shapes if shape.window == window) for window in windows
     ]

@@ -202,7 +202,7 @@ class SlotTable:
     ) -> bool:
         """Start the request in the slot that its session holds, and keep the slot's first `stored` tokens, if enough
         pages are available."""
-        count = self.pages.missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
+        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
         if not self._make_room(count, request.session_slot, [slot]):
             if self.running.any():
                 return False
@@ -212,7 +212,7 @@ class SlotTable:
         if self.snapshots is not None:
             self.snapshots.stops[slot].clear()
             if not self.deterministic:  # there, only the session itself may use what it has decoded
-                self.snapshots.take(slot, stored)  # forks may begin at the end of this turn
+                self.snapshots.take_snapshot(slot, stored)  # forks may begin at the end of this turn
         self._start_request(request, slot, stored, is_continuation=is_continuation)
         return True
 
@@ -291,20 +291,20 @@ class SlotTable:
 
     def _make_room(self, count: int, session_slot: SessionSlot, kept_slots: list[int]) -> bool:
         """Free `count` pages by releasing slots outside `kept_slots`. Return False if that is impossible."""
-        if self.pages.fixed or self.pages.available >= count:
+        if self.pages.fixed or self.pages.num_free >= count:
             return True
         closed_slots = np.flatnonzero(self.free & (self.pages.held_pages() > 0))
         for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
             if slot not in kept_slots:
                 self._release_slot(slot)
-            if self.pages.available >= count:
+            if self.pages.num_free >= count:
                 return True
         youngest_first = self._find_younger(session_slot, kept_slots)
-        if self.pages.available + int(self.pages.held_pages()[youngest_first].sum()) < count:
+        if self.pages.num_free + int(self.pages.held_pages()[youngest_first].sum()) < count:
             return False
         for slot in youngest_first:
             self._preempt_slot(slot)
-            if self.pages.available >= count:
+            if self.pages.num_free >= count:
                 return True
         return False
 
@@ -359,7 +359,7 @@ class SlotTable:
             if not self.running[slot]:
                 continue
             length = int(self.lengths[slot]) + MARGIN + PAGE // 2
-            if self._make_room(self.pages.missing(slot, length), self._get_session_slot(slot), [slot]):
+            if self._make_room(self.pages.count_missing(slot, length), self._get_session_slot(slot), [slot]):
                 self.pages.reserve(slot, length)
             else:
                 self._preempt_slot(slot)
@@ -435,7 +435,7 @@ class SlotTable:
         self.copyable[slots] = stored_lengths
         self.pages.leave_window(slots, self.stored[slots])
         if self.snapshots is not None and any(self.snapshots.stops):
-            self.snapshots.reach(slots, self.stored, self.copyable)
+            self.snapshots.take_due(slots, self.stored, self.copyable)
 
     def expect(self, slots: np.ndarray) -> None:
         """Append an in-flight token to the sequence of each slot, with the placeholder id -1 - slot, so that the next

@@ -12,9 +12,9 @@ import numpy as np
 class TwinRows(NamedTuple):
     """The U of N tokens that a forward computes, because rows with equal tokens and history are computed once."""
 
-    leaders: np.ndarray  # [rows] whether a row is the first of its kind
+    leading_rows: np.ndarray  # [rows] whether a row is the first of its kind
     is_leader: np.ndarray  # [N] whether a token belongs to a leader
-    source: np.ndarray  # [N] which of the U computed tokens equals each token
+    source_tokens: np.ndarray  # [N] which of the U computed tokens equals each token
 
 
 def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndarray) -> TwinRows | None:
