@@ -43,7 +43,7 @@ async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[s
 
 
 async def score(episode: OpenEpisode, reward_function: RewardFunction | None) -> Reward:
-    """Return the reward by `reward_function`, or by the environment's `reward` method. Raise if it is not a valid reward."""
+    """Return the reward by `reward_function` or by the environment's `reward` method. Raise if it is invalid."""
     reward_function = reward_function or getattr(episode.environment, "reward", None)
     if reward_function is None:
         raise ValueError("no reward function is configured, and the environment has no `reward` method")

@@ -32,11 +32,11 @@ class InFlightStep:
 
     slots: np.ndarray  # slots of the first tokens, then those of the second
     positions: np.ndarray  # positions of the tokens in their slot's sequence
-    first: int  # number of first tokens
+    num_first: int  # number of first tokens
     epochs: np.ndarray  # the token of a slot whose epoch has changed since is dropped
     is_used: np.ndarray  # [M] the rows of logits whose tokens are used
     samples: torch.Tensor | None  # [2, M], being copied to the host
-    ready: torch.cuda.Event | None  # recorded after that copy
+    copy_event: torch.cuda.Event | None  # recorded after that copy
 
 
 # The first leg of a launch samples a token per slot, the second one feeds these tokens.
@@ -61,8 +61,8 @@ class AsyncRunner(Runner):
 
         if fused.can_attend(self.shapes):
             self._kernels = kernels
-            kind = self.model.config.get_text_config().model_type
-            self._fused_class_of = fused.REPLACEMENTS.get(kind)
+            model_type = self.model.config.get_text_config().model_type
+            self._fused_class_of = fused.REPLACEMENTS.get(model_type)
             self.refresh()
 
     def refresh(self) -> None:
@@ -93,10 +93,10 @@ class AsyncRunner(Runner):
 
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
-            step.attend, step.positions, first = self._kernels.attend, positions, self._positions[:1]
+            step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
             step.rows = Tiles(1, 1) if step.tokens else None
             step.pieces = (
-                None if step.tokens else Tiles(len(positions), 1, positions, first, first + len(positions))
+                None if step.tokens else Tiles(len(positions), 1, positions, zero, zero + len(positions))
             )
         return step
 
@@ -124,15 +124,15 @@ class AsyncRunner(Runner):
 
     def land(self, flight: InFlightStep) -> SampledTokens:
         """Wait for the sampled tokens of a launched step. Return the tokens of turns that are still running."""
-        if flight.ready is not None:
-            flight.ready.synchronize()
-        table, first = self.table, flight.first
+        if flight.copy_event is not None:
+            flight.copy_event.synchronize()
+        table, num_first = self.table, flight.num_first
         tokens, logprobs = (array[flight.is_used] for array in unpack_draws(flight.samples, flight.is_used))
         is_current = table.epoch[flight.slots] == flight.epochs
-        if first < len(tokens):  # drop second tokens after a stop
+        if num_first < len(tokens):  # drop second tokens after a stop
             is_ended = np.zeros(table.slots, bool)
-            is_ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
-            is_current[first:] &= ~is_ended[flight.slots[first:]]
+            is_ended[flight.slots[:num_first]] = table.stopped(flight.slots[:num_first], tokens[:num_first])
+            is_current[num_first:] &= ~is_ended[flight.slots[num_first:]]
         slots = flight.slots[is_current]
         table.in_flight -= np.bincount(slots, minlength=table.slots)
         logprobs = require_finite(logprobs[is_current])
@@ -161,12 +161,12 @@ class AsyncRunner(Runner):
         chunks = self._chunk_rows(plan, dense) if self.states.shapes else []
 
         def run_step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            remaining, leg_samples = iter(tensors), []
-            leg_tensors = [_take_leg(remaining, leg) for leg in legs]
-            tiles = list(remaining)
+            tensor_iterator, leg_samples = iter(tensors), []
+            leg_tensors = [_take_leg(tensor_iterator, leg) for leg in legs]
+            tiles = list(tensor_iterator)
             for leg_index, (inputs, draws) in enumerate(leg_tensors):
-                targets = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
-                context = StepContext(cache, targets, tokens=dense)
+                cache_positions = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
+                context = StepContext(cache, cache_positions, tokens=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.enter(context, plan, tiles)
                 has_chunks = len(plan.slots) and not leg_index

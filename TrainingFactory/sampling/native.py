@@ -25,8 +25,8 @@ import torch
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
 from TrainingFactory.sampling.cache.view import model_error, routes_tokens, unwrap_model
-from TrainingFactory.sampling.compaction import exchange, find_exchanges
-from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
+from TrainingFactory.sampling.compaction import exchange_slots, find_exchanges
+from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
@@ -116,8 +116,8 @@ class NativeEngine:
         # back a wrong draft.
         self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
         guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
-        budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
-        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
+        token_budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
+        self._planner = StepPlanner(self._table, token_budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
         self._planner.has_images = vision is not None
         self._planner.keeps_images_whole = vision is not None and vision.sees_whole_images
@@ -130,7 +130,7 @@ class NativeEngine:
         self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
-        self._opened_sessions = 0  # sessions so far
+        self._num_opened = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
@@ -151,13 +151,13 @@ class NativeEngine:
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
-            while self._opened_sessions % self._table.slots:
-                self._opened_sessions += 1
-                self._post_message(SessionSlot(self._opened_sessions - 1, closed=True))
-        self._opened_sessions += 1
+            while self._num_opened % self._table.slots:
+                self._num_opened += 1
+                self._post_message(SessionSlot(self._num_opened - 1, closed=True))
+        self._num_opened += 1
         with self._lock:
             self.sessions += 1
-        return NativeSession(self, self._opened_sessions - 1)
+        return NativeSession(self, self._num_opened - 1)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         with contextlib.closing(self.session()) as session:
@@ -232,15 +232,15 @@ class NativeEngine:
             raise
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> np.ndarray:
-        size, max_prompt = len(prompt_ids), self.max_length - 1
-        if not size:
+        num_tokens, max_tokens = len(prompt_ids), self.max_length - 1
+        if not num_tokens:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if size > max_prompt:
+        if num_tokens > max_tokens:
             raise ValueError(
-                f"the prompt has {size} tokens, but max_length={max_prompt + 1} allows at most {max_prompt}"
+                f"the prompt has {num_tokens} tokens, but max_length={max_tokens + 1} allows at most {max_tokens}"
             )
         vocabulary = self._runner.vocabulary
-        prompt = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64)  # twice as fast as np.array
+        prompt = np.frombuffer(pack(f"{num_tokens}q", *prompt_ids), np.int64)  # twice as fast as np.array
         if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
             invalid = [token for token in prompt_ids if not 0 <= token < vocabulary]
             if self._vision is not None:  # unknown images raise ValueError
@@ -258,13 +258,13 @@ class NativeEngine:
         """Start the worker if a request is waiting. The caller must have the lock."""
         if self._is_working or self._on_idle is not None:
             return
-        if self._waiting or any(isinstance(item, SamplingRequest) for item in self._inbox):
+        if self._waiting or any(isinstance(message, SamplingRequest) for message in self._inbox):
             self._is_working = True
-            self._pool.submit(self._work)
+            self._pool.submit(self._process_inbox)
 
     # -- called in the worker thread
 
-    def _work(self) -> None:
+    def _process_inbox(self) -> None:
         """Run steps until no request is running or can be admitted."""
         while True:
             with self._lock:
@@ -352,7 +352,7 @@ class NativeEngine:
         previous_flight, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
             self._flight = self._runner.launch(plan)
-            self._count_step(plan, 1 + (self._flight.first < len(self._flight.slots)))
+            self._count_step(plan, 1 + (self._flight.num_first < len(self._flight.slots)))
         self._steps_ahead += 1
         if previous_flight is not None:
             self._record_sampled(self._runner.land(previous_flight))
@@ -374,26 +374,26 @@ class NativeEngine:
         """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""
         table = self._table
         self.stats.sampled += len(sampled.slots)
-        finished = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
+        finished_requests = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
-            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT), sampled.tokens)
-        if finished:
-            self._deliver_results(finished)
+            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT_TOKENS), sampled.tokens)
+        if finished_requests:
+            self._deliver_results(finished_requests)
 
     def _compact_slots(self) -> None:
         """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
-        pairs = find_exchanges(self._table)
-        self._sparse_steps = self._sparse_steps + 1 if pairs else 0
+        slot_pairs = find_exchanges(self._table)
+        self._sparse_steps = self._sparse_steps + 1 if slot_pairs else 0
         if self._sparse_steps < COMPACT_AFTER:
             return
         self._sparse_steps = 0
         self._fetch_flight()
-        pairs = find_exchanges(self._table)
-        if not pairs:
+        slot_pairs = find_exchanges(self._table)
+        if not slot_pairs:
             return
-        exchange(self._table, pairs)
+        exchange_slots(self._table, slot_pairs)
         self._runner.copy_pages()
 
     def _deliver_results(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
@@ -408,8 +408,8 @@ class NativeEngine:
     def _fail_requests(self, error: BaseException) -> None:
         """Deliver a step's error to every request, and reset the engine."""
         with self._lock:
-            failed_requests = [item for item in self._inbox if isinstance(item, SamplingRequest)]
-            self._inbox = deque(item for item in self._inbox if isinstance(item, SessionSlot))
+            failed_requests = [message for message in self._inbox if isinstance(message, SamplingRequest)]
+            self._inbox = deque(message for message in self._inbox if isinstance(message, SessionSlot))
         self._flight = None
         failed_requests += [*self._waiting, *self._table.clear()]
         self._waiting.clear()

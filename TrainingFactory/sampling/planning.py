@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image_end
-from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
-from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
+from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
+from TrainingFactory.sampling.gpu.graphs import SPANS, choose_span, round_up_rows
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 
 EMPTY = np.zeros(0, np.int64)
@@ -58,7 +58,7 @@ class StepPlanner:
             return self._plan_deterministic_step(dense, queue)
         rows = int(dense[-1]) + 1 if len(dense) else 0
         if self.few_shapes and rows:
-            rows = graph_rows(rows, table.slots)
+            rows = round_up_rows(rows, table.slots)
         chunk_slots, counts, longest, budget = [], [], 0, self.prefill_tokens
         if self.tiled and rows:
             waiting_tokens = (table.chunked[queue] - table.stored[queue]).sum()
@@ -104,11 +104,11 @@ class StepPlanner:
         known_lengths = table.lengths[plan.dense]
         guesses, counts = np.zeros((count, max_guesses), np.int64), np.zeros(count, np.int64)
         if self.drafts is not None:
-            guesses, counts = self.drafts.guess(table.recent(plan.dense, known_lengths, CONTEXT), max_guesses)
+            guesses, counts = self.drafts.guess(table.recent(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses)
             counts = np.minimum(counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
             self._use_known_tokens(plan.dense, known_lengths, guesses, counts)
-            plan.span = graph_span(counts, plan.rows, 1 + max_guesses)
+            plan.span = choose_span(counts, plan.rows, 1 + max_guesses)
             counts = np.minimum(counts, max(plan.span - 1, 0))
         if counts.any():
             plan.guesses, plan.guessed = guesses, counts

@@ -31,7 +31,7 @@ from TrainingFactory.sampling.cache.view import (
     make_view,
     model_error,
 )
-from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, rotary_positions
+from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, select_rope
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import DrawInputs, pick
 from TrainingFactory.sampling.planning import EMPTY, StepPlan
@@ -230,11 +230,7 @@ class Runner:
         if not plan.fixed:
             rows, fed = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
         chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
-        rope = (
-            EMPTY
-            if self.table.rope_of is None
-            else rotary_positions(self.table, batch.slots, batch.positions)
-        )
+        rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
         arrays = make_step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
@@ -291,7 +287,7 @@ class Runner:
         rope = (
             EMPTY
             if table.rope_of is None
-            else rotary_positions(self.table, slots, positions).T.ravel().astype(np.int64)
+            else select_rope(self.table, slots, positions).T.ravel().astype(np.int64)
         )
         inputs = GraphInputs(
             tokens, positions, cache_positions, logit_tokens, target_slots, rope, EMPTY, EMPTY

@@ -188,10 +188,10 @@ class RecurrentLayer:
             and kernels.can_decode(self, *cached)
         ):
             return kernels.decode(self, inputs, rows.slots, *cached)
-        loaded = [None if state is None or rows.is_new else _read_rows(state, rows.slots) for state in cached]
-        states = RowStates(self.layer_idx, *loaded)
+        starts = [None if state is None or rows.is_new else _read_rows(state, rows.slots) for state in cached]
+        states = RowStates(self.layer_idx, *starts)
         result = self._call(inputs, states, args, kwargs)
-        for cache, old_state, new in zip(cached, loaded, states.tensors, strict=True):
+        for cache, old_state, new in zip(cached, starts, states.tensors, strict=True):
             if cache is None or new is None or (new is old_state and isinstance(rows.slots, slice)):
                 continue  # the layer has updated the cache in place
             if isinstance(rows.slots, slice):
@@ -232,16 +232,16 @@ def dense_rows(slots: np.ndarray, unused: int, device: torch.device) -> StateRow
 
 
 def chunk_rows(
-    chunks: np.ndarray, token_counts: np.ndarray, offsets: np.ndarray, first_token: int, device: torch.device
+    chunks: np.ndarray, token_counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device
 ) -> list[StateRows]:
-    """Return the rows that prefill the slots `chunks`, with `token_counts` tokens each from position `offsets` on.
+    """Return the rows that prefill the slots `chunks`, with `token_counts` tokens each from position `starts` on.
     Their tokens begin at flat index `first_token`. Rows of equal length share an entry, unless only some of them begin
     their sequence."""
     rows: list[StateRows] = []
     token_starts = first_token + token_counts.cumsum() - token_counts
     groups: dict[tuple[int, bool], list[int]] = {}
     for index in range(len(chunks)):
-        groups.setdefault((int(token_counts[index]), int(offsets[index]) == 0), []).append(index)
+        groups.setdefault((int(token_counts[index]), int(starts[index]) == 0), []).append(index)
     for (num_tokens, is_new), indices in groups.items():
         tokens = (token_starts[indices][:, None] + np.arange(num_tokens)).ravel()
         group_slots = torch.from_numpy(chunks[indices]).to(device)

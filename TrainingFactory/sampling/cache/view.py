@@ -58,14 +58,14 @@ class FusedRMSNorm(nn.Module):
 @torch.no_grad()
 def can_fuse_norm(module: nn.Module) -> bool:
     """Return whether the module is an unmodified RMSNorm whose output on test inputs equals that of `FusedRMSNorm`."""
-    weight, norm = module._parameters.get("weight"), type(module)
+    weight, cls = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not norm.__name__.endswith("RMSNorm"):
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not cls.__name__.endswith("RMSNorm"):
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._modules or "forward" in module.__dict__:
         return False
-    width, norm_copy = len(weight), norm.__new__(norm)
+    width, norm_copy = len(weight), cls.__new__(cls)
     # Different weights, and small numbers that show the effect of epsilon.
     test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, width))}
     norm_copy.__dict__.update(module.__dict__, _parameters=test_weights)
@@ -108,7 +108,7 @@ def make_view(
         )  # wrappers such as Accelerate's are bound to the learner's modules
         view_module.__dict__["_buffers"] = dict(module._buffers)
         view_module.__dict__["training"] = False
-        view_module.__dict__["plain"] = module.__class__
+        view_module.__dict__["plain_class"] = module.__class__
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
             view_module.__dict__["config"] = copy_config(config)
         view_module.__dict__["_modules"] = {
@@ -127,14 +127,14 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
     weights, num_rows = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
-    weight0, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
+    lead, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
     are_contiguous = all(
         end == weight.data_ptr() for end, weight in zip(end_addresses, weights[1:], strict=False)
     )
-    available_bytes = weight0.untyped_storage().nbytes() - weight0.storage_offset() * weight0.itemsize
+    available_bytes = lead.untyped_storage().nbytes() - lead.storage_offset() * lead.itemsize
     with torch.inference_mode(False), torch.no_grad():  # because the learner trains these weights
-        if are_contiguous and available_bytes >= num_rows * weight0.shape[1] * weight0.itemsize:
-            return weight0.detach().as_strided((num_rows, weight0.shape[1]), weight0.stride())
+        if are_contiguous and available_bytes >= num_rows * lead.shape[1] * lead.itemsize:
+            return lead.detach().as_strided((num_rows, lead.shape[1]), lead.stride())
         joined_weight = torch.cat(weights)
         for weight, weight_part in zip(
             weights, joined_weight.split([len(weight) for weight in weights]), strict=True

@@ -91,18 +91,18 @@ def decode(
     """Return the layer's output [P, 1, N] for one token of each row [P, 1, N], and update the states of the slots."""
     tokens = states[:, 0]
     qkv, z, b, a = project(tokens, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
-    rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
-    first = 0 if isinstance(slots, torch.Tensor) else slots.start
-    convolved = qkv.new_empty(rows, channels)
-    _convolve[(rows, triton.cdiv(channels, CHANNELS))](
-        qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first, qkv.stride(0), channels,
+    num_rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
+    first_slot = 0 if isinstance(slots, torch.Tensor) else slots.start
+    convolved = qkv.new_empty(num_rows, channels)
+    _convolve[(num_rows, triton.cdiv(channels, CHANNELS))](
+        qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first_slot, qkv.stride(0), channels,
         conv.shape[2], has_list, CHANNELS,
     )  # fmt: skip
     heads, keys, values = recurrent.shape[1:]
-    output = qkv.new_empty(rows, heads * values)
-    _update[(rows, heads)](
+    output = qkv.new_empty(num_rows, heads * values)
+    _update[(num_rows, heads)](
         convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if has_list else None,
-        output, first, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
+        output, first_slot, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
         heads, layer.num_v_heads // layer.num_k_heads, keys, values, has_list, num_warps=8,
     )  # fmt: skip
     return project(output, layer.out_proj)[0][:, None]

@@ -284,10 +284,10 @@ def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
     return output
 
 
-def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def gate(first: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
     """Return silu(first) * second; both may be columns of one tensor."""
     output, size = first.new_empty(first.shape), first.numel()
-    _gate[(triton.cdiv(size, 1024),)](first, second, output, size, first.shape[1], first.stride(0), 1024)
+    _gate[(triton.cdiv(size, 1024),)](first, up_states, output, size, first.shape[1], first.stride(0), 1024)
     return output
 
 
@@ -324,13 +324,13 @@ def attend(
         if first + splits == 1:
             _run_tiles(q, layer, step, rows, scale, output, sinks)
         else:
-            parts = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
+            partial_outputs = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
             sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
             if groups is not None:
-                _run_tiles(q, layer, step, groups, scale, parts, None, sums)
-            _run_tiles(q, layer, step, rows, scale, parts, None, sums, first, splits)
+                _run_tiles(q, layer, step, groups, scale, partial_outputs, None, sums)
+            _run_tiles(q, layer, step, rows, scale, partial_outputs, None, sums, first, splits)
             _merge[(dense,)](
-                parts, sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
+                partial_outputs, sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
                 triton.next_power_of_2(q.shape[1]), groups is not None, sinks is not None,
             )  # fmt: skip
     if step.pieces is not None:
@@ -346,16 +346,16 @@ def _run_tiles(
     heads, head_size = layer.keys.shape[2:]
     pages, shape = step.cache.tables[layer.table], layer.shape
     has_members = tiles.members is not None
-    rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
+    num_rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory, unless rows are long.
-    few_rows, is_long = rows == 16, pages.shape[1] * PAGE >= LONG
+    few_rows, is_long = num_rows == 16, pages.shape[1] * PAGE >= LONG
     max_values = 2048 if q.element_size() > 2 else 4096 if few_rows and not is_long else 8192
     block_keys = min(64, max(16, max_values // head_size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
         tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
         scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
-        q.shape[1], heads, head_size, rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
+        q.shape[1], heads, head_size, num_rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
         tiles.begins is not None, shape.window is not None, sinks is not None, sums is not None,
         num_warps=2 if few_rows and not is_long else 4, num_stages=2 if few_rows and is_long else 3,
     )  # fmt: skip
