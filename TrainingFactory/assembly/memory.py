@@ -18,7 +18,7 @@ from TrainingFactory.learning.forward import unwrap_model
 from TrainingFactory.models.tower_shape import ImageUse, TowerShape, loaded_tower
 from TrainingFactory.models.vision import CACHE_BYTES
 from TrainingFactory.sampling.cache.store import get_free_memory
-from TrainingFactory.sampling.sizing import SNAPSHOTS
+from TrainingFactory.sampling.sizing import SNAPSHOTS_PER_SLOT
 
 # Maximum bytes of optimizer state per trained weight.
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 8}
@@ -179,7 +179,7 @@ def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
 def state_bytes(shape: Any, slots: int, size: int) -> int:
     """Return the bytes of the recurrent layers' states in the native engine: the states of all slots, their snapshots,
     and one row for padding."""
-    return ((1 + SNAPSHOTS) * slots + 1) * row_bytes(shape, size)
+    return ((1 + SNAPSHOTS_PER_SLOT) * slots + 1) * row_bytes(shape, size)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:

@@ -68,4 +68,6 @@ def add(
 
     section = kind if kind == "compute" else f"{kind}s"
     project.add_entry(section, name, [target, *extra_targets])
-    print(f"{project.FACTORIES_FILE}: {name} is {project.target_of(section, project.read_entries()[section][name])}")
+    print(
+        f"{project.FACTORIES_FILE}: {name} is {project.target_of(section, project.read_entries()[section][name])}"
+    )

@@ -20,20 +20,23 @@ def find_exchanges(table: SlotTable) -> list[tuple[int, int]]:
 
 def exchange_slots(table: SlotTable, slot_pairs: list[tuple[int, int]]) -> None:
     low_slots, high_slots = (np.array(slots) for slots in zip(*slot_pairs, strict=True))
-    all_slots, swapped = np.concatenate((low_slots, high_slots)), np.concatenate((high_slots, low_slots))
-    table.changes += 1
+    all_slots, exchanged = np.concatenate((low_slots, high_slots)), np.concatenate((high_slots, low_slots))
+    table.num_changes += 1
     table.pages.exchange(low_slots, high_slots, int(table.stored[all_slots].max()))
     for slot_values in (
         table.ids, table.rope, table.logprobs, table.stored, table.lengths, table.copyable, table.chunked,
         table.running, table.used, table.limit, table.seed, table.stops, table.temperature, table.top_p, table.top_k,
-        table.min_p, table.hashes, table.head, table.mark, table.free,
+        table.min_p, table.hashes, table.head, table.prompt_hashes, table.free,
     ):  # fmt: skip
-        slot_values[all_slots] = slot_values[swapped]
-    for low, b in slot_pairs:
+        slot_values[all_slots] = slot_values[exchanged]
+    for low, high_slot in slot_pairs:
         if table.snapshots is not None:
-            table.snapshots.exchange(low, b)
-        table.session_slots[low], table.session_slots[b] = table.session_slots[b], table.session_slots[low]
-        table.requests[low], table.requests[b] = table.requests[b], table.requests[low]
-        for slot in (low, b):
+            table.snapshots.exchange(low, high_slot)
+        table.session_slots[low], table.session_slots[high_slot] = (
+            table.session_slots[high_slot],
+            table.session_slots[low],
+        )
+        table.requests[low], table.requests[high_slot] = table.requests[high_slot], table.requests[low]
+        for slot in (low, high_slot):
             if (session_slot := table.session_slots[slot]) is not None:
                 session_slot.slot = slot

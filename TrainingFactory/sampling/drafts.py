@@ -25,7 +25,7 @@ class DraftTable:
         return (hashes * np.uint64(0xD6E8FEB86659FD93) >> np.uint64(48)).astype(np.int64)
 
     def guess(self, contexts: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return draft tokens [M, max_tokens] that may follow each context [M, CONTEXT_TOKENS], and their numbers [M]."""
+        """Return draft tokens [M, max_tokens] that may follow contexts [M, CONTEXT_TOKENS], and their counts [M]."""
         num_rows = len(contexts)
         tokens, lengths = np.zeros((num_rows, max_tokens), np.int64), np.zeros(num_rows, np.int64)
         rows = np.arange(num_rows)  # rows whose drafts continue

@@ -19,7 +19,7 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
     fed_counts = np.full(plan.rows, int(plan.fixed))
     fed_counts[plan.dense] = 1
     if plan.guesses is not None:
-        fed_counts[plan.dense] += plan.guessed
+        fed_counts[plan.dense] += plan.guess_counts
         fed_counts = np.full(plan.rows, plan.span) if plan.span else fed_counts
     chunk_start = int(fed_counts.sum())
     num_tokens = chunk_start + (CHUNK if table.deterministic and len(plan.slots) else int(plan.counts.sum()))
@@ -32,7 +32,7 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
     positions[dense_starts] = stored_lengths
     token_slots[dense_starts] = plan.dense
     if plan.guesses is not None:
-        row_indices, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guessed[:, None])
+        row_indices, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guess_counts[:, None])
         guess_index = dense_starts[row_indices] + 1 + column
         tokens[guess_index] = plan.guesses[row_indices, column]
         positions[guess_index] = stored_lengths[row_indices] + 1 + column
@@ -62,7 +62,9 @@ def _find_logit_rows(
         is_used[plan.dense] = known_after[plan.dense] == 0
         return row_starts, -known_after, is_used, row_starts
     last_used_offsets = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
-    last_used_offsets[plan.dense] = (0 if plan.guesses is None else plan.guessed) - known_after[plan.dense]
+    last_used_offsets[plan.dense] = (0 if plan.guesses is None else plan.guess_counts) - known_after[
+        plan.dense
+    ]
     rows = np.repeat(np.arange(plan.rows), fed_counts)
     logit_tokens = np.arange(len(rows))
     offsets = logit_tokens - np.repeat(row_starts + known_after, fed_counts)
@@ -108,7 +110,7 @@ def apply_draws(
         num_dense = int(batch.fed_counts.sum())
         num_drawn = np.bincount(batch.rows[:num_dense][is_used[:num_dense]], minlength=plan.rows)[plan.dense]
         has_reply = table.lengths[plan.dense] - table.stored[plan.dense] > 1
-        num_new_tokens = np.where(has_reply, plan.guessed + 1, num_drawn)
+        num_new_tokens = np.where(has_reply, plan.guess_counts + 1, num_drawn)
     table.advance(plan.dense, num_new_tokens)
     if len(plan.slots):
         table.advance(plan.slots, plan.counts)

@@ -117,9 +117,9 @@ class AsyncRunner(Runner):
         table.advance(plan.dense, 1)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
-        table.expect(slots[:first])
+        table.append_in_flight(slots[:first])
         table.advance(slots[first:], 1)
-        table.expect(slots[first:])
+        table.append_in_flight(slots[first:])
         return flight
 
     def land(self, flight: InFlightStep) -> SampledTokens:
@@ -131,7 +131,7 @@ class AsyncRunner(Runner):
         is_current = table.epoch[flight.slots] == flight.epochs
         if num_first < len(tokens):  # drop second tokens after a stop
             is_ended = np.zeros(table.slots, bool)
-            is_ended[flight.slots[:num_first]] = table.stopped(flight.slots[:num_first], tokens[:num_first])
+            is_ended[flight.slots[:num_first]] = table.are_stops(flight.slots[:num_first], tokens[:num_first])
             is_current[num_first:] &= ~is_ended[flight.slots[num_first:]]
         slots = flight.slots[is_current]
         table.in_flight -= np.bincount(slots, minlength=table.slots)
@@ -180,7 +180,7 @@ class AsyncRunner(Runner):
                 else:
                     samples = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
                 drawn_tokens = samples[0].long()
-                self._latest.index_copy_(0, inputs.target_slots, drawn_tokens)
+                self._latest_tokens.index_copy_(0, inputs.target_slots, drawn_tokens)
                 self._record_ended(inputs, drawn_tokens)
                 leg_samples.append(samples)
             return torch.cat(leg_samples, 1) if len(leg_samples) > 1 else leg_samples[0]
@@ -188,7 +188,7 @@ class AsyncRunner(Runner):
         samples = None
         if self._graphs is not None and is_recorded:
             self._check_graphs(cache)
-            sizes = len(draws.present) - 1, len(legs), len(first_inputs.stops)
+            sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
             key = plan.rows, plan.span, *sizes, *layout.key
             dry_legs = [(inputs.without_effects(table.slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
@@ -219,10 +219,10 @@ class AsyncRunner(Runner):
 
 
 def _arrays_of(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
-    return [*(array for inputs, draws in legs for array in (*inputs, *draws.present)), *layout.arrays]
+    return [*(array for inputs, draws in legs for array in (*inputs, *draws.tensors)), *layout.arrays]
 
 
 def _take_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
     """Take the tensors of one forward from the iterator, in the order of its `arrays`."""
     inputs, draws = arrays
-    return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))
+    return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.tensors)))

@@ -181,7 +181,7 @@ class NativeEngine:
             await idle_future
             if self._source is not None:
                 await loop.run_in_executor(self._pool, self._copy_weights)
-            self._table.forget()
+            self._table.forget_tokens()
             self._runner.refresh()
             if self._vision is not None and self._vision.is_trained:
                 self._vision.forget()
@@ -317,7 +317,7 @@ class NativeEngine:
         only requests that were preempted after they had sampled tokens."""
         if not self._waiting:
             return
-        admission, place_request = AdmissionRound(), self._table.place
+        admission, place_request = AdmissionRound(), self._table.admit
         self._waiting = deque(
             request
             for request in self._waiting
@@ -345,7 +345,7 @@ class NativeEngine:
         elif len(plan.dense) or len(plan.slots):
             self._count_step(plan)
             self._record_sampled(self._runner.run(plan))
-        self._steps_ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
+        self._steps_ahead = -1 if 2 * plan.guess_counts.sum() > len(plan.dense) else 0
 
     def _launch_step(self, plan: StepPlan) -> None:
         """Launch the next step, then record the tokens of the previous one. Tokens after a stop are dropped."""
@@ -365,7 +365,7 @@ class NativeEngine:
     def _count_step(self, plan: StepPlan, legs: int = 1) -> None:
         stats = self.stats
         stats.prefilled += int(plan.counts.sum())
-        stats.guessed += int(plan.guessed.sum())
+        stats.guessed += int(plan.guess_counts.sum())
         stats.forwards += legs
         stats.decodes += legs if plan.rows else 0
         stats.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs

@@ -25,7 +25,7 @@ class StepPlan:
     rows: int = 0  # R, dense rows including unused ones
     fixed: bool = False  # feed unused rows too, so that shapes recur
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
-    guessed: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
+    guess_counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
     # [P] slots that feed a chunk, in ascending order.
     slots: np.ndarray = field(default_factory=lambda: EMPTY)
@@ -104,14 +104,16 @@ class StepPlanner:
         known_lengths = table.lengths[plan.dense]
         guesses, counts = np.zeros((count, max_guesses), np.int64), np.zeros(count, np.int64)
         if self.drafts is not None:
-            guesses, counts = self.drafts.guess(table.recent(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses)
+            guesses, counts = self.drafts.guess(
+                table.recent(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses
+            )
             counts = np.minimum(counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
             self._use_known_tokens(plan.dense, known_lengths, guesses, counts)
             plan.span = choose_span(counts, plan.rows, 1 + max_guesses)
             counts = np.minimum(counts, max(plan.span - 1, 0))
         if counts.any():
-            plan.guesses, plan.guessed = guesses, counts
+            plan.guesses, plan.guess_counts = guesses, counts
 
     def _use_known_tokens(
         self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, counts: np.ndarray

@@ -107,8 +107,8 @@ def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[Ti
     position at which the unshared keys of each row begin."""
     dense = plan.dense
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
-    rows = rows[table.mark[rows].argsort(kind="stable")]
-    _, first_index, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
+    rows = rows[table.prompt_hashes[rows].argsort(kind="stable")]
+    _, first_index, counts = np.unique(table.prompt_hashes[rows], return_index=True, return_counts=True)
     offset = np.arange(len(rows)) - np.repeat(first_index, counts)
     is_shared = np.repeat(counts, counts) > 1
     rows, offset = rows[is_shared], offset[is_shared] % tokens

@@ -94,7 +94,7 @@ def with_replays(engine: NativeEngine) -> ReplayedSteps:
     def watched() -> list[torch.Tensor]:
         states = runner.states.cache.tensors if runner.states.cache is not None else []
         used = [tensor for state in states for tensor in (state[:slots], state[slots + 1 :])]
-        return [*used, runner._latest[:slots], runner._ended[:slots]]
+        return [*used, runner._latest_tokens[:slots], runner._has_ended[:slots]]
 
     replays.watched = watched
     runner._graphs, engine._planner.few_shapes = replays, True
