@@ -168,7 +168,7 @@ class AsyncRunner(Runner):
                 cache_positions = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
                 context = StepContext(cache, cache_positions, tokens=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
-                layout.enter(context, plan, tiles)
+                layout.assign_tensors(context, plan, tiles)
                 has_chunks = len(plan.slots) and not leg_index
                 context.pieces = context.pieces if has_chunks else None
                 ids = self._fill_in_flight_tokens(inputs.tokens)

@@ -361,7 +361,9 @@ class Runner:
             return pick(logits, draws.uniform, draws.temperature)
 
         self._check_graphs(cache)
-        arrays, dry_arrays = ([*leg, *draws.tensors] for leg in (inputs, inputs.dry(self.table.slots)))
+        arrays, dry_arrays = (
+            [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.slots))
+        )
         key = plan.rows, plan.span, width, *map(len, arrays)
         return self._graphs.run(key, arrays, dry_arrays, run_step)
 

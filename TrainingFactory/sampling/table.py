@@ -154,8 +154,8 @@ class SlotTable:
             if reusable.any():
                 return self._share_prefix(request, int(reusable.argmax()), num_tokens, reusable)
         common_lengths = np.minimum(self.find_common_lengths(request.prompt), num_tokens)
-        cached = self.pages.usable(np.minimum(common_lengths, self.copyable))
-        reusable = cached if self.snapshots is None else self.snapshots.usable(cached, self.stored)
+        available = self.pages.usable(np.minimum(common_lengths, self.copyable))
+        reusable = available if self.snapshots is None else self.snapshots.usable(available, self.stored)
         if current_slot is not None and self.snapshots is None:
             kept_length = int(self.pages.usable(np.minimum(common_lengths, self.stored))[current_slot])
             if kept_length > reusable[current_slot]:
@@ -165,15 +165,15 @@ class SlotTable:
         num_shared = int(reusable[source_slot])
         # Prefixes that are still being computed. A window may have released one that was computed.
         ends = np.minimum(common_lengths, self.chunked)
-        upcoming = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
-        if int(upcoming.max()) >= num_shared + WAIT_FOR and self._pause_prefill_at(
-            int(upcoming.argmax()), upcoming.max()
+        pending = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
+        if int(pending.max()) >= num_shared + WAIT_FOR and self._pause_prefill_at(
+            int(pending.argmax()), pending.max()
         ):
             admission.must_wait.add(request.prompt.tobytes())
             return False
         if not self._share_prefix(request, source_slot, num_shared, reusable):
             return False
-        if self.snapshots is not None and (missed_tokens := int(cached.max()) - num_shared) > 0:
+        if self.snapshots is not None and (missed_tokens := int(available.max()) - num_shared) > 0:
             self.stats.recomputed += missed_tokens
             if missed_tokens >= WAIT_FOR:
                 self._pause_prefill_at(
@@ -198,22 +198,22 @@ class SlotTable:
         return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
-        self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
+        self, request: SamplingRequest, slot: int, prefix: int, *, is_continuation: bool = False
     ) -> bool:
-        """Start the request in the slot that its session holds, and keep the slot's first `stored` tokens, if enough
+        """Start the request in the slot that its session holds, and keep the slot's first `prefix` tokens, if enough
         pages are available."""
-        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
+        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, prefix)
         if not self._make_room(count, request.session_slot, [slot]):
             if self.running.any():
                 return False
             return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
-        self.stats.kept_tokens += stored
-        self.pages.truncate(slot, stored)
+        self.stats.kept_tokens += prefix
+        self.pages.truncate(slot, prefix)
         if self.snapshots is not None:
             self.snapshots.stops[slot].clear()
             if not self.deterministic:  # there, only the session itself may use what it has decoded
-                self.snapshots.take_snapshot(slot, stored)  # forks may begin at the end of this turn
-        self._start_request(request, slot, stored, is_continuation=is_continuation)
+                self.snapshots.take_snapshot(slot, prefix)  # forks may begin at the end of this turn
+        self._start_request(request, slot, prefix, is_continuation=is_continuation)
         return True
 
     def _share_prefix(self, request: SamplingRequest, source: int, shared: int, reusable: np.ndarray) -> bool:
