@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     """Add a new LoRA adapter, or make a loaded adapter trainable, if the config trains an adapter."""
-    from TrainingFactory.learning.forward import unwrap_model
+    from TrainingFactory.learning.forward import causal_model
     from TrainingFactory.learning.lora import add_lora
     from TrainingFactory.models.vision import tower_modules, tower_parameters
 
@@ -41,7 +41,7 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
         if loaded_model.vision is None:
             raise ValueError("model.train_tower trains the vision part, but the model was loaded without one")
         loaded_model.vision.is_trained = True
-        for _, weight in tower_parameters(unwrap_model(loaded_model.model)):
+        for _, weight in tower_parameters(causal_model(loaded_model.model)):
             weight.requires_grad_(True)
 
 

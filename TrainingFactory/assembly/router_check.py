@@ -8,7 +8,7 @@ import torch
 
 from TrainingFactory.common.event_loop import OneThread
 from TrainingFactory.data.packing import Pack, make_batch
-from TrainingFactory.learning.forward import unwrap_model
+from TrainingFactory.learning.forward import causal_model
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.policy import LocalPolicy
 from TrainingFactory.learning.routers import Routing, changed_routes, find_routers
@@ -54,7 +54,7 @@ async def measure_router_mismatch(
         return None
     # Another first token, so that nothing is in the engine's cache.
     ids = [row.token_ids[-1], *row.token_ids][:CHECKED_TOKENS]
-    engine_routers = find_routers(unwrap_model(engine.model), 0.0)
+    engine_routers = find_routers(causal_model(engine.model), 0.0)
     assert engine_routers is not None
     with engine_routers.recording() as routing:
         await engine.sample(ids, SamplingParams(max_tokens=1))

@@ -14,7 +14,7 @@ from TrainingFactory.config.schema import ModelSection
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
 from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_of, tasks_digest
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
-from TrainingFactory.registry.store import digest_of as sums_digest
+from TrainingFactory.registry.store import combine_digests as sums_digest
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 

@@ -29,7 +29,7 @@ WINDOW_ATTRIBUTES = ("sliding_window", "attention_chunk_size", "floor_scale")
 PROBE_WINDOW = 24  # shorter than the probe's rows
 
 
-def unwrap_model(model: Any) -> PreTrainedModel:
+def causal_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside a PEFT wrapper, adapter layers included."""
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 

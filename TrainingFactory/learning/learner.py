@@ -18,13 +18,13 @@ from transformers import PreTrainedModel
 from TrainingFactory.algorithms.trained_tokens import Loss, TrainedTokens
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.learning.forward import (
+    causal_model,
     check_head,
     output_head,
     row_states,
     sharing_problem,
     tree_mode,
     tree_states,
-    unwrap_model,
 )
 from TrainingFactory.learning.heads import ScalarHead
 from TrainingFactory.learning.logprobs import token_logprobs
@@ -68,7 +68,7 @@ class Learner:
         router_aux_loss: float | None = 0.0,
         vision: Vision | None = None,
     ) -> None:
-        self.model, self.causal, self.options = model, unwrap_model(model), options
+        self.model, self.causal, self.options = model, causal_model(model), options
         self.routers = find_routers(self.causal, router_aux_loss)
         self.reference, self.head, self.critic = reference, head, critic
         self.temperature, self.activation_offload, self.vision = temperature, activation_offload, vision
@@ -76,7 +76,7 @@ class Learner:
         self.split_above = 4096 if self.causal.device.type == "cuda" else 0
         self.steps = 0
         for module in self._trained_models() if gradient_checkpointing else ():
-            unwrap_model(module).gradient_checkpointing_enable({"use_reentrant": False})
+            causal_model(module).gradient_checkpointing_enable({"use_reentrant": False})
         if reference is not None:
             reference.requires_grad_(False)
         models = [module for module in (model, reference, critic) if module is not None]
@@ -85,10 +85,10 @@ class Learner:
         for module in models:
             has_scores = module is (critic or model)
             self.processes.shard(module, head if has_scores else None)
-            self.processes.run(module, partial(check_head, unwrap_model(module)))
+            self.processes.run(module, partial(check_head, causal_model(module)))
         run = self.processes.run
         self.sharing = all(
-            run(module, partial(_can_share_prefixes, unwrap_model(module), vision)) for module in models
+            run(module, partial(_can_share_prefixes, causal_model(module), vision)) for module in models
         )
         self._weights = MixedPrecision(self._named_parameters())
         named_masters = list(zip(self._weights.names, self._weights.masters, strict=True))
@@ -151,7 +151,7 @@ class Learner:
                 # Around forward and backward: with gradient checkpointing the backward runs the layers again.
                 with contextlib.ExitStack() as stack:
                     for model in self._trained_models():
-                        stack.enter_context(tree_mode(unwrap_model(model), self.sharing))
+                        stack.enter_context(tree_mode(causal_model(model), self.sharing))
                     routing = stack.enter_context(self.routers.recording()) if self.routers else None
                     loss_value, pack_metrics = self._pack_loss(pack, batch, loss, needs)
                     if routing is not None:
@@ -288,7 +288,7 @@ class Learner:
         )
         if indices is None:
             return token_logprobs, entropy, None
-        critic = unwrap_model(self.critic)
+        critic = causal_model(self.critic)
         return (
             token_logprobs,
             entropy,
@@ -322,7 +322,7 @@ class Learner:
         )
         model.eval()
         with model.disable_adapter() if self.reference is None else contextlib.nullcontext():
-            logprobs = self.processes.run(model, lambda: self.logprobs(pack, unwrap_model(model))[0])
+            logprobs = self.processes.run(model, lambda: self.logprobs(pack, causal_model(model))[0])
             return logprobs.cpu().numpy()
 
     def _step_optimizers(self) -> float:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.rewriting import rerender
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.learning.forward import row_states, sharing_problem, tree_mode, tree_states, unwrap_model
+from TrainingFactory.learning.forward import causal_model, row_states, sharing_problem, tree_mode, tree_states
 from TrainingFactory.learning.heads import HEAD_FILE, REWARD_MODEL_FILE, ScalarHead, load_head
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.vision import Vision
@@ -74,7 +74,7 @@ class RewardScorer:
         vision: Vision | None = None,
     ) -> None:
         self.kind: Kind = kind
-        self._model, self._causal, self._head, self._chat = model.eval(), unwrap_model(model), head, chat
+        self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
         self._token_budget, self._score_together, self._vision = token_budget, score_together, vision
         sees_whole_images = vision is not None and vision.sees_whole_images
         self._sharing = sharing_problem(self._causal) is None and not sees_whole_images
@@ -112,7 +112,7 @@ class RewardScorer:
             stop_ids=loaded_model.stop_ids,
             vision=loaded_model.vision,
         )
-        head = load_head(folder, unwrap_model(loaded_model.model))
+        head = load_head(folder, causal_model(loaded_model.model))
         return cls(
             loaded_model.model,
             head,

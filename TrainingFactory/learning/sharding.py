@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from TrainingFactory.data.packing import Batch, Pack, pack
-from TrainingFactory.learning.forward import unwrap_model
+from TrainingFactory.learning.forward import causal_model
 from TrainingFactory.learning.processes import Processes
 from TrainingFactory.types import Sample
 
@@ -40,7 +40,7 @@ class ShardedProcesses(Processes):
 
     def shard(self, model: Any, head: nn.Module | None = None) -> None:
         self._select_device()
-        causal: Any = unwrap_model(model)
+        causal: Any = causal_model(model)
         if getattr(causal, "is_quantized", False):  # third-party object
             raise ValueError(
                 "model.quantization: cannot shard a quantized model. Set it to none, or compute.learners to 1"

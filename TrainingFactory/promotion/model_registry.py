@@ -16,9 +16,9 @@ from typing import Any
 
 from TrainingFactory.assembly.export import Dtype, ExportedModel, export
 from TrainingFactory.promotion.promotion import Decision, Promotion
-from TrainingFactory.registry.card import model_card
+from TrainingFactory.registry.card import render_card
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import LineageNode, run_node
+from TrainingFactory.registry.lineage import LineageNode, make_run_node
 from TrainingFactory.registry.rows import Version
 from TrainingFactory.registry.to_mlflow import to_mlflow
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model, with_original_model
@@ -67,7 +67,7 @@ class ModelRegistry(Catalogue):
         """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
         version = self._get_verified_version(name)
         exported = export(str(version), folder, merge, dtype, self.runs, self.path)
-        card = model_card(version, self.evaluations(name), exported.kind)
+        card = render_card(version, self.evaluations(name), exported.kind)
         (exported.path / "README.md").write_text(card, encoding="utf-8")
         (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
         return exported
@@ -92,7 +92,7 @@ def _build_lineage(model: ResolvedModel) -> LineageNode:
     if model.version is not None:
         return model.version.lineage
     if isinstance(model.run, RunFolder):
-        return run_node(model.run, model.folder)
+        return make_run_node(model.run, model.folder)
     return {"folder": str(model.folder.resolve())}
 
 

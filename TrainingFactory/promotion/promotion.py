@@ -19,7 +19,7 @@ from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import check_name
 from TrainingFactory.types import Trajectory
 
-Play = Callable[[str, RecordedEvaluation], None]  # runs an evaluation; the text is the name of the model
+Evaluator = Callable[[str, RecordedEvaluation], None]  # runs an evaluation; the text is the name of the model
 
 
 @dataclass(slots=True)
@@ -106,37 +106,37 @@ class Promotion:
         self.titles = list(dict.fromkeys(titles))  # other entries of the suite are not evaluated
         required_suite = self.suite.model_copy(update={"entries": [entries[title] for title in self.titles]})
         options = [*overrides, key_value("logging.output_dir", str(runs))]
-        self.sides = [
+        self.models = [
             ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
         ]
-        for side in self.sides:
+        for side in self.models:
             model = make_model_request(side.name, options, runs, registry.path)
             for evaluation in suite_evaluations(required_suite, model, folder, notify):
                 side.add(evaluation)
         self.criteria = self.gate.describe(self.main_entry, first)
 
-    def run(self, play: Play | None = None) -> Decision:
+    def run(self, evaluate: Evaluator | None = None) -> Decision:
         """Run the evaluations that are needed, decide, and record the decision in the registry."""
-        play = play or _run_evaluation
+        evaluate = evaluate or _run_evaluation
         try:
-            checks = [] if self.champion is None else [self._run_sequential_test(play)]
+            checks = [] if self.champion is None else [self._run_sequential_test(evaluate)]
             if all(check.holds for check in checks):
                 for entry_index in range(len(self.titles)):
-                    for model in self.sides:
-                        self._run_entry(model, entry_index, play)
+                    for model in self.models:
+                        self._run_entry(model, entry_index, evaluate)
                 checks += [
                     self._check_guard(guard) for guard in self.gate.required_guards(self.champion is None)
                 ]
         finally:
-            for evaluation in (evaluation for model in self.sides for evaluation in model.pending):
+            for evaluation in (evaluation for model in self.models for evaluation in model.pending):
                 if evaluation is not None and evaluation.record is None:
                     evaluation.discard()
         return self._decide(checks)
 
-    def _run_sequential_test(self, play: Play) -> GateCheck:
+    def _run_sequential_test(self, evaluate: Evaluator) -> GateCheck:
         """Run the sequential test: the challenger plays in rounds until the test is decided."""
-        champion, challenger = self.sides
-        self._run_entry(champion, 0, play)
+        champion, challenger = self.models
+        self._run_entry(champion, 0, evaluate)
         sequential_test = SequentialTest.from_record(champion.records[0], self.gate)
         if not sequential_test.can_be_proved([]):
             solved = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
@@ -144,10 +144,10 @@ class Promotion:
             return GateCheck(self.criteria[0], False, f"{reason}; use more or harder tasks, or set not_worse")
         if (evaluation := challenger.pending[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
-            ordered = [tasks[task] for task in sequential_test.task_order]
-            evaluation.rounds = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+            playlist = [tasks[task] for task in sequential_test.task_order]
+            evaluation.rounds = [playlist[start : start + size] for start in range(0, len(playlist), size)]
             evaluation.should_stop = sequential_test.is_decided
-        self._run_entry(challenger, 0, play)
+        self._run_entry(challenger, 0, evaluate)
         challenger_scores = {
             name: outcome.scored_episodes for name, outcome in _outcomes_by_task(challenger, 0).items()
         }
@@ -161,8 +161,8 @@ class Promotion:
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
     def _check_guard(self, guard: Guard) -> GateCheck:
-        index = self.titles.index(guard.entry or self.main_entry)
-        outcomes = [_outcomes_by_task(model, index) for model in self.sides]
+        entry_index = self.titles.index(guard.entry or self.main_entry)
+        outcomes = [_outcomes_by_task(model, entry_index) for model in self.models]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
             [by_task[task] for task in common_tasks] for by_task in outcomes
@@ -171,11 +171,11 @@ class Promotion:
             guard, self.main_entry, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
-    def _run_entry(self, model: ComparedModel, entry_index: int, play: Play) -> None:
-        """Evaluate a model on the suite entry at `index`, unless the evaluation is recorded."""
+    def _run_entry(self, model: ComparedModel, entry_index: int, evaluate: Evaluator) -> None:
+        """Evaluator a model on the suite entry at `index`, unless the evaluation is recorded."""
         evaluation = model.pending[entry_index]
         if model.stored[entry_index] is None and evaluation is not None:
-            play(model.name, evaluation)
+            evaluate(model.name, evaluation)
             model.collect_records()
             if model.stored[entry_index] is None:
                 raise ValueError(
@@ -186,8 +186,8 @@ class Promotion:
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
         failed_checks = [str(check) for check in checks if not check.holds]
-        indices = [i for i in range(len(self.titles)) if all(model.stored[i] for model in self.sides)]
-        models = [ComparedModel(model.name, [model.stored[i] for i in indices]) for model in self.sides]
+        indices = [i for i in range(len(self.titles)) if all(model.stored[i] for model in self.models)]
+        models = [ComparedModel(model.name, [model.stored[i] for i in indices]) for model in self.models]
         comparison = compare(models[0], models[1], [1.0] * len(indices)) if indices and models[1:] else None
         evidence = {
             "suite": self.suite.name,

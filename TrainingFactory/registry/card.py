@@ -11,13 +11,13 @@ import yaml
 
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
-from TrainingFactory.registry.lineage import ancestors, origin, tree_lines
+from TrainingFactory.registry.lineage import list_ancestors, origin, render_tree
 from TrainingFactory.registry.rows import Version
 
 UNKNOWN = "unknown"
 
 
-def model_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
+def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
     """Return a model card with Hugging Face metadata. `kind` is "adapter" or the kind of an exported whole model."""
     base = origin(version.lineage).partition(" ")[0]
     licence, licence_source = find_licence(base)
@@ -31,7 +31,7 @@ def model_card(version: Version, evaluations: Sequence[dict[str, Any]], export_k
     lines += [version.description, ""] if version.description else []
     lines += [f"Registered {version.created} by {version.who}; digest `{version.digest}`.", ""]
     lines += [f"Licence of the base model: {licence}{licence_source}.", "", "## Lineage", "", "```"]
-    lines += [*tree_lines(version.lineage, str(version)), "```", "", "## Evaluations", ""]
+    lines += [*render_tree(version.lineage, str(version)), "```", "", "## Evaluations", ""]
     return "\n".join([*lines, *_format_evaluations(version, evaluations), ""])
 
 
@@ -62,18 +62,18 @@ def _find_cached_readme(model_name: str) -> Path | None:
 def _format_evaluations(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
-        f"| {evaluation_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
+        f"| {format_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
         for record in evaluations
         if "success" in record.get("metrics", {})
     ]
     if not rows:
-        metrics = ancestors(version.lineage)[-1].get("metrics", {})
+        metrics = list_ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
         rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
-def evaluation_title(record: dict[str, Any]) -> str:
+def format_title(record: dict[str, Any]) -> str:
     """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
     conditions = record.get("conditions", {})
     labels = [record.get("suite"), record.get("entry") or conditions.get("environment")]

@@ -15,24 +15,24 @@ LineageNode = dict[str, Any]
 RUN_KEYS = {"run", "step", "config", "about", "tools", "metrics"}
 
 
-def run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
+def make_run_node(run: RunFolder, checkpoint: Path) -> LineageNode:
     """Return the lineage of a checkpoint: its run with config, environment, tools and metrics. `about` holds the
     lineage of the model that the run started from."""
     file = checkpoint / "state.json"
     step = json.loads(file.read_text(encoding="utf-8"))["step"] if file.is_file() else run.status.step
-    rows = [row for row in run.metrics() if row.get("step") == step]
+    records = [row for row in run.metrics() if row.get("step") == step]
     return {
         "run": run.name,
         "path": str(run.path.resolve()),
         "step": step,
         "config": run.config.model_dump(),
         "about": run.run_info,
-        "tools": tools_of(run),
-        "metrics": rows[-1] if rows else {},
+        "tools": read_tools(run),
+        "metrics": records[-1] if records else {},
     }
 
 
-def tools_of(run: RunFolder) -> dict[str, Any]:
+def read_tools(run: RunFolder) -> dict[str, Any]:
     """Return the names of a run's tools, and a digest of the tool schemas that the model saw."""
     tool_specs, episodes_file = [], run.path / TRAJECTORIES
     if (run.path / SPECS_FILE).is_file():
@@ -48,21 +48,21 @@ def tools_of(run: RunFolder) -> dict[str, Any]:
     return {"names": sorted(tool_names | set(called_tools)), "digest": digest}
 
 
-def parent_of(node: LineageNode) -> LineageNode | None:
+def get_parent(node: LineageNode) -> LineageNode | None:
     return (node.get("about", {}).get("model") or {}).get("parent")
 
 
-def ancestors(node: LineageNode) -> list[LineageNode]:
+def list_ancestors(node: LineageNode) -> list[LineageNode]:
     """Return the nodes from the base model to this one."""
     nodes = [node]
-    while (parent := parent_of(nodes[-1])) is not None:
+    while (parent := get_parent(nodes[-1])) is not None:
         nodes.append(parent)
     return nodes[::-1]
 
 
 def origin(node: LineageNode) -> str:
     """Return the base model of the first run, or the registered folder."""
-    oldest_node = ancestors(node)[0]
+    oldest_node = list_ancestors(node)[0]
     if "config" not in oldest_node:
         return str(oldest_node["folder"])
     model = oldest_node["config"]["model"]
@@ -102,10 +102,10 @@ def _describe_reward(section: dict[str, Any]) -> str:
     return ", ".join(f"{name}: {part_type}" for name, part_type in part_types.items()) or section["type"]
 
 
-def tree_lines(node: LineageNode, version_name: str) -> list[str]:
+def render_tree(node: LineageNode, version_name: str) -> list[str]:
     """Return the lines of the tree from the base model to this model, which is shown as `name`."""
     lines = [origin(node)]
-    nodes = ancestors(node)
+    nodes = list_ancestors(node)
     for depth, ancestor in enumerate(nodes):
         title, rows = describe_node(ancestor)
         lines.append(f"{'   ' * depth}└─ {title}")

@@ -37,22 +37,22 @@ DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 MODEL_SUFFIXES = (WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
 
 
-def model_files(folder: Path) -> list[Path]:
+def list_model_files(folder: Path) -> list[Path]:
     """Return the files of a model: safetensors weights, config and tokenizer."""
     files = (path for path in folder.iterdir() if path.suffix in MODEL_SUFFIXES and path.name not in EXCLUDED)
     return sorted(path for path in files if path.is_file())
 
 
-def digest_of(checksums: dict[str, str]) -> str:
+def combine_digests(checksums: dict[str, str]) -> str:
     """Return the digest of a model from the digests of its files by name."""
     lines = "".join(f"{digest}  {file_name}\n" for file_name, digest in sorted(checksums.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def recorded_digest(folder: Path) -> str | None:
+def read_digest(folder: Path) -> str | None:
     """Return the digest of a model from its checksum file, without reading weights; None if a checksum is missing."""
-    sums, names = read_checksums(folder), {path.name for path in model_files(folder)}
-    return digest_of({name: sums[name] for name in names}) if names and names <= sums.keys() else None
+    sums, files = read_checksums(folder), {path.name for path in list_model_files(folder)}
+    return combine_digests({name: sums[name] for name in files}) if files and files <= sums.keys() else None
 
 
 class ModelStore:
@@ -81,19 +81,19 @@ class ModelStore:
             if lock_descriptor is not None:
                 os.close(lock_descriptor)
 
-    def copy(self, source: Path, temp_folder: Path, checksums: dict[str, str]) -> None:
+    def copy(self, folder: Path, temp_folder: Path, checksums: dict[str, str]) -> None:
         """Copy the files to the temporary folder, verify their digests and flush them; raise OSError on failure."""
         try:
             for name, digest in checksums.items():
-                _copy_file(source / name, temp_folder / name)
+                _copy_file(folder / name, temp_folder / name)
                 if file_digest(temp_folder / name) != digest:
-                    raise ValueError(f"{source / name} changed during the copy. Register the model again")
+                    raise ValueError(f"{folder / name} changed during the copy. Register the model again")
                 os.chmod(temp_folder / name, 0o444)
             write_checksums(temp_folder)
             sync(*temp_folder.iterdir(), temp_folder)
         except OSError as error:
             raise OSError(
-                f"cannot copy {source} to {self.path}: {error.strerror}. Nothing registered"
+                f"cannot copy {folder} to {self.path}: {error.strerror}. Nothing registered"
             ) from error
 
     def publish(self, temp_folder: Path, digest: str) -> None:
@@ -129,7 +129,7 @@ class ModelStore:
             problems = [f"{folder / name} is missing or changed" for name in modified_files(folder)]
             paths = sorted(folder.iterdir())
             unexpected_names = {path.name for path in paths} - read_checksums(folder).keys() - {CHECKSUM_FILE}
-            stored_digest = recorded_digest(folder)
+            stored_digest = read_digest(folder)
         except (FileNotFoundError, NotADirectoryError):  # another process may remove it at the same time
             return [f"{folder} is missing"]
         problems += [f"{path} is a link, not a copy" for path in paths if path.is_symlink()]
@@ -139,7 +139,7 @@ class ModelStore:
         return problems
 
 
-def checksums_of(folder: Path) -> dict[str, str]:
+def read_model_checksums(folder: Path) -> dict[str, str]:
     """Return the digests of a model's files. Raise ValueError if a file is damaged or missing, there are no safetensors
     weights, or a file is a link out of the folder, which may expose an unrelated file. Links of a hub cache, from
     `snapshots/REVISION` to the `blobs` beside it, are allowed."""
@@ -147,7 +147,7 @@ def checksums_of(folder: Path) -> dict[str, str]:
         raise ValueError(
             f"{folder} is damaged: {', '.join(damaged_files)}: missing or different from {CHECKSUM_FILE}"
         )
-    files = model_files(folder)
+    files = list_model_files(folder)
     if not any(path.suffix == WEIGHTS for path in files):
         raise ValueError(f"{folder} has no {WEIGHTS} weights. Convert the model: other formats can run code")
     root = folder.resolve()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.registry.card import evaluation_title
+from TrainingFactory.registry.card import format_title
 from TrainingFactory.registry.rows import Version
 
 EXPERIMENT = "training-factory"
@@ -32,7 +32,7 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         for record in evaluations:
             for metric_name, value in record.get("metrics", {}).items():
                 metric = (
-                    f"{evaluation_title(record)}/{metric_name}".replace("@", "_at_")
+                    f"{format_title(record)}/{metric_name}".replace("@", "_at_")
                     .replace("^", "_all_")
                     .replace(",", "")
                 )

@@ -50,12 +50,12 @@ def read_entries() -> EntriesByKind:
         elif not isinstance(ids, Mapping | None):
             problems.append(Problem((kind,), "must be a mapping from ids to their targets", ids))
         else:
-            for name, value in (ids or {}).items():
+            for name, entry in (ids or {}).items():
                 try:
-                    configs[kind][str(name)] = parse_entry(kind, value)
+                    configs[kind][str(name)] = parse_entry(kind, entry)
                 except ConfigError as error:
                     for problem in error.problems:
-                        inner_key = problem.key if isinstance(value, Mapping) else ()
+                        inner_key = problem.key if isinstance(entry, Mapping) else ()
                         problems.append(dataclasses.replace(problem, key=(kind, str(name), *inner_key)))
     template = "refers to {!r}, which is itself an id in this file. Write the target of that id"
     for kind, ids in configs.items():
@@ -122,7 +122,7 @@ def _split_key(key: str) -> tuple[str, str]:
     return section, option
 
 
-def model_target(name: str) -> str | None:
+def get_target(name: str) -> str | None:
     """Return the target of a model id in factories.yaml; None if the file does not contain it."""
     entry = read_entries()["models"].get(name)
     return None if entry is None else entry.model.name
@@ -135,15 +135,15 @@ def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> Trai
     for kind, id_keys in KEYS_BY_KIND.items():
         for id_key in id_keys:
             section, key = _split_key(id_key)
-            name = getattr(getattr(config, section), key)
-            if name not in entries[kind]:
+            id_ = getattr(getattr(config, section), key)
+            if id_ not in entries[kind]:
                 continue
-            entry = entries[kind][name]
+            entry = entries[kind][id_]
             target = target_of(kind, entry)
             config = _fill_unset(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
-                config = _with_options(config, section, {key: target})
-            notify(f"{id_key} {name} is {target or 'a conversation with tools'} ({FACTORIES_FILE})")
+                config = _set_options(config, section, {key: target})
+            notify(f"{id_key} {id_} is {target or 'a conversation with tools'} ({FACTORIES_FILE})")
     return config
 
 
@@ -154,13 +154,13 @@ def _fill_unset(config: TrainingConfig, entry: TrainingConfig, id_keys: Sequence
         if isinstance(defaults, BaseModel):
             unset_keys = defaults.model_fields_set - section.model_fields_set
             options = {key: getattr(defaults, key) for key in unset_keys if f"{name}.{key}" not in id_keys}
-            config = _with_options(config, name, options)
+            config = _set_options(config, name, options)
         elif name not in config.model_fields_set:
             config = config.model_copy(update={name: defaults})
     return config
 
 
-def _with_options(config: TrainingConfig, section: str, options: Mapping[str, Any]) -> TrainingConfig:
+def _set_options(config: TrainingConfig, section: str, options: Mapping[str, Any]) -> TrainingConfig:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=dict(options))})
 
 
@@ -172,21 +172,21 @@ def with_dataset_rows(
     extended_objects = dataclasses.replace(objects)
     no_heldout = objects.heldout is None and objects.heldout_tasks is None
     needs_heldout = no_heldout and config.training.eval_every is not None
-    missing = {"tasks": objects.tasks is None, "dataset": objects.examples is None, "heldout": needs_heldout}
-    data = config.data
-    rows = {k: _find_rows(k, getattr(data, k), notify) if needed else None for k, needed in missing.items()}
+    wanted = {"tasks": objects.tasks is None, "dataset": objects.examples is None, "heldout": needs_heldout}
+    section = config.data
+    rows = {k: _find_rows(k, getattr(section, k), notify) if needed else None for k, needed in wanted.items()}
     read_objects(config, extended_objects, **rows)
     return extended_objects
 
 
-def _find_rows(key: str, name: str | None, notify: Notify) -> Any:
-    if name is None or is_path(name) or Path(name).exists():
+def _find_rows(option: str, dataset_id: str | None, notify: Notify) -> Any:
+    if dataset_id is None or is_path(dataset_id) or Path(dataset_id).exists():
         return None
-    if (dataset := DATA.find_object(name)) is not None:
-        notify(f"data.{key} {name} is a dataset of {DATA.package}")
+    if (dataset := DATA.find_object(dataset_id)) is not None:
+        notify(f"data.{option} {dataset_id} is a dataset of {DATA.package}")
         return get_rows(dataset)
-    if builtin_dataset(name) is not None:
-        notify(f"data.{key} {name} is a small dataset that comes with TrainingFactory")
+    if builtin_dataset(dataset_id) is not None:
+        notify(f"data.{option} {dataset_id} is a small dataset that comes with TrainingFactory")
     return None
 
 
@@ -200,7 +200,7 @@ def find_allocation(config: TrainingConfig, notify: Notify) -> Allocation | None
         return Allocation.of(allocation)
     if not COMPUTE.installed or COMPUTE.load_method(COMPUTE.find_method) is not None:
         error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
-        raise unknown_id_error("compute", name, error)
+        raise make_id_error("compute", name, error)
     notify(
         f"note: cannot look up the GPUs of allocation {name}, because ComputeFactory's {COMPUTE.class_name} has no "
         f"method {COMPUTE.find_method}. The run uses this machine. Pass the allocation object instead: "
@@ -214,15 +214,15 @@ def with_allocation(config: TrainingConfig, allocation: Allocation | None, notif
     ValueError if the config asks for more GPUs than the allocation has."""
     if allocation is None:
         return config
-    requested, num_gpus = config.compute.num_gpus, allocation.num_gpus
-    if requested is not None and num_gpus is not None and requested > num_gpus:
-        raise ValueError(f"compute.num_gpus={requested}, but allocation {allocation.id} has {num_gpus} GPUs")
+    num_gpus_, num_gpus = config.compute.num_gpus, allocation.num_gpus
+    if num_gpus_ is not None and num_gpus is not None and num_gpus_ > num_gpus:
+        raise ValueError(f"compute.num_gpus={num_gpus_}, but allocation {allocation.id} has {num_gpus} GPUs")
     options = {"num_gpus": num_gpus, "backend": allocation.backend}
     entry = TrainingConfig(compute={key: value for key, value in options.items() if value is not None})
-    filled = _fill_unset(config, entry, ())
+    config_ = _fill_unset(config, entry, ())
     if num_gpus is not None:
-        notify(f"allocation {allocation.id} has {num_gpus} GPUs: compute.num_gpus={filled.compute.num_gpus}")
-    return filled
+        notify(f"allocation {allocation.id} has {num_gpus} GPUs: compute.num_gpus={config_.compute.num_gpus}")
+    return config_
 
 
 @contextmanager
@@ -231,15 +231,15 @@ def listing_searched_places(kind: str) -> Iterator[None]:
     try:
         yield
     except UnknownNameError as error:
-        raise unknown_id_error(kind, error.name, error) from error
+        raise make_id_error(kind, error.name, error) from error
 
 
-def unknown_id_error(kind: str, name: str, last_error: object) -> ValueError:
+def make_id_error(kind: str, name: str, last_error: object) -> ValueError:
     """Return the error for an unknown id, with the last lookup's error and the other searched places."""
     hint = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
     reason = f"not under {kind}{hint}" if Path(FACTORIES_FILE).is_file() else "no such file in this folder"
-    searched = f"in {FACTORIES_FILE} ({reason})"
+    note = f"in {FACTORIES_FILE} ({reason})"
     if sibling := SIBLINGS.get(kind):
         reason = "unknown id" if sibling.installed else "not installed"
-        searched += f" and in {sibling.package} ({reason})"
-    return ValueError(f"{last_error}\nAlso searched for {name!r} {searched}. See {docs_page('FACTORIES.md')}")
+        note += f" and in {sibling.package} ({reason})"
+    return ValueError(f"{last_error}\nAlso searched for {name!r} {note}. See {docs_page('FACTORIES.md')}")

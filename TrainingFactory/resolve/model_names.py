@@ -27,9 +27,9 @@ from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
 from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, TORCH_SEED_PREFIX, resolve_model_name
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import run_node
+from TrainingFactory.registry.lineage import make_run_node
 from TrainingFactory.registry.rows import Version
-from TrainingFactory.registry.store import recorded_digest
+from TrainingFactory.registry.store import read_digest
 from TrainingFactory.resolve import factories
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 
@@ -64,7 +64,7 @@ class RecordedRun:
 class ResolvedModel:
     """A resolved model name; `name` is the model for `load_model`, or the base model of `adapter`."""
 
-    requested: str
+    query: str
     name: str
     adapter: str | None = None
     folder: Path | None = None  # files of the model or adapter; None if they are not on this machine
@@ -85,7 +85,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     file, by default in the folder of runs."""
     runs = Path(runs).expanduser()
     catalogue = Catalogue(registry_path(runs, registry))
-    name = factories.model_target(name) or name
+    name = factories.get_target(name) or name
     path = Path(name).expanduser()
     if is_endpoint(name) or resolve_model_name(name) in BUILTINS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
@@ -106,7 +106,7 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
         re.split("[:@]", short_name)[0], known_names, 0.5
     )
     error_text = f"there is no such run or model: {name!r}{did_you_mean(closest)}"
-    raise factories.unknown_id_error("models", name, error_text)
+    raise factories.make_id_error("models", name, error_text)
 
 
 def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
@@ -147,7 +147,7 @@ def _with_model_options(config: TrainingConfig, changes: Mapping[str, Any]) -> T
     return config.model_copy(update={"model": model.model_copy(update=changes)}) if changes else config
 
 
-def model_provenance(config: TrainingConfig) -> dict[str, Any]:
+def describe_provenance(config: TrainingConfig) -> dict[str, Any]:
     """Return the entry of environment.json about the model that a run starts from: its name, the resolved keys of the
     model section, the digest of its files and its lineage."""
     model = with_resolved_model(config).model
@@ -162,7 +162,7 @@ def model_provenance(config: TrainingConfig) -> dict[str, Any]:
         "written": config.model.name,
         "meant": section,
         "version": None if resolved_model.version is None else str(resolved_model.version),
-        "digest": None if folder is None or not folder.is_dir() else recorded_digest(folder),
+        "digest": None if folder is None or not folder.is_dir() else read_digest(folder),
         "drawn_by": "integers" if resolve_model_name(model.name) in BUILTINS else None,
         "parent": _build_lineage(resolved_model),
     }
@@ -173,7 +173,7 @@ def _build_lineage(model: ResolvedModel) -> dict[str, Any] | None:
     if model.version is not None:
         return model.version.lineage | {"version": str(model.version)}
     if isinstance(model.run, RunFolder) and model.folder is not None:
-        return run_node(model.run, model.folder)
+        return make_run_node(model.run, model.folder)
     return None
 
 
@@ -198,7 +198,7 @@ def check_original_model(run: TrainedBy) -> None:
     folder, digest, problem = _find_folder(origin.get("meant", {})), origin.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
-    elif folder is not None and digest is not None and recorded_digest(folder) != digest:
+    elif folder is not None and digest is not None and read_digest(folder) != digest:
         problem = "has changed since"
     if problem:
         raise ValueError(
@@ -215,15 +215,15 @@ def _find_folder(section: Mapping[str, Any]) -> Path | None:
 
 def _resolve_run(name: str, runs: Path) -> ResolvedModel | None:
     """Resolve the name or folder of a run, or one of its checkpoints; return None if it is not a run."""
-    path, match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
+    path, name_match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
         return _resolve_checkpoint(name, RunFolder(path.parent.parent), path)
-    run_path = Path(match["run"] if match else name).expanduser()
+    run_path = Path(name_match["run"] if name_match else name).expanduser()
     folder = next((folder for folder in (runs / run_path, run_path) if is_run(folder)), None)
     if folder is None:
         return None
     run = RunFolder(folder)
-    return _resolve_checkpoint(name, run, find_checkpoint(run, match["which"] if match else "last"))
+    return _resolve_checkpoint(name, run, find_checkpoint(run, name_match["which"] if name_match else "last"))
 
 
 def find_checkpoint(run: RunFolder, checkpoint_name: str) -> Path:

@@ -27,7 +27,7 @@ from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
 from TrainingFactory.types import Completion, SamplersLost, Step, Trajectory, Turn
 
 log = logging.getLogger(__name__)
-Play = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
+Player = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -78,7 +78,7 @@ class PathBudget:
     """Budget of one path through a tree of forked episodes: its shares of the task's `max_episodes` and `max_tokens`,
     and its number of forks so far."""
 
-    episodes: int | None  # leaves that the path may still end in; None: no limit
+    leaves: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
     forks: int = 0  # so far
     num_counted_turns: int = 0  # turns whose tokens are subtracted
@@ -92,14 +92,14 @@ class PathBudget:
     def allows(self, continuations: int, turn_tokens: int) -> bool:
         """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
         tokens."""
-        has_episodes = self.episodes is None or self.episodes >= continuations
+        has_episodes = self.leaves is None or self.leaves >= continuations
         return has_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
 
     def divide(self, n: int) -> list[PathBudget]:
         """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
-                share(self.episodes, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
+                share(self.leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
             )
             for i in range(n)
         ]
@@ -176,7 +176,7 @@ class ForkPoint:
 def _check_replayed_step(turn_index: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
     replayed_results = [(result.ok, result.error, result.content) for result in step.tool_results]
     recorded_results = [(result.ok, result.error, result.content) for result in turn.tool_results]
-    if replayed_results != recorded_results or run.cut(step.replies) != turn.replies or step.done:
+    if replayed_results != recorded_results or run.truncate(step.replies) != turn.replies or step.done:
         raise ForkFailed(f"the replies to turn {turn_index + 1} differ when its calls are repeated")
 
 
@@ -220,30 +220,30 @@ class EpisodeForest:
     def runs(self) -> list[EpisodeRun]:
         return [run for group in self.groups for run in group]
 
-    async def play(self, group_index: int, play: Play) -> None:
+    async def play_group(self, group_index: int, player: Player) -> None:
         """Play the episodes of the group `group_index`, and all episodes forked from them."""
-        await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[group_index])])
+        await gather_or_cancel([self._play_with_forks(run, player) for run in list(self.groups[group_index])])
 
-    async def play_in_waves(self, play: Play) -> None:
+    async def play_in_waves(self, player: Player) -> None:
         """Play the batch in waves: first the unforked episodes, then the episodes forked in the previous wave, and so
         on. Open sessions and start episodes in a fixed order."""
         wave = self.runs
         while wave:
-            await gather_or_cancel([play(run) for run in wave])
+            await gather_or_cancel([player(run) for run in wave])
             wave, self._queued_forks = self._queued_forks, []
             wave.sort(key=lambda run: (self._group_indices[run], run.trajectory.member))
             for run in wave:
                 run.open_fork()
 
-    async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
+    async def _play_with_forks(self, run: EpisodeRun, player: Player) -> None:
         """Play an episode and the episodes forked from it, which run in separate tasks as soon as there is room. Wait
         until all have ended. While it waits for its forks, the episode uses no slot of the concurrency limit."""
         children: list[asyncio.Task[None]] = []
         self._start_fork[run] = lambda child: children.append(
-            asyncio.ensure_future(self._play_with_forks(child, play))
+            asyncio.ensure_future(self._play_with_forks(child, player))
         )
         try:
-            await play(run)
+            await player(run)
             await asyncio.gather(*children)
         except BaseException:
             for task in children:

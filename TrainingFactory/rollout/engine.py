@@ -14,7 +14,7 @@ from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
-from TrainingFactory.rollout.branching import Branching, EpisodeForest, Play
+from TrainingFactory.rollout.branching import Branching, EpisodeForest, Player
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.rollout.group_scoring import GroupRun, gather_or_cancel
@@ -93,14 +93,14 @@ class RolloutEngine:
         recorded tool calls are keyed by `step` and the task's id. `names` replaces the ids in both; `recorded_as`
         replaces `step` for tool calls only."""
         key = step if recorded_as is None else recorded_as
-        runs = self._open_runs(tasks, names or _unique_group_names(tasks), sampler, group_size, step, key)
+        runs = self._open_runs(tasks, names or _make_group_names(tasks), sampler, group_size, step, key)
         num_runs = len(runs) // len(tasks) if tasks else 1
         groups = [runs[start : start + num_runs] for start in range(0, len(runs), num_runs)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
             seeds = [
                 functools.partial(turn_seed, self.seed, step, name)
-                for name in names or _unique_group_names(tasks)
+                for name in names or _make_group_names(tasks)
             ]
             return await self._rollout_trees(self.branching, groups, seeds, gate)
         try:
@@ -152,13 +152,13 @@ class RolloutEngine:
         self._measure_tail(forest.runs)
         return trajectories
 
-    async def _run_trees(self, forest: EpisodeForest, group_index: int, play: Play) -> None:
+    async def _run_trees(self, forest: EpisodeForest, group_index: int, player: Player) -> None:
         """Play a group and the episodes forked from it, unless `play_in_waves` has played them already. Then apply the
         group reward, if there is one."""
 
         async def play_all() -> None:
             if not forest.branching.in_waves:
-                await forest.play(group_index, play)
+                await forest.play_group(group_index, player)
 
         if self.group_reward is None:
             await play_all()
@@ -220,7 +220,7 @@ class RolloutEngine:
         return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *args)
 
 
-def _unique_group_names(tasks: Sequence[Task]) -> list[str]:
+def _make_group_names(tasks: Sequence[Task]) -> list[str]:
     """Return a unique name per group: a task that occurs twice in a batch gets a second name, with its own seeds."""
     counts: Counter[str] = Counter()
     names = []

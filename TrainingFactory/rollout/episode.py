@@ -317,8 +317,8 @@ class EpisodeRun:
     ) -> Completion:
         tokens_left = self.max_length - len(ids)
         if tokens_left < 1:
-            text = f"the prompt of turn {turn_index} has {len(ids)} tokens, the limit is {self.max_length}"
-            raise _Stop("truncated", text)
+            error = f"the prompt of turn {turn_index} has {len(ids)} tokens, the limit is {self.max_length}"
+            raise _Stop("truncated", error)
         if self._has_ended:  # timed out, and the environment ignored the cancellation
             raise asyncio.CancelledError
         max_tokens = min(max_tokens or self.rules.params.max_tokens, tokens_left)
@@ -340,7 +340,7 @@ class EpisodeRun:
         if self._has_ended:
             raise asyncio.CancelledError
         is_large = _are_messages_large(replies)
-        turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
+        turn.replies = await in_thread(self.truncate, replies) if is_large else self.truncate(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
         if not self.rules.chat.sees_images and (num_images := _count_images(replies)):
@@ -351,13 +351,13 @@ class EpisodeRun:
         if step.done:
             raise _Stop("done")
         with _TEMPLATE_CODE:
-            extend, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
+            render, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             reply_ids = (
-                await in_thread(extend, turn, turn.replies) if is_large else extend(turn, turn.replies)
+                await in_thread(render, turn, turn.replies) if is_large else render(turn, turn.replies)
             )
             return previous_ids + reply_ids
 
-    def cut(self, replies: Sequence[Message]) -> list[Message]:
+    def truncate(self, replies: Sequence[Message]) -> list[Message]:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered. A model that reads only
         text gets placeholders for images."""
         chat, max_tokens = self.rules.chat, self.rules.max_reply_tokens
@@ -399,9 +399,9 @@ class EpisodeRun:
             with _user_code("the environment's close"):
                 await environment.close()
 
-        code = getattr(environment.close, "__code__", None)
+        close_code = getattr(environment.close, "__code__", None)
         try:
-            run_inline(close()) if code and never_waits(code) else await run_within(
+            run_inline(close()) if close_code and never_waits(close_code) else await run_within(
                 self.rules.timeout, close()
             )
         except (_Stop, OutOfTime, SelfCancelled) as error:  # the episode is complete and stays valid
@@ -454,7 +454,7 @@ def _count_images(messages: Sequence[Message]) -> int:
 
 
 def _check_messages(method: str, messages: list[Message]) -> list[Message]:
-    if not isinstance(messages, list) or [item for item in messages if not isinstance(item, Message)]:
+    if not isinstance(messages, list) or [x for x in messages if not isinstance(x, Message)]:
         raise TypeError(f"{method} must return a list of Message, not {str(messages)[:60]}")
     counts = [len(message.images) for message in messages if message.images]
     if counts and (num_images := sum(counts) if method == "step" else max(counts)) > LIMITS.max_per_turn:

@@ -120,9 +120,9 @@ async def fold(context: Context, folding: Folding) -> Context:
     if folding.fold == "window":
         turns = recent_turns
     elif folding.fold == "drop_thoughts":
-        turns = [*map(_without_reasoning, older_turns), *recent_turns]
+        turns = [*map(_drop_reasoning, older_turns), *recent_turns]
     else:
-        turns = [*(_without_results(turn, folding.placeholder) for turn in older_turns), *recent_turns]
+        turns = [*(_replace_results(turn, folding.placeholder) for turn in older_turns), *recent_turns]
     return context if turns == context.turns else replace(context, turns=turns, folds=context.folds + 1)
 
 
@@ -143,7 +143,7 @@ def render_context(context: Context, chat: ChatFormat, tools: Sequence[ToolSpec]
         if token_ids is not turn.token_ids:
             context.turns[index] = replace(turn, token_ids=token_ids)
         ids += token_ids
-        ids += chat.extend(_as_turn(turn.message, token_ids), turn.replies)
+        ids += chat.extend(_make_turn(turn.message, token_ids), turn.replies)
     return ids
 
 
@@ -156,17 +156,17 @@ def render_request(turn: Turn, request: str, chat: ChatFormat) -> list[int]:
     except ValueError:
         if not turn.replies:
             raise
-        return ids + chat.extend(turn, _with_text(turn.replies, request))
+        return ids + chat.extend(turn, _append_text(turn.replies, request))
 
 
 def with_user_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Append a user's text to the last message if it is the user's, else as a new message."""
     if messages[-1].role == "user":
-        return _with_text(messages, text)
+        return _append_text(messages, text)
     return [*messages, Message("user", text)]
 
 
-def _with_text(messages: Sequence[Message], text: str) -> list[Message]:
+def _append_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Append a text to the last message."""
     *earlier_messages, last_message = messages
     return [*earlier_messages, replace(last_message, content=f"{last_message.content}\n\n{text}")]
@@ -184,18 +184,18 @@ def _render_turn(
     return chat.write(turn.message, prompt_ids, tools, exact=False)
 
 
-def _as_turn(message: Message, token_ids: list[int]) -> Turn:
+def _make_turn(message: Message, token_ids: list[int]) -> Turn:
     return Turn([], Completion(token_ids, [0.0] * len(token_ids), "stop"), message)
 
 
-def _without_reasoning(turn: ContextTurn) -> ContextTurn:
+def _drop_reasoning(turn: ContextTurn) -> ContextTurn:
     """Remove a turn's reasoning. A turn with an unparsable call keeps it, because the call cannot be written again."""
     if not turn.message.reasoning or any(call.error for call in turn.message.tool_calls):
         return turn
     return ContextTurn(replace(turn.message, reasoning=None), turn.replies)
 
 
-def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
+def _replace_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
     """Replace a turn's tool results by `placeholder` if they contain images or are longer than it."""
     replies = [
         replace(reply, content=placeholder, images=[])
@@ -251,7 +251,7 @@ def _check_messages(messages: object, function: str) -> None:
 def _has_turn(context: Context, turn: ContextTurn) -> bool:
     """Return whether the context contains the turn unchanged. An unchanged turn is valid even if its tool messages
     answer no call, because an environment may send such messages."""
-    return any((other.message, other.replies) == (turn.message, turn.replies) for other in context.turns)
+    return any((known.message, known.replies) == (turn.message, turn.replies) for known in context.turns)
 
 
 def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:

@@ -39,10 +39,10 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         num_turns = fmean(len(episode.turns) for episode in trajectories)
         metrics |= {"turns": num_turns, "length": fmean(token_counts), "length_max": max(token_counts)}
     if any(episode.is_folded for episode in trajectories):
-        metrics |= fold_metrics(trajectories)
+        metrics |= _compute_fold_metrics(trajectories)
     metrics |= _compute_user_metrics(trajectories, turns)
     if num_images := sum(
-        len(message.images) for episode in trajectories for message in episode_messages(episode)
+        len(message.images) for episode in trajectories for message in list_messages(episode)
     ):
         metrics["images"] = num_images
     if num_hidden_images := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
@@ -73,12 +73,12 @@ def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Tu
     return {signal: signal_total / len(trajectories) for signal, signal_total in signal_totals.items()}
 
 
-def episode_messages(episode: Trajectory) -> list[Message]:
+def list_messages(episode: Trajectory) -> list[Message]:
     """Return the messages that the model received: the prompt, and the replies to the episode's own turns."""
     return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
-def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _compute_fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean numbers of folds and of training rows per episode, and of tokens per summary. `every_turn` is the
     share of episodes that fold at every turn after the first fold, among those with several such turns."""
     folds = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
@@ -148,7 +148,7 @@ def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
     return weights
 
 
-def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def compute_evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return `rollout_metrics` and `success`: the share of scored outcomes above 0, with its 95 % interval."""
     metrics = rollout_metrics(trajectories)
     outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]

@@ -29,14 +29,14 @@ def exchange_slots(table: SlotTable, slot_pairs: list[tuple[int, int]]) -> None:
         table.min_p, table.hashes, table.head, table.prompt_hashes, table.free,
     ):  # fmt: skip
         slot_values[all_slots] = slot_values[exchanged]
-    for low, high_slot in slot_pairs:
+    for i, j in slot_pairs:
         if table.snapshots is not None:
-            table.snapshots.exchange(low, high_slot)
-        table.session_slots[low], table.session_slots[high_slot] = (
-            table.session_slots[high_slot],
-            table.session_slots[low],
+            table.snapshots.exchange(i, j)
+        table.session_slots[i], table.session_slots[j] = (
+            table.session_slots[j],
+            table.session_slots[i],
         )
-        table.requests[low], table.requests[high_slot] = table.requests[high_slot], table.requests[low]
-        for slot in (low, high_slot):
+        table.requests[i], table.requests[j] = table.requests[j], table.requests[i]
+        for slot in (i, j):
             if (session_slot := table.session_slots[slot]) is not None:
                 session_slot.slot = slot

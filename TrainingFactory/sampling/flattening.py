@@ -61,14 +61,12 @@ def _find_logit_rows(
         is_used = np.zeros(plan.rows, bool)
         is_used[plan.dense] = known_after[plan.dense] == 0
         return row_starts, -known_after, is_used, row_starts
-    last_used_offsets = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
-    last_used_offsets[plan.dense] = (0 if plan.guesses is None else plan.guess_counts) - known_after[
-        plan.dense
-    ]
+    last_offsets = np.full(plan.rows, -1)  # [R] largest offset whose drawn token is used
+    last_offsets[plan.dense] = (0 if plan.guesses is None else plan.guess_counts) - known_after[plan.dense]
     rows = np.repeat(np.arange(plan.rows), fed_counts)
     logit_tokens = np.arange(len(rows))
     offsets = logit_tokens - np.repeat(row_starts + known_after, fed_counts)
-    is_used = (offsets >= 0) & (offsets <= last_used_offsets[rows])
+    is_used = (offsets >= 0) & (offsets <= last_offsets[rows])
     if not len(plan.slots):
         return rows, offsets, is_used, logit_tokens
     finished_rows = np.flatnonzero(table.stored[plan.slots] + plan.counts == table.lengths[plan.slots])

@@ -70,8 +70,8 @@ class StepPlanner:
                 count = (
                     find_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
                 )
-            limit = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(max_count, count)
-            if chunk_slots and limit > budget:
+            num_tokens = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(max_count, count)
+            if chunk_slots and num_tokens > budget:
                 continue
             max_count = max(max_count, count)
             chunk_slots.append(slot)

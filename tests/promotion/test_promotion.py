@@ -18,7 +18,7 @@ from TrainingFactory.evaluation.requests import RecordedEvaluation
 from TrainingFactory.evaluation.suites import load_suite
 from TrainingFactory.models import load_model
 from TrainingFactory.promotion.model_registry import ModelRegistry
-from TrainingFactory.promotion.promotion import Play, Promotion
+from TrainingFactory.promotion.promotion import Evaluator, Promotion
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.types import Completion, Message, Reward, ToolResult, Trajectory, Turn
 
@@ -49,7 +49,7 @@ def suite(gate: str = "", entries: str = ENTRIES) -> str:
     return "release.yaml"
 
 
-def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) -> Play:
+def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) -> Evaluator:
     """Plays by a script, with one tool call an episode; what was played is told as (model, entry, tasks)."""
 
     def play(name: str, evaluation: RecordedEvaluation) -> None:

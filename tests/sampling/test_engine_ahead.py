@@ -72,7 +72,7 @@ def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> No
     def counted(plan: StepPlan) -> InFlightStep:
         nonlocal seconds
         flight = launch(plan)
-        seconds += len(flight.slots) - flight.first
+        seconds += len(flight.slots) - flight.num_first
         return flight
 
     engine._runner.launch = counted

@@ -46,7 +46,7 @@ def test_every_token_is_found_in_the_first_row_of_its_kind() -> None:
         twins = find_twins(histories, marks, counts)
         assert twins is not None
         leaders = [sums.index(value) for value in sums]
-        assert twins.leaders.tolist() == [leader == row for row, leader in enumerate(leaders)]
+        assert twins.leading_rows.tolist() == [leader == row for row, leader in enumerate(leaders)]
         kept = np.flatnonzero(twins.is_leader)
         rows = zip(leaders, counts, strict=True)
         expected = [starts[leader] + i for leader, count in rows for i in range(count)]

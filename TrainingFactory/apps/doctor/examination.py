@@ -27,7 +27,7 @@ from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.learning.forward import unwrap_model
+from TrainingFactory.learning.forward import causal_model
 from TrainingFactory.learning.policy import LocalPolicy
 from TrainingFactory.learning.routers import find_routers, routing_bias_count
 from TrainingFactory.models import LoadedModel, TemplateChatFormat
@@ -140,7 +140,7 @@ def _check_memory(
 
 def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) -> None:
     """Report the number of experts of a model, and how training balances them."""
-    routers = find_routers(unwrap_model(model), config.training.router_aux_loss)
+    routers = find_routers(causal_model(model), config.training.router_aux_loss)
     if routers is None:
         return
     balance = "no auxiliary loss"

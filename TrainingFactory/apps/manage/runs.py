@@ -10,7 +10,7 @@ from pathlib import Path
 
 from TrainingFactory.data.disk import read_whole, remove_folder, sync
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import ancestors
+from TrainingFactory.registry.lineage import list_ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
 
 LABELS = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
@@ -42,7 +42,7 @@ def find_references(run: RunFolder, runs: Path) -> RunReferences:
         reference = f"run {other_run.name} uses {', '.join(descriptions)}"
         (references.copies if _is_complete(other_run) else references.needed_by).append(reference)
     for version in Catalogue(registry_path(runs)).versions():
-        if any(node.get("path") == str(folder) for node in ancestors(version.lineage)):
+        if any(node.get("path") == str(folder) for node in list_ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
     return references
 

@@ -92,8 +92,8 @@ class Snapshots:
             row = self.rows_at[slot][position]
             self._add_reference(slot, position, row)
             self.row_copies.append((row, slot))
-        for end in [end for end in self.rows_at[slot] if end > position]:
-            self._remove_reference(slot, end)
+        for later in [later for later in self.rows_at[slot] if later > position]:
+            self._remove_reference(slot, later)
 
     def share(self, source_slot: int, stored_length: int, target_slot: int, position: int) -> None:
         """Give `target_slot` the state of `source_slot` at `position` and the snapshots up to there. The current state
