@@ -172,7 +172,7 @@ class Promotion:
         )
 
     def _run_entry(self, model: ComparedModel, entry_index: int, evaluate: Evaluator) -> None:
-        """Evaluator a model on the suite entry at `index`, unless the evaluation is recorded."""
+        """Evaluator a model on the suite entry at `entry_index`, unless the evaluation is recorded."""
         evaluation = model.pending[entry_index]
         if model.stored[entry_index] is None and evaluation is not None:
             evaluate(model.name, evaluation)

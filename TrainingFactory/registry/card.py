@@ -18,7 +18,7 @@ UNKNOWN = "unknown"
 
 
 def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
-    """Return a model card with Hugging Face metadata. `kind` is "adapter" or the kind of an exported whole model."""
+    """Return a model card with Hugging Face metadata. `export_kind` is "adapter" or the kind of an exported model."""
     base = origin(version.lineage).partition(" ")[0]
     licence, licence_source = find_licence(base)
     front_matter: dict[str, Any] = {"library_name": "peft" if export_kind == "adapter" else "transformers"}

@@ -103,7 +103,7 @@ def _describe_reward(section: dict[str, Any]) -> str:
 
 
 def render_tree(node: LineageNode, version_name: str) -> list[str]:
-    """Return the lines of the tree from the base model to this model, which is shown as `name`."""
+    """Return the lines of the tree from the base model to this model, which is shown as `version_name`."""
     lines = [origin(node)]
     nodes = list_ancestors(node)
     for depth, ancestor in enumerate(nodes):

@@ -50,7 +50,7 @@ class Version:
 
 
 def check_name(name: str, subject: str = "model") -> None:
-    """Raise ValueError if `name` is not valid for a registered model or an alias; `kind` is "model" or "alias"."""
+    """Raise ValueError if `name` is not valid for a registered model or an alias; `subject` is "model" or "alias"."""
     if not NAME.fullmatch(name):
         raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME.pattern}")
     if subject == "alias" and RESERVED_ALIASES.fullmatch(name):

@@ -24,7 +24,7 @@ from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.resolve.siblings import COMPUTE, DATA, SIBLINGS, Allocation, get_rows
 from TrainingFactory.training.dataset import UserObjects, read_objects
 
-FACTORIES_FILE = "factories.yaml"
+IDS_FILE = "factories.yaml"
 # kind of id -> config keys that accept it; the value or keys of an entry without sections belong to the first one
 KEYS_BY_KIND = {
     "environments": ("environment.environment_id",),  # first, because an entry can contain other kinds of ids
@@ -38,7 +38,7 @@ Notify = Callable[[str], None]
 
 def read_entries() -> EntriesByKind:
     """Read factories.yaml in the current folder; return the config fragment of each id, by kind."""
-    path = Path(FACTORIES_FILE)
+    path = Path(IDS_FILE)
     configs: EntriesByKind = {kind: {} for kind in KEYS_BY_KIND}
     if not path.is_file():
         return configs
@@ -63,7 +63,7 @@ def read_entries() -> EntriesByKind:
         chained_ids = {name: target for name, target in targets.items() if target != name and target in ids}
         problems += [Problem((kind, name), template.format(target)) for name, target in chained_ids.items()]
     if problems:
-        raise KeyLocations(locations, FACTORIES_FILE).error(problems)
+        raise KeyLocations(locations, IDS_FILE).error(problems)
     return configs
 
 
@@ -77,8 +77,8 @@ def add_entry(kind: str, name: str, target: Sequence[str]) -> None:
     elif len(target) > 1:
         raise ValueError(f"invalid target {' '.join(target)!r}: give one value, or options as key=value")
     if name in read_entries()[kind]:
-        raise ValueError(f"{FACTORIES_FILE} already has {kind}.{name}. Edit the file to change it")
-    path = Path(FACTORIES_FILE)
+        raise ValueError(f"{IDS_FILE} already has {kind}.{name}. Edit the file to change it")
+    path = Path(IDS_FILE)
     old_text = path.read_text(encoding="utf-8").rstrip() + "\n" if path.is_file() else ""
     entry = f"{json.dumps(name)}: {json.dumps(entry_value)}\n"
     if heading := re.search(rf"^{kind}:[ \t]*(?:#.*)?\n([ \t]*)", old_text, re.MULTILINE):
@@ -143,7 +143,7 @@ def resolve_ids(config: TrainingConfig, notify: Notify = lambda _: None) -> Trai
             config = _fill_unset(config, entry, id_keys)
             if kind != "compute":  # a resumed run looks its allocation up again
                 config = _set_options(config, section, {key: target})
-            notify(f"{id_key} {id_} is {target or 'a conversation with tools'} ({FACTORIES_FILE})")
+            notify(f"{id_key} {id_} is {target or 'a conversation with tools'} ({IDS_FILE})")
     return config
 
 
@@ -237,8 +237,8 @@ def listing_searched_places(kind: str) -> Iterator[None]:
 def make_id_error(kind: str, name: str, last_error: object) -> ValueError:
     """Return the error for an unknown id, with the last lookup's error and the other searched places."""
     hint = did_you_mean(nearest(name, read_entries()[kind], cutoff=0.5))
-    reason = f"not under {kind}{hint}" if Path(FACTORIES_FILE).is_file() else "no such file in this folder"
-    note = f"in {FACTORIES_FILE} ({reason})"
+    reason = f"not under {kind}{hint}" if Path(IDS_FILE).is_file() else "no such file in this folder"
+    note = f"in {IDS_FILE} ({reason})"
     if sibling := SIBLINGS.get(kind):
         reason = "unknown id" if sibling.installed else "not installed"
         note += f" and in {sibling.package} ({reason})"

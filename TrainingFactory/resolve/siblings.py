@@ -32,7 +32,7 @@ class SiblingFactory:
         return find_spec(self.package) is not None
 
     def load_method(self, method_name: str) -> Callable[..., Any] | None:
-        """Instantiate the factory's class and return its method `name`; None if it has no such method."""
+        """Instantiate the factory's class and return its method `method_name`; None if it has no such method."""
         path = f"{self.package}.services.{self.class_name}"
         try:
             manager = getattr(import_module(f"{self.package}.services"), self.class_name)()

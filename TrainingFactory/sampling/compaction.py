@@ -20,7 +20,7 @@ def find_exchanges(table: SlotTable) -> list[tuple[int, int]]:
 
 def exchange_slots(table: SlotTable, slot_pairs: list[tuple[int, int]]) -> None:
     low_slots, high_slots = (np.array(slots) for slots in zip(*slot_pairs, strict=True))
-    all_slots, exchanged = np.concatenate((low_slots, high_slots)), np.concatenate((high_slots, low_slots))
+    all_slots, partners = np.concatenate((low_slots, high_slots)), np.concatenate((high_slots, low_slots))
     table.num_changes += 1
     table.pages.exchange(low_slots, high_slots, int(table.stored[all_slots].max()))
     for slot_values in (
@@ -28,14 +28,11 @@ def exchange_slots(table: SlotTable, slot_pairs: list[tuple[int, int]]) -> None:
         table.running, table.used, table.limit, table.seed, table.stops, table.temperature, table.top_p, table.top_k,
         table.min_p, table.hashes, table.head, table.prompt_hashes, table.free,
     ):  # fmt: skip
-        slot_values[all_slots] = slot_values[exchanged]
+        slot_values[all_slots] = slot_values[partners]
     for i, j in slot_pairs:
         if table.snapshots is not None:
             table.snapshots.exchange(i, j)
-        table.session_slots[i], table.session_slots[j] = (
-            table.session_slots[j],
-            table.session_slots[i],
-        )
+        table.session_slots[i], table.session_slots[j] = table.session_slots[j], table.session_slots[i]
         table.requests[i], table.requests[j] = table.requests[j], table.requests[i]
         for slot in (i, j):
             if (session_slot := table.session_slots[slot]) is not None:

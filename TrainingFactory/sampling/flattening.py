@@ -16,7 +16,7 @@ from TrainingFactory.sampling.tiles import TileLayout, pad_to
 def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayout | None = None) -> FlatBatch:
     """Return the tokens that a plan feeds, dense rows first, and the rows of logits to draw from. Padding feeds token
     0, at the position after the shared prefix, to the scratch page."""
-    fed_counts = np.full(plan.rows, int(plan.fixed))
+    fed_counts = np.full(plan.rows, int(plan.feeds_unused))
     fed_counts[plan.dense] = 1
     if plan.guesses is not None:
         fed_counts[plan.dense] += plan.guess_counts
@@ -57,7 +57,7 @@ def _find_logit_rows(
     """Return four fields of a `FlatBatch`, from `rows` on, for all dense tokens and the last tokens of prompts."""
     known_after = np.zeros(plan.rows, np.int64)  # [R] known tokens after the row's first fed token
     known_after[plan.dense] = table.lengths[plan.dense] - table.stored[plan.dense] - 1
-    if plan.fixed and plan.guesses is None and not len(plan.slots):  # one token per row
+    if plan.feeds_unused and plan.guesses is None and not len(plan.slots):  # one token per row
         is_used = np.zeros(plan.rows, bool)
         is_used[plan.dense] = known_after[plan.dense] == 0
         return row_starts, -known_after, is_used, row_starts

@@ -94,9 +94,9 @@ class AsyncRunner(Runner):
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
             step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
-            step.rows = Tiles(1, 1) if step.tokens else None
+            step.rows = Tiles(1, 1) if step.num_dense else None
             step.pieces = (
-                None if step.tokens else Tiles(len(positions), 1, positions, zero, zero + len(positions))
+                None if step.num_dense else Tiles(len(positions), 1, positions, zero, zero + len(positions))
             )
         return step
 
@@ -166,7 +166,7 @@ class AsyncRunner(Runner):
             tiles = list(tensor_iterator)
             for leg_index, (inputs, draws) in enumerate(leg_tensors):
                 cache_positions = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
-                context = StepContext(cache, cache_positions, tokens=dense)
+                context = StepContext(cache, cache_positions, num_dense=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
                 layout.assign_tensors(context, plan, tiles)
                 has_chunks = len(plan.slots) and not leg_index

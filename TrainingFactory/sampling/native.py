@@ -321,7 +321,7 @@ class NativeEngine:
         self._waiting = deque(
             request
             for request in self._waiting
-            if (resumed_only and not len(request.sampled)) or not place_request(request, admission)
+            if (resumed_only and not len(request.sampled_logprobs)) or not place_request(request, admission)
         )
         self._requeue_preempted()
         self._runner.copy_pages()
@@ -368,7 +368,7 @@ class NativeEngine:
         stats.guessed += int(plan.guess_counts.sum())
         stats.forwards += legs
         stats.decodes += legs if plan.rows else 0
-        stats.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
+        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * legs
 
     def _record_sampled(self, sampled: SampledTokens) -> None:
         """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""

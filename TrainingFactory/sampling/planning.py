@@ -23,7 +23,7 @@ class StepPlan:
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows including unused ones
-    fixed: bool = False  # feed unused rows too, so that shapes recur
+    feeds_unused: bool = False  # feed unused rows too, so that shapes recur
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
     guess_counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
@@ -97,7 +97,7 @@ class StepPlanner:
     def _add_further_tokens(self, plan: StepPlan) -> None:
         """Let rows feed several tokens: draft tokens and, with CUDA graphs, known tokens missing in the cache."""
         table, num_dense = self.table, len(plan.dense)
-        num_rows = plan.rows if plan.fixed else num_dense
+        num_rows = plan.rows if plan.feeds_unused else num_dense
         max_guesses = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // num_rows - 1)
         if max_guesses < 1:
             return
@@ -131,7 +131,7 @@ class StepPlanner:
         """Plan a step of deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
         if not len(prefill_queue):
-            return StepPlan(dense, table.slots, fixed=True)
+            return StepPlan(dense, table.slots, feeds_unused=True)
         slots = prefill_queue[:1]
         counts = np.minimum(CHUNK - table.stored[slots] % CHUNK, table.chunked[slots] - table.stored[slots])
         return StepPlan(dense[:0], slots=slots, counts=counts)

@@ -48,7 +48,7 @@ class SamplingRequest:
     future: asyncio.Future[Completion]
     cancelled: bool = False
     # Log-probs of the tokens at the end of `prompt` that were sampled before a preemption.
-    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    sampled_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 @dataclass(slots=True)

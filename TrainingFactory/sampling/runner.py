@@ -80,7 +80,7 @@ class Runner:
         self._latest_tokens = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
         self._has_ended = torch.zeros(
             table.slots + 1, dtype=torch.bool, device=self.device
-        )  # `_latest` follows a stop
+        )  # `_latest_tokens` follows a stop
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._choose_kernels()
         self._compare_logits()
@@ -121,7 +121,7 @@ class Runner:
         states, logits = StateCache(self.states.shapes, 1), []
         for positions in self._positions[:15].split([8] + 7 * [1]):
             part = AttentionPart(slice(0, 1), positions[None], 64, self._make_attention_mask)
-            step_parts: Any = {"dense": part, "tokens": 1} if len(positions) == 1 else {"chunks": part}
+            step_parts: Any = {"dense": part, "num_dense": 1} if len(positions) == 1 else {"chunks": part}
             row = StateRows(slice(0, len(positions)), slice(0, 1), 1, is_new=int(positions[0]) == 0)
             self.states.begin(states, [row])
             step = StepContext(cache, positions.expand(len(windows), -1), **step_parts)
@@ -227,7 +227,7 @@ class Runner:
             dense_states = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
             self.states.begin(self.states.cache, [*dense_states, *self._chunk_rows(plan, len(dense))])
         rows, fed_counts = slice(0, plan.rows), batch.fed_counts
-        if not plan.fixed:
+        if not plan.feeds_unused:
             rows, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
         chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
         rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
@@ -241,16 +241,16 @@ class Runner:
         tensors = to_device([*arrays, *draws.tensors], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
         step.cache_positions = inputs.cache_positions.unflatten(0, (len(self.table.pages.tables), -1))
-        step.tokens = int(fed_counts.sum())
+        step.num_dense = int(fed_counts.sum())
         step.source_tokens = inputs.source_tokens if twin_rows is not None else None
         if plan.rows:
-            token_range = slice(0, step.tokens)
+            token_range = slice(0, step.num_dense)
             step.dense = self._make_attention_part(
                 rows, inputs, token_range, (inputs.dense_pad, inputs.dense_unpad), widths[0]
             )
             step.dense.trunk, step.dense.trunk_slot = prefix_length, int(leader_plan.dense[0])
         if len(leader_plan.slots):
-            token_range = slice(step.tokens, None)
+            token_range = slice(step.num_dense, None)
             step.chunks = self._make_attention_part(
                 chunks, inputs, token_range, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
             )
@@ -322,7 +322,7 @@ class Runner:
 
     def _find_twin_rows(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
-        if plan.fixed or len(rows) < 2 or self.states.shapes:  # with fixed shapes, a row less saves nothing
+        if plan.feeds_unused or len(rows) < 2 or self.states.shapes:  # fixed shapes: a row less saves nothing
             return None
         counts = np.concatenate((batch.fed_counts[plan.dense], plan.counts))
         return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
@@ -356,7 +356,7 @@ class Runner:
             rows = inputs.positions.unflatten(0, (plan.rows, -1))
             part = AttentionPart(slice(0, plan.rows), rows, width, self._make_attention_mask)
             targets = inputs.cache_positions.unflatten(0, (num_tables, -1))
-            context = StepContext(cache=cache, cache_positions=targets, dense=part, tokens=len(inputs.tokens))
+            context = StepContext(cache, targets, dense=part, num_dense=len(inputs.tokens))
             logits = self._compute_logits(inputs.tokens, self._select_rotary_input(inputs), context, 0)
             return pick(logits, draws.uniform, draws.temperature)
 

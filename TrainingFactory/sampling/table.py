@@ -326,9 +326,9 @@ class SlotTable:
         if self.running[slot]:
             request = self.stop(slot)
             length = int(self.lengths[slot])
-            turn_start = len(request.prompt) - len(request.sampled)
+            turn_start = len(request.prompt) - len(request.sampled_logprobs)
             request.prompt = self.ids[slot, :length].copy()
-            request.sampled = self.logprobs[slot, turn_start:length].copy()
+            request.sampled_logprobs = self.logprobs[slot, turn_start:length].copy()
             self.preempted.append(request)
         session_slot = self.session_slots[slot]
         assert session_slot is not None
@@ -389,9 +389,9 @@ class SlotTable:
         self, request: SamplingRequest, slot: int, num_stored: int, *, is_continuation: bool = False
     ) -> None:
         prompt, params, length = request.prompt, request.params, len(request.prompt)
-        num_sampled = len(request.sampled)  # before a preemption
+        num_sampled = len(request.sampled_logprobs)  # before a preemption
         self.pages.reserve(slot, length + MARGIN)
-        self.logprobs[slot, length - num_sampled : length] = request.sampled
+        self.logprobs[slot, length - num_sampled : length] = request.sampled_logprobs
         is_first_turn = bool(num_stored <= self.copyable[slot]) if self.deterministic else not is_continuation
         self.num_changes += 1
         self.ids[slot, :length] = prompt
@@ -461,7 +461,7 @@ class SlotTable:
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
         request = self.stop(slot)
-        turn_range = slice(len(request.prompt) - len(request.sampled), int(self.lengths[slot]))
+        turn_range = slice(len(request.prompt) - len(request.sampled_logprobs), int(self.lengths[slot]))
         tokens = self.ids[slot, turn_range].tolist()
         finish_reason = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, turn_range].tolist(), finish_reason, version)

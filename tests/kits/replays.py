@@ -25,7 +25,7 @@ class PlainKernels:
     ) -> torch.Tensor:
         assert step.positions is not None and step.cache is not None
         cache, length = step.cache, step.cache.tables[layer.table].shape[1] * PAGE
-        slots = {row: row for row in range(step.tokens)}
+        slots = {row: row for row in range(step.num_dense)}
         if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
             tiles = step.pieces.members.unflatten(0, (step.pieces.count, -1)).tolist()
             pairs = zip(step.pieces.slots.tolist(), tiles, strict=True)

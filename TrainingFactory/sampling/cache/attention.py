@@ -85,7 +85,7 @@ class StepContext:
     cache_positions: torch.Tensor | None = None  # [tables, N] positions of the pool to write
     source_tokens: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
     dense: AttentionPart | None = None
-    tokens: int = 0  # tokens of the dense part
+    num_dense: int = 0  # tokens of the dense part
     chunks: AttentionPart | None = None
     shapes: list[LayerShape] = field(default_factory=list)  # filled by the probe
     keys: list[torch.Tensor] = field(default_factory=list)  # by the probe too, to find layers that share them
@@ -201,10 +201,10 @@ def _attention(
         return step.attend(query[0].transpose(0, 1).contiguous(), layer, step, scale, sinks).unsqueeze(0)
     part_outputs = []
     if step.dense is not None:
-        queries = query[:, :, : step.tokens]
+        queries = query[:, :, : step.num_dense]
         part_outputs.append(compute_part_attention(queries, layer, step.cache, step.dense, scaling, sinks))
     if step.chunks is not None:
-        queries = query[:, :, step.tokens :]
+        queries = query[:, :, step.num_dense :]
         part_outputs.append(compute_part_attention(queries, layer, step.cache, step.chunks, scaling, sinks))
     return (part_outputs[0] if len(part_outputs) == 1 else torch.cat(part_outputs)).unsqueeze(0)
 

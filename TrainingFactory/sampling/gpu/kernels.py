@@ -311,7 +311,7 @@ def attend(
 ) -> torch.Tensor:
     """Compute the attention outputs [N, H, D] of the queries [N, H, D] over the cache."""
     output = q.new_empty(q.shape)
-    dense = step.tokens
+    dense = step.num_dense
     if step.rows is not None:
         rows, groups = step.rows, step.groups
         if (
@@ -353,7 +353,7 @@ def _run_tiles(
     block_keys = min(64, max(16, max_values // head_size))
     _attend[(tiles.count, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
-        tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
+        tiles.ends, pages, sinks, step.num_dense, pages.shape[1], q.stride(0),
         scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
         q.shape[1], heads, head_size, num_rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
         tiles.begins is not None, shape.window is not None, sinks is not None, sums is not None,
