@@ -191,9 +191,9 @@ class Catalogue:
         with self._database.writing() as db:
             current = get_alias_number(db, model, alias)
             history: list[int] = []
-            marks = ", ".join("?" * len(ALIAS_MOVES))
+            qmarks = ", ".join("?" * len(ALIAS_MOVES))
             alias_moves = db.execute(
-                f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({marks}) ORDER BY id",
+                f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({qmarks}) ORDER BY id",
                 (model, alias, *ALIAS_MOVES),
             )
             for kind, number in alias_moves:

@@ -92,12 +92,12 @@ def get_version(db: sqlite3.Connection, version_name: str, path: Path) -> Versio
 
 def read_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
     """Return the versions of a model, or of all models, with their aliases and tags."""
-    condition, params = ("", ()) if model is None else ("WHERE model = ?", (model,))
+    condition, parameters = ("", ()) if model is None else ("WHERE model = ?", (model,))
     aliases: dict[tuple[str, int], list[str]] = {}
     tags: dict[tuple[str, int], dict[str, str]] = {}
-    for row in db.execute(f"SELECT * FROM aliases {condition} ORDER BY alias", params):
+    for row in db.execute(f"SELECT * FROM aliases {condition} ORDER BY alias", parameters):
         aliases.setdefault((row["model"], row["number"]), []).append(row["alias"])
-    for row in db.execute(f"SELECT * FROM tags {condition} ORDER BY key", params):
+    for row in db.execute(f"SELECT * FROM tags {condition} ORDER BY key", parameters):
         tags.setdefault((row["model"], row["number"]), {})[row["key"]] = row["value"]
     return [
         Version(
@@ -105,7 +105,7 @@ def read_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
             aliases=tuple(aliases.get((row["model"], row["number"]), ())),
             tags=tags.get((row["model"], row["number"]), {}),
         )
-        for row in db.execute(f"SELECT * FROM versions {condition} ORDER BY model, number", params)
+        for row in db.execute(f"SELECT * FROM versions {condition} ORDER BY model, number", parameters)
     ]
 
 

@@ -40,9 +40,9 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         client.log_artifacts(run_id, str(folder), "model")
         if not client.search_registered_models(f"name = '{version.model}'"):
             client.create_registered_model(version.model)
-        source, tags = f"{run.info.artifact_uri}/model", _format_tags(version)
+        model_uri, version_tags = f"{run.info.artifact_uri}/model", _format_tags(version)
         new_version = client.create_model_version(
-            version.model, source, run_id, tags, description=version.description
+            version.model, model_uri, run_id, version_tags, description=version.description
         )
         for alias in version.aliases:
             client.set_registered_model_alias(version.model, alias, new_version.version)

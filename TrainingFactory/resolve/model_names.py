@@ -86,17 +86,17 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     runs = Path(runs).expanduser()
     catalogue = Catalogue(registry_path(runs, registry))
     name = factories.get_target(name) or name
-    path = Path(name).expanduser()
+    local_path = Path(name).expanduser()
     if is_endpoint(name) or resolve_model_name(name) in BUILTINS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
     if (run := _resolve_run(name, runs)) is not None:
         return run
     if (version := catalogue.find(name)) is not None:
         return _resolve_version(name, version, catalogue)
-    if path.is_dir():
-        return _resolve_folder(name, path, runs)
-    is_local = name.startswith((".", "/", "~")) or path.suffix == ".gguf" or path.parent == runs
-    if path.suffix == ".gguf" and path.is_file():
+    if local_path.is_dir():
+        return _resolve_folder(name, local_path, runs)
+    is_local = name.startswith((".", "/", "~")) or local_path.suffix == ".gguf" or local_path.parent == runs
+    if local_path.suffix == ".gguf" and local_path.is_file():
         return ResolvedModel(name, name)
     if name.startswith("package:") or (name.count("/") == 1 and not is_local):
         return ResolvedModel(name, name)

@@ -197,7 +197,7 @@ class EpisodeForest:
     seeds: Sequence[Callable[[int, int], int]]
     warn: Callable[[str], None]
     recorder: Recorder | None = None
-    dropped_forks: int = 0  # continuations whose environment could not be forked
+    num_dropped: int = 0  # continuations whose environment could not be forked
     _budgets: dict[EpisodeRun, PathBudget] = field(default_factory=dict)
     _group_indices: dict[EpisodeRun, int] = field(default_factory=dict)
     _num_roots: list[int] = field(default_factory=list)  # number of roots of each group
@@ -273,12 +273,12 @@ class EpisodeForest:
             await self._fork_continuation(run, environment, ids, method, digit, budget.forks, budgets[digit])
 
     def _may_fork(self, run: EpisodeRun, budget: PathBudget, prompt_ids: list[int]) -> bool:
-        rules, branching = run.rules, self.branching
+        settings, branching = run.rules, self.branching
         return (
             budget.forks < branching.max_forks
-            and run.num_turns < rules.max_turns
+            and run.num_turns < settings.max_turns
             and len(prompt_ids) < run.max_length
-            and budget.allows(branching.continuations, rules.params.max_tokens)
+            and budget.allows(branching.continuations, settings.params.max_tokens)
         )
 
     def _wants_fork(self, run: EpisodeRun) -> bool:
@@ -361,7 +361,7 @@ class EpisodeForest:
         return fork
 
     def _record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
-        self.dropped_forks += 1
+        self.num_dropped += 1
         if self.recorder is not None:
             self.recorder.record_dropped_fork(key, reason)
         self.warn(f"A fork was dropped: {reason}")

@@ -92,7 +92,7 @@ class _user_code:  # three times as fast as a generator-based context manager
     """Context manager around user code: an exception ends only its own episode."""
 
     subject: str
-    caught: type[Exception] = Exception
+    caught_errors: type[Exception] = Exception
 
     def __enter__(self) -> None: ...
 
@@ -102,7 +102,7 @@ class _user_code:  # three times as fast as a generator-based context manager
         if isinstance(error, ToolFailure):
             raise _Stop("tool_failure", f"{self.subject}: {error}") from error
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
-        if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
+        if isinstance(error, (self.caught_errors, SystemExit)) and not isinstance(error, SamplersLost):
             log.info("%s failed", self.subject, exc_info=True)
             raise _Stop("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
 

@@ -32,11 +32,11 @@ def flatten_plan(table: SlotTable, plan: StepPlan, trunk: int, layout: TileLayou
     positions[dense_starts] = stored_lengths
     token_slots[dense_starts] = plan.dense
     if plan.guesses is not None:
-        row_indices, column = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guess_counts[:, None])
-        guess_index = dense_starts[row_indices] + 1 + column
-        tokens[guess_index] = plan.guesses[row_indices, column]
-        positions[guess_index] = stored_lengths[row_indices] + 1 + column
-        token_slots[guess_index] = plan.dense[row_indices]
+        row_indices, columns = np.nonzero(np.arange(plan.guesses.shape[1]) < plan.guess_counts[:, None])
+        guess_indices = dense_starts[row_indices] + 1 + columns
+        tokens[guess_indices] = plan.guesses[row_indices, columns]
+        positions[guess_indices] = stored_lengths[row_indices] + 1 + columns
+        token_slots[guess_indices] = plan.dense[row_indices]
     if len(plan.slots):
         chunk_start = int(table.stored[plan.slots[0]]) % CHUNK if table.deterministic else chunk_start
         slots, starts = np.repeat(plan.slots, plan.counts), plan.counts.cumsum() - plan.counts

@@ -144,7 +144,7 @@ class AsyncRunner(Runner):
         if self._kernels is None:
             return super()._feed_tokens(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
-        layout = plan_tiles(plan, table, shape.queries // shape.heads)
+        layout = plan_tiles(plan, table, shape.num_queries // shape.heads)
         batch = flatten_plan(table, plan, 0, layout)
         draws, images = make_draw_inputs(table, batch), dict[str, Any]()
         dense = plan.rows * (plan.span or 1)
@@ -188,8 +188,8 @@ class AsyncRunner(Runner):
         samples = None
         if self._graphs is not None and is_recorded:
             self._check_graphs(cache)
-            sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
-            key = plan.rows, plan.span, *sizes, *layout.key
+            key_sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
+            key = plan.rows, plan.span, *key_sizes, *layout.key
             dry_legs = [(inputs.without_effects(table.slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
         if samples is None:

@@ -51,7 +51,7 @@ class NativeSession:
         self._is_busy = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        if self._session_slot.closed:
+        if self._session_slot.is_closed:
             raise ValueError("this sampling session is closed")
         if self._is_busy:
             raise ValueError("a sampling session samples one turn at a time; open a session per episode")
@@ -67,8 +67,8 @@ class NativeSession:
         return self._engine.session()
 
     def close(self) -> None:
-        if not self._session_slot.closed:
-            self._session_slot.closed = True
+        if not self._session_slot.is_closed:
+            self._session_slot.is_closed = True
             with self._engine._lock:
                 self._engine.sessions -= 1
                 self._engine._post_message(self._session_slot)
@@ -139,7 +139,7 @@ class NativeEngine:
             None  # hold new turns, and call this once when no turn runs
         )
         # Used by the worker only.
-        self._waiting: deque[SamplingRequest] = deque()
+        self._waiting_requests: deque[SamplingRequest] = deque()
         self._sparse_steps = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
@@ -153,7 +153,7 @@ class NativeEngine:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
             while self._num_opened % self._table.slots:
                 self._num_opened += 1
-                self._post_message(SessionSlot(self._num_opened - 1, closed=True))
+                self._post_message(SessionSlot(self._num_opened - 1, is_closed=True))
         self._num_opened += 1
         with self._lock:
             self.sessions += 1
@@ -227,7 +227,7 @@ class NativeEngine:
         try:
             return await request.future
         except asyncio.CancelledError:
-            request.cancelled = True
+            request.is_cancelled = True
             self._post_message(request)
             raise
 
@@ -239,14 +239,14 @@ class NativeEngine:
             raise ValueError(
                 f"the prompt has {num_tokens} tokens, but max_length={max_tokens + 1} allows at most {max_tokens}"
             )
-        vocabulary = self._runner.vocabulary
+        num_ids = self._runner.vocabulary
         prompt = np.frombuffer(pack(f"{num_tokens}q", *prompt_ids), np.int64)  # twice as fast as np.array
-        if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
-            invalid = [token for token in prompt_ids if not 0 <= token < vocabulary]
+        if prompt.view(np.uint64).max() >= num_ids:  # unsigned, so that negative ids are large
+            invalid = [token for token in prompt_ids if not 0 <= token < num_ids]
             if self._vision is not None:  # unknown images raise ValueError
                 invalid = [token for token in invalid if token < VIRTUAL or not find_image(token)]
             if invalid:
-                raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {vocabulary}")
+                raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {num_ids}")
         return prompt.astype(np.int32)
 
     def _post_message(self, message: SamplingRequest | SessionSlot) -> None:
@@ -258,7 +258,7 @@ class NativeEngine:
         """Start the worker if a request is waiting. The caller must have the lock."""
         if self._is_working or self._on_idle is not None:
             return
-        if self._waiting or any(isinstance(message, SamplingRequest) for message in self._inbox):
+        if self._waiting_requests or any(isinstance(message, SamplingRequest) for message in self._inbox):
             self._is_working = True
             self._pool.submit(self._process_inbox)
 
@@ -292,12 +292,12 @@ class NativeEngine:
     def _receive_requests(self, messages: list[SamplingRequest | SessionSlot]) -> None:
         """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
         for message in messages:
-            if isinstance(message, SamplingRequest) and not message.cancelled:
-                self._waiting.append(message)
+            if isinstance(message, SamplingRequest) and not message.is_cancelled:
+                self._waiting_requests.append(message)
                 continue
             session_slot = message if isinstance(message, SessionSlot) else message.session_slot
             running_request = None if session_slot.slot is None else self._table.requests[session_slot.slot]
-            for request in [*self._waiting, running_request]:
+            for request in [*self._waiting_requests, running_request]:
                 if request is not None and (request is message or request.session_slot is message):
                     self._drop_request(request)
             if isinstance(message, SessionSlot):
@@ -308,19 +308,19 @@ class NativeEngine:
         if slot is not None and self._table.requests[slot] is request:
             self._table.abandon(slot)
         else:
-            self._waiting.remove(request)
-        if not request.cancelled:
+            self._waiting_requests.remove(request)
+        if not request.is_cancelled:
             self._deliver_results([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit_requests(self, resumed_only: bool = False) -> None:
         """Start waiting requests in their order of arrival, as far as slots and pages are available. `resumed_only`:
         only requests that were preempted after they had sampled tokens."""
-        if not self._waiting:
+        if not self._waiting_requests:
             return
         admission, place_request = AdmissionRound(), self._table.admit
-        self._waiting = deque(
+        self._waiting_requests = deque(
             request
-            for request in self._waiting
+            for request in self._waiting_requests
             if (resumed_only and not len(request.sampled_logprobs)) or not place_request(request, admission)
         )
         self._requeue_preempted()
@@ -328,7 +328,7 @@ class NativeEngine:
 
     def _requeue_preempted(self) -> None:
         """Put preempted requests at the front of the queue."""
-        self._waiting.extendleft(reversed(self._table.preempted))
+        self._waiting_requests.extendleft(reversed(self._table.preempted))
         self._table.preempted.clear()
 
     def _run_step(self) -> None:
@@ -411,10 +411,10 @@ class NativeEngine:
             failed_requests = [message for message in self._inbox if isinstance(message, SamplingRequest)]
             self._inbox = deque(message for message in self._inbox if isinstance(message, SessionSlot))
         self._flight = None
-        failed_requests += [*self._waiting, *self._table.clear()]
-        self._waiting.clear()
+        failed_requests += [*self._waiting_requests, *self._table.clear()]
+        self._waiting_requests.clear()
         self._runner.cache = None
-        self._deliver_results([(request, error) for request in failed_requests if not request.cancelled])
+        self._deliver_results([(request, error) for request in failed_requests if not request.is_cancelled])
 
 
 def _settle_futures(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:

@@ -197,13 +197,13 @@ class Runner:
         trunk = self.find_shared_prefix(plan.dense)
         batch = flatten_plan(self.table, plan, trunk)
         draws = make_draw_inputs(self.table, batch)
-        width_pair = self.round_width(dense_end), self.round_width(chunk_end)
+        widths = self.round_width(dense_end), self.round_width(chunk_end)
         samples = None
         is_recorded = self._graphs is not None and not len(plan.slots) and not draws.filters
         if is_recorded and not self._shows_images(batch):
-            samples = self._replay_graph(plan, cache, batch, draws, width_pair[0])
+            samples = self._replay_graph(plan, cache, batch, draws, widths[0])
         if samples is None:
-            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, width_pair, trunk)
+            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, trunk)
         return batch, samples
 
     def _shows_images(self, batch: FlatBatch) -> bool:
@@ -371,7 +371,7 @@ class Runner:
         if self._weights_moved and self._graphs is not None:
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
             tensors += self.states.cache.tensors if self.states.cache is not None else []
-            self._graphs.check(self.model, [*tensors, *cache.tables])
+            self._graphs.drop_stale_graphs(self.model, [*tensors, *cache.tables])
             self._weights_moved = False
 
     def _cache_positions(self, batch: FlatBatch) -> np.ndarray:

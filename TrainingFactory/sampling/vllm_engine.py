@@ -49,7 +49,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._lora = spec, bool(spec.options.get("enable_lora"))
         self._llm: Any = None
-        self._version = 0
+        self._policy_version = 0
         self._request_ids = itertools.count(1)
         self._unusable_reason = ""  # why the engine cannot sample; "": it can
         self._shapes: Any = None  # of the model's weights, read at the first push
@@ -140,7 +140,7 @@ class VllmEngine:
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # only the caller's stop ids end a turn
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        version, has_adapter = self._version, self._adapter is not None
+        version, has_adapter = self._policy_version, self._adapter is not None
         output = (await self._request_output(prompt_ids, vllm_params)).outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request by itself: {output.finish_reason}")
@@ -159,7 +159,7 @@ class VllmEngine:
         """Return vLLM's last output of a request with the current adapter. Cancelling aborts the request."""
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
-        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._policy_version)}
         name, adapter, final_output = f"r{next(self._request_ids)}", self._adapter, None
         try:
             async for output in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
@@ -200,7 +200,7 @@ class VllmEngine:
     async def _set_version(self, version: int) -> None:
         if self._reports_versions:
             await self._llm.update_weight_version(str(version))
-        self._version = version
+        self._policy_version = version
 
     async def _load_adapter(self, weights: Weights) -> None:
         """Load an adapter under a new id, because vLLM then separates its prefix cache from other adapters'."""

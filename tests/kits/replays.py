@@ -27,7 +27,7 @@ class PlainKernels:
         cache, length = step.cache, step.cache.tables[layer.table].shape[1] * PAGE
         slots = {row: row for row in range(step.num_dense)}
         if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
-            tiles = step.pieces.members.unflatten(0, (step.pieces.count, -1)).tolist()
+            tiles = step.pieces.members.unflatten(0, (step.pieces.num_tiles, -1)).tolist()
             pairs = zip(step.pieces.slots.tolist(), tiles, strict=True)
             slots |= {token: slot for slot, tile in pairs for token in tile if token >= 0}
         out = torch.zeros_like(q)

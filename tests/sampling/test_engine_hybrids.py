@@ -228,7 +228,7 @@ def test_snapshots_are_what_was_taken() -> None:
     for count in (1, 3, 8):
         slots = 4
         snapshots = Snapshots(slots, count)
-        rows, texts = [""] * snapshots.rows, [""] * slots  # what a row holds; what a slot has been fed
+        rows, texts = [""] * snapshots.num_rows, [""] * slots  # what a row holds; what a slot has been fed
 
         def copy(rows: list[str] = rows, snapshots: Snapshots = snapshots) -> None:
             for source, target in snapshots.row_copies:
@@ -299,9 +299,9 @@ def test_the_estimate_of_states_is_their_size(key: str) -> None:
     assert row_bytes(config, 4) == state
     assert attention_layers(config) == len(runner.shapes)
     snapshots = runner.table.snapshots
-    assert snapshots is not None and snapshots.rows == 3 * slots + 1
+    assert snapshots is not None and snapshots.num_rows == 3 * slots + 1
     shape = runner.shapes[0]
     if key != "kimi_linear":  # latent attention has one vector for all heads
         cache = len(runner.shapes) * shape.token_bytes * 64 * (slots + 1)
         assert cache_bytes(config, slots, 64, 4) == cache
-    assert state_bytes(config, slots, 4) == snapshots.rows * state
+    assert state_bytes(config, slots, 4) == snapshots.num_rows * state

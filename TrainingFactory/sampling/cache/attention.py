@@ -70,7 +70,7 @@ class Tiles:
     """Tiles of the GPU attention kernel: in each, up to `tokens` tokens attend to the keys of one slot."""
 
     tokens: int
-    count: int
+    num_tiles: int
     members: torch.Tensor | None = None  # [count * tokens] flat tokens, negative: none; None: row i, slot i
     slots: torch.Tensor | None = None  # [count]
     ends: torch.Tensor | None = None  # [count] first key that is not read
@@ -104,7 +104,7 @@ def compute_part_attention(
     """Compute the attention of one part of a forward from its queries: [1, H, n, d] -> [n, H, dv]"""
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
-    trunk_length = part.trunk if shape.plain else 0
+    trunk_length = part.trunk if shape.is_plain else 0
     k, v = (
         cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(
             1, 2
@@ -155,8 +155,8 @@ def trunk_attention(
     prefix_sum = prefix_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
     suffix_output, suffix_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
     suffix_output, suffix_sum = part.unfold(suffix_output), part.unfold(suffix_sum[..., None])
-    weight = torch.sigmoid(prefix_sum - suffix_sum)  # float32, like the merge
-    return torch.lerp(suffix_output.float(), prefix_output.float(), weight).to(suffix_output.dtype)
+    prefix_weight = torch.sigmoid(prefix_sum - suffix_sum)  # float32, like the merge
+    return torch.lerp(suffix_output.float(), prefix_output.float(), prefix_weight).to(suffix_output.dtype)
 
 
 def slot_attention(
@@ -230,9 +230,9 @@ def _probe(
     shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
     shape.layer = layer_index
     shape.window = _get_window(module, layer_index, kwargs)
-    shape.softcap, shape.sinks, shape.latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
-    earlier = zip(step.shapes, step.keys, strict=True)
-    shape.source_layer = next((owner.layer for owner, earlier_key in earlier if earlier_key is key), None)
+    shape.softcap, shape.sinks, shape.is_latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
+    layer_keys = zip(step.shapes, step.keys, strict=True)
+    shape.source_layer = next((owner.layer for owner, earlier_key in layer_keys if earlier_key is key), None)
     step.shapes.append(shape)
     step.keys.append(key)
     # Zeros of the right shape, because the probe ignores the values.

@@ -20,7 +20,7 @@ class Snapshots:
         self.clear()
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return self.slots + 1 + self.size
 
     @property
@@ -36,7 +36,7 @@ class Snapshots:
         ]  # where prefilling pauses for a snapshot
         self.row_copies: list[tuple[int, int]] = []  # source and target rows, to copy in this order
         self._slots_of: dict[int, set[int]] = {}  # slots of each snapshot, the least recently used one first
-        self._free = list(range(self.slots + 1, self.rows))
+        self._free = list(range(self.slots + 1, self.num_rows))
 
     def usable(self, lengths: np.ndarray, stored_lengths: np.ndarray) -> np.ndarray:
         """Return the longest prefix of at most `lengths` [slots] tokens after which each slot has a state."""

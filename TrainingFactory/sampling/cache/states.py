@@ -110,7 +110,7 @@ class ModelStates:
         if snapshots is None:
             return
         if self.cache is None or allocate:
-            self.cache = StateCache(self.shapes, snapshots.rows)
+            self.cache = StateCache(self.shapes, snapshots.num_rows)
         self.cache.copy(snapshots)
 
     def begin(self, cache: StateCache | None, rows: list[StateRows]) -> None:

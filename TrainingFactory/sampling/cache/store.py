@@ -11,14 +11,14 @@ import torch
 
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 
-GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no size
+GPU_MEMORY_SHARE, CPU_MEMORY_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no size
 
 
 @dataclass(slots=True)
 class LayerShape:
     """Shape and properties of an attention layer's keys and values, which the engine's probe run records."""
 
-    queries: int  # query heads
+    num_queries: int  # query heads
     heads: int
     key_size: int
     value_size: int
@@ -28,16 +28,16 @@ class LayerShape:
     window: int | None = None  # sliding window, in tokens
     softcap: float | None = None  # largest absolute score
     sinks: bool = False  # an additional score per head that takes probability
-    latent: bool = False  # values are the first `value_size` numbers of the keys
+    is_latent: bool = False  # values are the first `value_size` numbers of the keys
     source_layer: int | None = None  # layer whose keys and values this one reads; None: its own
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         return self.window is None and self.softcap is None and not self.sinks
 
     @property
     def token_bytes(self) -> int:
-        num_values = self.key_size if self.latent else self.key_size + self.value_size
+        num_values = self.key_size if self.is_latent else self.key_size + self.value_size
         return 0 if self.source_layer is not None else self.heads * num_values * self.dtype.itemsize
 
 
@@ -59,7 +59,7 @@ class LayerCache:
     ) -> None:
         """Write keys and values [1, Hkv, N, d] to `cache_positions` of the pool. `source_tokens` is the token to write
         at each of these positions; None: token i at the i-th position."""
-        tensors = ((self.keys, keys),) if self.shape.latent else ((self.keys, keys), (self.values, values))
+        tensors = ((self.keys, keys),) if self.shape.is_latent else ((self.keys, keys), (self.values, values))
         for cache, new_states in tensors:
             tokens = new_states[0].transpose(0, 1).flatten(1)
             tokens = tokens if source_tokens is None else tokens.index_select(0, source_tokens)
@@ -88,7 +88,7 @@ class PagedCache:
             keys = _make_zeros((num_pages, PAGE, shape.heads, shape.key_size), shape)
             values = (
                 keys[..., : shape.value_size]
-                if shape.latent
+                if shape.is_latent
                 else _make_zeros((num_pages, PAGE, shape.heads, shape.value_size), shape)
             )
             self.layers.append(LayerCache(keys, values, table, shape))
@@ -130,7 +130,7 @@ class PagedCache:
             device = self.tables[index].device
             sources, targets = (torch.tensor(pages, device=device) for pages in copies)
             for layer in {id(layer): layer for layer in self.layers if layer.table == index}.values():
-                for cache in (layer.keys,) if layer.shape.latent else (layer.keys, layer.values):
+                for cache in (layer.keys,) if layer.shape.is_latent else (layer.keys, layer.values):
                     cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def gather(
@@ -164,5 +164,5 @@ def get_free_memory(device: torch.device) -> int:
     """Return the free bytes of a device that an engine may use by default."""
     if device.type == "cuda":
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached_bytes))
-    return int(CPU_SHARE * psutil.virtual_memory().available)
+        return int(GPU_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + cached_bytes))
+    return int(CPU_MEMORY_SHARE * psutil.virtual_memory().available)

@@ -46,7 +46,7 @@ class DecodeGraphs:
         self.recorded, self.seconds = 0, 0.0  # recordings so far, and the time they took
         self.replayed = 0  # steps that ran as a graph
 
-    def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
+    def drop_stale_graphs(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Drop all graphs if weights moved, adapters were switched or the cache grew, because graphs contain memory
         addresses."""
         tensors = (*model.parameters(), *cache)

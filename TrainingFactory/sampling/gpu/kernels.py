@@ -275,10 +275,10 @@ def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple
 
 def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
     """Return the RMSNorm of x [..., E] with the weights 1 + `module.weight`."""
-    rows, output = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-    block = triton.next_power_of_2(rows.shape[1])
-    _zero_centred_norm[(len(rows),)](
-        rows, module.weight, output, rows.shape[1], rows.stride(0), module.eps, block,
+    flat_x, output = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
+    block = triton.next_power_of_2(flat_x.shape[1])
+    _zero_centred_norm[(len(flat_x),)](
+        flat_x, module.weight, output, flat_x.shape[1], flat_x.stride(0), module.eps, block,
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return output
@@ -286,9 +286,9 @@ def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
 
 def gate(first: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
     """Return silu(first) * second; both may be columns of one tensor."""
-    output, size = first.new_empty(first.shape), first.numel()
-    _gate[(triton.cdiv(size, 1024),)](first, up_states, output, size, first.shape[1], first.stride(0), 1024)
-    return output
+    gated, size = first.new_empty(first.shape), first.numel()
+    _gate[(triton.cdiv(size, 1024),)](first, up_states, gated, size, first.shape[1], first.stride(0), 1024)
+    return gated
 
 
 def norm_rotate_and_cache(
@@ -313,25 +313,25 @@ def attend(
     output = q.new_empty(q.shape)
     dense = step.num_dense
     if step.rows is not None:
-        rows, groups = step.rows, step.groups
+        rows, group_tiles = step.rows, step.groups
         if (
             layer.shape.window is not None
         ):  # a row's window has its own begin, and other rows may have released it
-            rows, groups = replace(rows, begins=None), None
-        programs = layer.keys.shape[2] * rows.count
+            rows, group_tiles = replace(rows, begins=None), None
+        programs = layer.keys.shape[2] * rows.num_tiles
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))) if programs < PROGRAMS else 1
-        first = int(groups is not None)
+        first = int(group_tiles is not None)
         if first + splits == 1:
             _run_tiles(q, layer, step, rows, scale, output, sinks)
         else:
             partial_outputs = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
-            sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
-            if groups is not None:
-                _run_tiles(q, layer, step, groups, scale, partial_outputs, None, sums)
-            _run_tiles(q, layer, step, rows, scale, partial_outputs, None, sums, first, splits)
+            log_sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
+            if group_tiles is not None:
+                _run_tiles(q, layer, step, group_tiles, scale, partial_outputs, None, log_sums)
+            _run_tiles(q, layer, step, rows, scale, partial_outputs, None, log_sums, first, splits)
             _merge[(dense,)](
-                partial_outputs, sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
-                triton.next_power_of_2(q.shape[1]), groups is not None, sinks is not None,
+                partial_outputs, log_sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
+                triton.next_power_of_2(q.shape[1]), group_tiles is not None, sinks is not None,
             )  # fmt: skip
     if step.pieces is not None:
         _run_tiles(q, layer, step, step.pieces, scale, output, sinks)
@@ -340,7 +340,7 @@ def attend(
 
 def _run_tiles(
     q: torch.Tensor, layer: LayerCache, step: StepContext, tiles: Tiles, scale: float, out: torch.Tensor,
-    sinks: torch.Tensor | None, sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
+    sinks: torch.Tensor | None, sums: torch.Tensor | None = None, part_index: int = 0, splits: int = 1,
 ) -> None:  # fmt: skip
     assert step.cache is not None
     heads, head_size = layer.keys.shape[2:]
@@ -348,16 +348,16 @@ def _run_tiles(
     has_members = tiles.members is not None
     num_rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory, unless rows are long.
-    few_rows, is_long = num_rows == 16, pages.shape[1] * PAGE >= LONG
-    max_values = 2048 if q.element_size() > 2 else 4096 if few_rows and not is_long else 8192
+    has_few_rows, is_long = num_rows == 16, pages.shape[1] * PAGE >= LONG
+    max_values = 2048 if q.element_size() > 2 else 4096 if has_few_rows and not is_long else 8192
     block_keys = min(64, max(16, max_values // head_size))
-    _attend[(tiles.count, heads, splits)](
+    _attend[(tiles.num_tiles, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
         tiles.ends, pages, sinks, step.num_dense, pages.shape[1], q.stride(0),
-        scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
+        scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part_index, splits, tiles.tokens,
         q.shape[1], heads, head_size, num_rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
         tiles.begins is not None, shape.window is not None, sinks is not None, sums is not None,
-        num_warps=2 if few_rows and not is_long else 4, num_stages=2 if few_rows and is_long else 3,
+        num_warps=2 if has_few_rows and not is_long else 4, num_stages=2 if has_few_rows and is_long else 3,
     )  # fmt: skip
 
 
@@ -367,12 +367,12 @@ def sample_tokens(
     """Draw tokens as `picking.pick` does without filters, in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
-    tops, masses = logits.new_empty(2, rows, chunks, dtype=torch.float32)
+    chunk_maxima, chunk_sums = logits.new_empty(2, rows, chunks, dtype=torch.float32)
     output = logits.new_empty(2, rows, dtype=torch.float64)
     is_scaled = temperature is not None
-    _mass[(rows, chunks)](logits, temperature, tops, masses, vocabulary, is_scaled, CHUNK)
+    _mass[(rows, chunks)](logits, temperature, chunk_maxima, chunk_sums, vocabulary, is_scaled, CHUNK)
     _choose[(rows,)](
-        logits, temperature, uniform, tops, masses, output, vocabulary, chunks, is_scaled, CHUNK,
+        logits, temperature, uniform, chunk_maxima, chunk_sums, output, vocabulary, chunks, is_scaled, CHUNK,
         triton.next_power_of_2(chunks),
     )  # fmt: skip
     return output
