@@ -48,13 +48,13 @@ class SequentialTest:
         champion_scores = champion.scored_episodes
         task_order = list(champion_scores)
         random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
-        return cls(task_order, [_rate(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
+        return cls(task_order, [_mean(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
 
     def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
         a challenger cannot gain by making hard tasks unscorable."""
         rates = zip(self.task_order, self.champion_rates, strict=True)
-        return [_rate(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
+        return [_mean(challenger_scores[task]) - rate for task, rate in rates if task in challenger_scores]
 
     def is_proved(self, differences: Sequence[float]) -> bool:
         return sequential.first_rejection(differences, self.level, self.alpha) is not None
@@ -219,5 +219,5 @@ def _outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, TaskO
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 
 
-def _rate(successes: Sequence[bool]) -> float:
+def _mean(successes: Sequence[bool]) -> float:
     return sum(successes) / len(successes) if successes else 0.0

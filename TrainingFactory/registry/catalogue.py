@@ -148,7 +148,7 @@ class Catalogue:
         return version
 
     def _insert(
-        self, model: str, copies: list[tuple[Path, str]], digests: list[str], row: tuple[Any, ...],
+        self, model: str, copies: list[tuple[Path, str]], digests: list[str], fields: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
         """Rename the copied files to their digests and insert the next version in one transaction. Return None if a
@@ -162,7 +162,7 @@ class Catalogue:
             db.execute("UPDATE models SET newest = newest + 1 WHERE name = ?", (model,))
             [number] = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
             db.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *row)
+                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *fields)
             )
             db.executemany(
                 "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *tag) for tag in tags.items()]

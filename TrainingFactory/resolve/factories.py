@@ -170,8 +170,8 @@ def with_dataset_rows(
     """Return a copy of the objects that adds the rows of each dataset id that DataFactory resolves. Files, and
     data that the caller passed as Python objects, stay unchanged. `notify` gets one line per resolved id."""
     extended_objects = dataclasses.replace(objects)
-    no_heldout = objects.heldout is None and objects.heldout_tasks is None
-    needs_heldout = no_heldout and config.training.eval_every is not None
+    has_no_heldout = objects.heldout is None and objects.heldout_tasks is None
+    needs_heldout = has_no_heldout and config.training.eval_every is not None
     wanted = {"tasks": objects.tasks is None, "dataset": objects.examples is None, "heldout": needs_heldout}
     section = config.data
     rows = {k: _find_rows(k, getattr(section, k), notify) if needed else None for k, needed in wanted.items()}
@@ -197,7 +197,7 @@ def find_allocation(config: TrainingConfig, notify: Notify) -> Allocation | None
         return None
     allocation = COMPUTE.find_object(name)
     if allocation is not None:
-        return Allocation.of(allocation)
+        return Allocation.from_object(allocation)
     if not COMPUTE.installed or COMPUTE.load_method(COMPUTE.find_method) is not None:
         error = f"there is no allocation {name!r}. To use this machine without one, set compute.num_gpus=N"
         raise make_id_error("compute", name, error)
@@ -206,7 +206,7 @@ def find_allocation(config: TrainingConfig, notify: Notify) -> Allocation | None
         f"method {COMPUTE.find_method}. The run uses this machine. Pass the allocation object instead: "
         "allocation_id=allocation"
     )
-    return Allocation.of(SimpleNamespace(allocation_id=name))
+    return Allocation.from_object(SimpleNamespace(allocation_id=name))
 
 
 def with_allocation(config: TrainingConfig, allocation: Allocation | None, notify: Notify) -> TrainingConfig:

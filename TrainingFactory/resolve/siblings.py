@@ -88,20 +88,20 @@ class Allocation:
     release_callback: Callable[[], Any] | None = None
 
     @classmethod
-    def of(cls, source: Any) -> Allocation:
+    def from_object(cls, lease: Any) -> Allocation:
         """Convert a ComputeFactory allocation: its GPUs are `num_gpus`, or the `count` of its `resource_spec`."""
-        resource_spec, num_gpus = getattr(source, "resource_spec", source), getattr(source, "num_gpus", None)
+        resource_spec, num_gpus = getattr(lease, "resource_spec", lease), getattr(lease, "num_gpus", None)
         if num_gpus is None and getattr(resource_spec, "resource_type", None) == "gpu":
             num_gpus = getattr(resource_spec, "count", None)
-        allocation_id = str(source.allocation_id)
+        allocation_id = str(lease.allocation_id)
         if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
             raise ValueError(
                 f"allocation {allocation_id!r} has {num_gpus!r} GPUs; the number must be an integer from 1"
             )
-        release = getattr(source, "release", None)
-        if release is None and COMPUTE.installed and (method := COMPUTE.load_method("release_resource")):
-            release = functools.partial(method, allocation_id)
-        return cls(allocation_id, num_gpus, getattr(source, "backend", None), release)
+        callback = getattr(lease, "release", None)
+        if callback is None and COMPUTE.installed and (fallback := COMPUTE.load_method("release_resource")):
+            callback = functools.partial(fallback, allocation_id)
+        return cls(allocation_id, num_gpus, getattr(lease, "backend", None), callback)
 
     def release(self) -> None:
         """Release the machines once; log failures, so that they never mask the run's own error."""

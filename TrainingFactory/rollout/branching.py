@@ -296,15 +296,15 @@ class EpisodeForest:
         environment: Environment,
         prompt_ids: list[int],
         method: Literal["own", "fresh", "replay"],
-        digit: int,
+        branch: int,
         depth: int,
         budget: PathBudget,
     ) -> None:
-        """Create continuation number `digit` of a fork, and start or queue it. Drop it if the environment cannot be
+        """Create continuation number `branch` of a fork, and start or queue it. Drop it if the environment cannot be
         forked. `depth` is the number of earlier forks along the path."""
         parent, group_index = run.trajectory, self._group_indices[run]
         # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
-        member = parent.member + self._num_roots[group_index] * digit * self.branching.continuations**depth
+        member = parent.member + self._num_roots[group_index] * branch * self.branching.continuations**depth
         fork_key = run.key._replace(member=member)
         drop_reason = None if self.recorder is None else self.recorder.dropped_fork(fork_key)
         try:

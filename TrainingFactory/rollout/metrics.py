@@ -133,8 +133,8 @@ def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
         if episode.parent is not None
     )
     forks_by_parent: dict[tuple[str, int | None], list[tuple[int, int]]] = {}
-    for (group, parent, turn_index), num_continuations in continuations.items():
-        forks_by_parent.setdefault((group, parent), []).append((turn_index, 1 + num_continuations))
+    for (group_name, parent, turn_index), num_continuations in continuations.items():
+        forks_by_parent.setdefault((group_name, parent), []).append((turn_index, 1 + num_continuations))
     weights = []
     for leaf in trajectories:
         weight, end_turn = 1.0, len(leaf.turns)

@@ -27,18 +27,18 @@ class DraftTable:
     def guess(self, contexts: np.ndarray, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
         """Return draft tokens [M, max_tokens] that may follow contexts [M, CONTEXT_TOKENS], and their counts [M]."""
         num_rows = len(contexts)
-        tokens, lengths = np.zeros((num_rows, max_tokens), np.int64), np.zeros(num_rows, np.int64)
-        rows = np.arange(num_rows)  # rows whose drafts continue
+        tokens, draft_lengths = np.zeros((num_rows, max_tokens), np.int64), np.zeros(num_rows, np.int64)
+        open_rows = np.arange(num_rows)  # rows whose drafts continue
         for column in range(max_tokens):
             entries = self._find_entries(contexts)
             is_trusted = self._trust[entries] >= MIN_TRUST
             if not is_trusted.any():
                 break
-            rows, next_tokens = rows[is_trusted], self._next[entries[is_trusted]]
-            tokens[rows, column] = next_tokens
-            lengths[rows] += 1
+            open_rows, next_tokens = open_rows[is_trusted], self._next[entries[is_trusted]]
+            tokens[open_rows, column] = next_tokens
+            draft_lengths[open_rows] += 1
             contexts = np.column_stack((contexts[is_trusted][:, 1:], next_tokens))
-        return tokens, lengths
+        return tokens, draft_lengths
 
     def learn(self, contexts: np.ndarray, tokens: np.ndarray) -> None:
         """Update the predictions: tokens [M] have followed contexts [M, CONTEXT_TOKENS]."""

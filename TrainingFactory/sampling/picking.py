@@ -78,12 +78,12 @@ def draw(
     if rows is not None:
         block_sums, block_ends = block_sums[rows], block_ends[rows]
     total_mass = block_ends[:, -1:]
-    point = uniform[:, None] * total_mass
+    cutoff = uniform[:, None] * total_mass
     last_block = blocks.shape[-2] - 1
-    block = torch.searchsorted(block_ends, point, right=True).clamp_(max=last_block)  # [M, 1]; NaN is last
+    block = torch.searchsorted(block_ends, cutoff, right=True).clamp_(max=last_block)  # [M, 1]; NaN is last
     block_sum = block_sums.gather(1, block)
     # Relative position in the block; below 1 despite rounding, so that the point is before the block's end.
-    block_share = ((point - block_ends.gather(1, block)) / block_sum + 1).clamp_(0, BELOW_ONE)
+    block_share = ((cutoff - block_ends.gather(1, block)) / block_sum + 1).clamp_(0, BELOW_ONE)
     if rows is None:
         block_values = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
     else:

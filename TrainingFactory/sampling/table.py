@@ -150,28 +150,28 @@ class SlotTable:
             has_prompt = (
                 self.prompt_hashes == self.marks(request.prompt, np.arange(num_tokens + 1)).sum()
             ) & (self.copyable >= num_tokens)
-            reusable = self.pages.usable(np.where(has_prompt, num_tokens, 0))
-            if reusable.any():
-                return self._share_prefix(request, int(reusable.argmax()), num_tokens, reusable)
+            prefixes = self.pages.usable(np.where(has_prompt, num_tokens, 0))
+            if prefixes.any():
+                return self._share_prefix(request, int(prefixes.argmax()), num_tokens, prefixes)
         common_lengths = np.minimum(self.find_common_lengths(request.prompt), num_tokens)
         available = self.pages.usable(np.minimum(common_lengths, self.copyable))
-        reusable = available if self.snapshots is None else self.snapshots.usable(available, self.stored)
+        prefixes = available if self.snapshots is None else self.snapshots.usable(available, self.stored)
         if current_slot is not None and self.snapshots is None:
             kept_length = int(self.pages.usable(np.minimum(common_lengths, self.stored))[current_slot])
-            if kept_length > reusable[current_slot]:
+            if kept_length > prefixes[current_slot]:
                 # Deterministic mode: only this session may reuse the tokens that it has decoded.
                 return self._continue_in_slot(request, current_slot, kept_length)
-        source_slot = int(reusable.argmax())
-        num_shared = int(reusable[source_slot])
+        source_slot = int(prefixes.argmax())
+        num_shared = int(prefixes[source_slot])
         # Prefixes that are still being computed. A window may have released one that was computed.
         ends = np.minimum(common_lengths, self.chunked)
-        pending = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
-        if int(pending.max()) >= num_shared + WAIT_FOR and self._pause_prefill_at(
-            int(pending.argmax()), pending.max()
+        next_lengths = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
+        if int(next_lengths.max()) >= num_shared + WAIT_FOR and self._pause_prefill_at(
+            int(next_lengths.argmax()), next_lengths.max()
         ):
             admission.must_wait.add(request.prompt.tobytes())
             return False
-        if not self._share_prefix(request, source_slot, num_shared, reusable):
+        if not self._share_prefix(request, source_slot, num_shared, prefixes):
             return False
         if self.snapshots is not None and (missed_tokens := int(available.max()) - num_shared) > 0:
             self.stats.recomputed += missed_tokens
@@ -216,9 +216,9 @@ class SlotTable:
         self._start_request(request, slot, prefix, is_continuation=is_continuation)
         return True
 
-    def _share_prefix(self, request: SamplingRequest, source: int, shared: int, reusable: np.ndarray) -> bool:
+    def _share_prefix(self, request: SamplingRequest, source: int, shared: int, prefixes: np.ndarray) -> bool:
         """Start the request in a slot that already has the prompt's first `shared` tokens, or in one that shares them
-        with slot `source`, if enough pages are available. `reusable` [slots] is the length of the prefix that the
+        with slot `source`, if enough pages are available. `prefixes` [slots] is the length of the prefix that the
         request could reuse from each slot."""
         session_slot = request.session_slot
         length = len(request.prompt) + MARGIN
@@ -228,9 +228,9 @@ class SlotTable:
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
                 return False
             shared = 0
-        reusable = np.minimum(reusable, self.copyable if shared else 0)  # released slots share nothing
-        previous_slot, slot = session_slot.slot, self._choose_slot(session_slot, reusable, shared)
-        if reusable[slot] == shared:
+        prefixes = np.minimum(prefixes, self.copyable if shared else 0)  # released slots share nothing
+        previous_slot, slot = session_slot.slot, self._choose_slot(session_slot, prefixes, shared)
+        if prefixes[slot] == shared:
             source = slot
             self.pages.truncate(slot, shared)
             if self.snapshots is not None:
@@ -257,7 +257,7 @@ class SlotTable:
         admission.is_full = admission.is_full or (not self.free.any() and self._find_longest_idle() is None)
         return not admission.is_full
 
-    def _choose_slot(self, session_slot: SessionSlot, reusable_lengths: np.ndarray, num_shared: int) -> int:
+    def _choose_slot(self, session_slot: SessionSlot, prefix_lengths: np.ndarray, num_shared: int) -> int:
         """Return the slot for a session: the slot that it holds, a free slot, or the slot of a session that it evicts.
         `_has_slot` must have returned True."""
         if session_slot.slot is not None:
@@ -265,7 +265,7 @@ class SlotTable:
         if self.deterministic:
             return session_slot.order % self.slots
         free_slots = np.flatnonzero(self.free)
-        if num_shared and (fitting_slots := free_slots[reusable_lengths[free_slots] == num_shared]).size:
+        if num_shared and (fitting_slots := free_slots[prefix_lengths[free_slots] == num_shared]).size:
             return int(fitting_slots[0])
         if free_slots.size:
             return int(free_slots[np.lexsort((self.used[free_slots], self.stored[free_slots] > 0))[0]])
@@ -340,8 +340,8 @@ class SlotTable:
         self.pages.release(slot)
         if self.snapshots is not None:
             self.snapshots.drop(slot)
-        for array in (self.stored, self.copyable, self.chunked, self.lengths):
-            array[slot] = 0
+        for slot_array in (self.stored, self.copyable, self.chunked, self.lengths):
+            slot_array[slot] = 0
 
     def reserve(self) -> None:
         """Reserve pages for the next tokens of all running slots. Preempt the youngest sessions if pages run out."""

@@ -34,8 +34,8 @@ class StateCache:
 
     def __init__(self, shapes: Sequence[StateShape], rows: int) -> None:
         self.layers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        for layer, (conv, recurrent) in shapes:
-            self.layers[layer] = _make_zeros(conv, rows), _make_zeros(recurrent, rows)
+        for layer, (conv_state, recurrent_state) in shapes:
+            self.layers[layer] = _make_zeros(conv_state, rows), _make_zeros(recurrent_state, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -159,8 +159,8 @@ class RecurrentLayer:
         if step.cache is None:
             states = RowStates(self.layer_idx)
             result = self._call(hidden_states, states, args, kwargs)
-            conv, recurrent = (None if state is None else state[:0] for state in states.tensors)
-            step.shapes.append(StateShape(self.layer_idx, (conv, recurrent)))
+            conv_state, recurrent_state = (None if state is None else state[:0] for state in states.tensors)
+            step.shapes.append(StateShape(self.layer_idx, (conv_state, recurrent_state)))
             return result
         outputs: list[torch.Tensor] = []
         result: Any = None

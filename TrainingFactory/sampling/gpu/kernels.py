@@ -113,7 +113,7 @@ def _rotate(
 )
 def _attend(
     q, keys, values, out, sums, positions, members, slots, begins, ends, pages, sinks, tokens, per_slot, stride,
-    scale, window, part, splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    scale, window, split_index, splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, CAP: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     BEGINS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -133,15 +133,15 @@ def _attend(
     end = tl.minimum(end, tl.max(position) + 1)
     if WINDOW:
         begin = tl.maximum(begin, tl.min(tl.where(is_token, position, 1 << 30)) + 1 - window)
-    share = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
-    begin = (begin + split * share).to(tl.int32)
-    end = tl.minimum(end, begin + share).to(tl.int32)
+    tokens_per_split = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
+    begin = (begin + split * tokens_per_split).to(tl.int32)
+    end = tl.minimum(end, begin + tokens_per_split).to(tl.int32)
     query = (token * H + head * G + m % G) * D
     query_offset = token * stride + (head * G + m % G) * D
     rows = tl.load(q + query_offset[:, None] + d[None, :], is_token[:, None], 0)
     first_page = slot.to(tl.int64) * per_slot  # of the page table, or of the pool if pages are fixed
     base = first_page * P * (K * D) + head * D
-    top = tl.full([M], float("-inf"), tl.float32)
+    max_score = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     output_sum = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
@@ -160,19 +160,19 @@ def _attend(
         if WINDOW:
             is_visible = is_visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(is_visible, scores, float("-inf"))
-        high = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(high == float("-inf"), 0.0, high)
-        weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(max_score - safe)
         v = tl.load(values + cached[:, None] + d[None, :], in_bounds[:, None], 0)
         output_sum = output_sum * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total, top = total * decay + tl.sum(weights, 1), high
+        total, max_score = total * decay + tl.sum(weights, 1), new_max
     if SINKS:  # only without PARTIAL, where `_merge` adds them
         sink = tl.load(sinks + head * G + m % G).to(tl.float32) * 1.4426950408889634
-        total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
+        total += tl.exp2(sink - tl.where(max_score == float("-inf"), 0.0, max_score))
     output_sum = output_sum / tl.where(total > 0, total, 1.0)[:, None]
     if PARTIAL:
-        query += (part + split) * tokens * H * D
-        tl.store(sums + query // D, top + tl.log2(total), is_token)
+        query += (split_index + split) * tokens * H * D
+        tl.store(sums + query // D, max_score + tl.log2(total), is_token)
     tl.store(out + query[:, None] + d[None, :], output_sum.to(out.dtype.element_ty), is_token[:, None])
 
 
@@ -184,9 +184,9 @@ def _merge(
     """Merge partial attention outputs by their log-sum-exps. Part 0 may be a group's shared prefix."""
     token, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     in_bounds, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
-    first: tl.constexpr = 1 if GROUPED else 0
+    first_part: tl.constexpr = 1 if GROUPED else 0
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for part in range(first, count):
+    for part in range(first_part, count):
         top = tl.maximum(top, tl.load(sums + part * tokens * H + row, in_bounds, 0.0))
     total, output_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
     if GROUPED:
@@ -195,7 +195,7 @@ def _merge(
         top = tl.maximum(top, group)
         total = tl.exp2(group - top)
         output_sum = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], grouped[:, None], 0.0)
-    for part in range(first, count):
+    for part in range(first_part, count):
         weight = tl.exp2(tl.load(sums + part * tokens * H + row, in_bounds, 0.0) - top)
         offset = (part * tokens * H + row)[:, None] * D + d[None, :]
         output_sum += weight[:, None] * tl.load(parts + offset, in_bounds[:, None], 0.0)
@@ -214,9 +214,9 @@ def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.
     if SCALED:
         row_temperature = tl.load(temperature + row).to(tl.float32)
         x = x / tl.where(row_temperature > 0, row_temperature, 1.0)
-    top = tl.max(x)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(tops + row * chunks + chunk, top)
+    chunk_max = tl.max(x)
+    safe = tl.where(chunk_max == float("-inf"), 0.0, chunk_max)
+    tl.store(tops + row * chunks + chunk, chunk_max)
     tl.store(masses + row * chunks + chunk, tl.sum(tl.exp(x - safe)))
 
 
@@ -227,30 +227,30 @@ def _choose(
 ):  # fmt: skip
     """Draw the chunk of the vocabulary, then the token in it, with float64 sums, like `picking.draw`."""
     row, c, index = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNK)
-    high = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
-    top = tl.max(high)
-    mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(high - top)
+    chunk_maxima = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
+    top = tl.max(chunk_maxima)
+    mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(chunk_maxima - top)
     mass = tl.where(c < chunks, mass, 0.0).to(tl.float64)
-    ends = tl.cumsum(mass)
-    total = tl.max(ends)
-    point = tl.load(uniform + row) * total
-    chunk = tl.minimum(tl.sum((ends <= point).to(tl.int32)), chunks - 1)
-    mass_before = tl.max(tl.where(c < chunk, ends, 0.0))
-    share = (point - mass_before) / tl.sum(tl.where(c == chunk, mass, 0.0))
+    chunk_ends = tl.cumsum(mass)
+    total = tl.max(chunk_ends)
+    target_mass = tl.load(uniform + row) * total
+    chunk = tl.minimum(tl.sum((chunk_ends <= target_mass).to(tl.int32)), chunks - 1)
+    mass_before = tl.max(tl.where(c < chunk, chunk_ends, 0.0))
+    mass_share = (target_mass - mass_before) / tl.sum(tl.where(c == chunk, mass, 0.0))
     below_one = tl.full([], 1.0, tl.float64) - tl.full([], 2.0**-40, tl.float64)
-    share = tl.minimum(tl.maximum(share, 0.0), below_one)
+    mass_share = tl.minimum(tl.maximum(mass_share, 0.0), below_one)
     row_temperature = 1.0
     if SCALED:
         row_temperature = tl.load(temperature + row).to(tl.float32)
-        chunk = tl.where(row_temperature > 0, chunk, tl.argmax(high, 0))
+        chunk = tl.where(row_temperature > 0, chunk, tl.argmax(chunk_maxima, 0))
     in_bounds = chunk * CHUNK + index < V
     x = tl.load(logits + row.to(tl.int64) * V + chunk * CHUNK + index, in_bounds, float("-inf")).to(
         tl.float32
     )
     if SCALED:
         x = x / tl.where(row_temperature > 0, row_temperature, 1.0)
-    inner = tl.cumsum(tl.exp(x - tl.max(x)).to(tl.float64))
-    token = tl.sum((inner <= share * tl.max(inner)).to(tl.int32))
+    token_ends = tl.cumsum(tl.exp(x - tl.max(x)).to(tl.float64))
+    token = tl.sum((token_ends <= mass_share * tl.max(token_ends)).to(tl.int32))
     if SCALED:
         token = tl.where(row_temperature > 0, token, tl.argmax(x, 0))
     token = tl.minimum(token, CHUNK - 1)
