@@ -198,22 +198,22 @@ class SlotTable:
         return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
-        self, request: SamplingRequest, slot: int, prefix: int, *, is_continuation: bool = False
+        self, request: SamplingRequest, slot: int, length: int, *, is_continuation: bool = False
     ) -> bool:
-        """Start the request in the slot that its session holds, and keep the slot's first `prefix` tokens, if enough
+        """Start the request in the slot that its session holds, and keep the slot's first `length` tokens, if enough
         pages are available."""
-        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, prefix)
+        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, length)
         if not self._make_room(count, request.session_slot, [slot]):
             if self.running.any():
                 return False
             return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
-        self.stats.kept_tokens += prefix
-        self.pages.truncate(slot, prefix)
+        self.stats.kept_tokens += length
+        self.pages.truncate(slot, length)
         if self.snapshots is not None:
             self.snapshots.stops[slot].clear()
             if not self.deterministic:  # there, only the session itself may use what it has decoded
-                self.snapshots.take_snapshot(slot, prefix)  # forks may begin at the end of this turn
-        self._start_request(request, slot, prefix, is_continuation=is_continuation)
+                self.snapshots.take_snapshot(slot, length)  # forks may begin at the end of this turn
+        self._start_request(request, slot, length, is_continuation=is_continuation)
         return True
 
     def _share_prefix(self, request: SamplingRequest, source: int, shared: int, prefixes: np.ndarray) -> bool:
