@@ -153,7 +153,7 @@ def write_decision(
 
 
 def utc_now() -> str:
-    return datetime.utc_now(UTC).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def current_user() -> str:
