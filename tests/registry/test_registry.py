@@ -257,7 +257,7 @@ def test_a_full_disk_leaves_what_was_there(registry: ModelRegistry, monkeypatch:
         target.write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_copy", full)
+    monkeypatch.setattr(store, "_copy_file", full)
     with pytest.raises(OSError, match=r"cannot copy .*: No space left on device. Nothing registered"):
         registry.register("agent", "sft@step-1")
     monkeypatch.undo()
