@@ -216,8 +216,8 @@ class RolloutEngine:
         seed_of = functools.partial(turn_seed, self.seed, step, key.task, key.member)
         return self._make_run(trajectory, sampler, seed_of, key)
 
-    def _make_run(self, trajectory: Trajectory, sampler: Sampler, *run_args: Any) -> EpisodeRun:
-        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *run_args)
+    def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
+        return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *args)
 
 
 def _make_group_names(tasks: Sequence[Task]) -> list[str]:

@@ -165,7 +165,7 @@ def test_guards(registry: ModelRegistry) -> None:
 def test_guards_have_a_direction(registry: ModelRegistry) -> None:
     champion = Promotion(registry, "agent:2", "champion", suite())
     champion.run(scripted(third))
-    outcomes = champion.sides[0].records[0].outcomes
+    outcomes = champion.models[0].records[0].outcomes
     longer = [
         each.model_copy(update={"episodes": [e.model_copy(update={"tokens": 9}) for e in each.episodes]})
         for each in outcomes
