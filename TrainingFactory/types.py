@@ -79,11 +79,11 @@ class PlacedImage(NamedTuple):
     image: Image
 
 
-def _repr_with_images(value: Message | ToolResult) -> str:
+def _repr_with_images(message: Message | ToolResult) -> str:
     """Return the repr() of a dataclass, without an empty field `images`, because fingerprints hash the repr() and must
     not change for messages without images."""
-    names = [item.name for item in fields(value) if item.name != "images" or value.images]
-    return f"{type(value).__name__}({', '.join(f'{name}={getattr(value, name)!r}' for name in names)})"
+    names = [item.name for item in fields(message) if item.name != "images" or message.images]
+    return f"{type(message).__name__}({', '.join(f'{name}={getattr(message, name)!r}' for name in names)})"
 
 
 @dataclass(slots=True)

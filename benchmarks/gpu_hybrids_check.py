@@ -128,10 +128,10 @@ def engine_results(
             "replayed": graphs.replayed,
             "forwards": engine.stats.forwards,
         }
-        result["failure"] = graphs.failure.splitlines()[0][:200] if graphs.failure else ""
+        result["failure"] = graphs.failure_reason.splitlines()[0][:200] if graphs.failure_reason else ""
     engine = make_engine()
     if engine._runner._graphs is not None:
-        engine._runner._graphs.failure = "switched off"
+        engine._runner._graphs.failure_reason = "switched off"
     result["eager"] = difference(logits_of, sampled(engine))
     return result
 

@@ -174,7 +174,7 @@ class Contender:
             "prefilled": stats.prefilled, "shared": stats.shared, "recomputed": stats.recomputed,
             "state_kib_per_row": round(sum(shape.row_bytes for shape in runner.states.shapes) / 1024, 1),
             "kernels": kernel_packages(self.model), "attention_kernel": runner.tiled, "forwards": stats.forwards,
-            "graph_steps": graphs.replayed if graphs else 0, "graph_failure": graphs.failure if graphs else "",
+            "graph_steps": graphs.replayed if graphs else 0, "graph_failure": graphs.failure_reason if graphs else "",
         }  # fmt: skip
 
 

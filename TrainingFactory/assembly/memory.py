@@ -17,8 +17,8 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.learning.forward import causal_model
 from TrainingFactory.models.tower_shape import ImageUse, TowerShape, loaded_tower
 from TrainingFactory.models.vision import CACHE_BYTES
-from TrainingFactory.sampling.cache.store import free_memory
-from TrainingFactory.sampling.sizing import SNAPSHOTS
+from TrainingFactory.sampling.cache.store import get_free_memory
+from TrainingFactory.sampling.sizing import SNAPSHOTS_PER_SLOT
 
 # Maximum bytes of optimizer state per trained weight.
 OPTIMIZER_BYTES = {"adamw": 8, "adamw_8bit": 2, "muon": 8}
@@ -179,7 +179,7 @@ def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
 def state_bytes(shape: Any, slots: int, size: int) -> int:
     """Return the bytes of the recurrent layers' states in the native engine: the states of all slots, their snapshots,
     and one row for padding."""
-    return ((1 + SNAPSHOTS) * slots + 1) * row_bytes(shape, size)
+    return ((1 + SNAPSHOTS_PER_SLOT) * slots + 1) * row_bytes(shape, size)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
@@ -202,7 +202,7 @@ def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length
     parts = estimate_model_memory(config, model, inputs, max_length)
     peak_bytes = sum(count for name, count in parts.items() if name not in ("cache", "states"))
     allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
-    free = free_memory(device)
+    free = get_free_memory(device)
     return int(max(free - max(0.0, peak_bytes - allocated_bytes), MIN_CACHE_SHARE * free))
 
 

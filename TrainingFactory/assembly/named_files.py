@@ -18,7 +18,7 @@ from TrainingFactory.common.endpoints.names import FILE_ENDINGS
 from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
-from TrainingFactory.resolve.model_names import TrainedBy, model_provenance
+from TrainingFactory.resolve.model_names import TrainedBy, describe_provenance
 from TrainingFactory.runs.folder import CHAT_TEMPLATE, RunFolder
 from TrainingFactory.training.dataset import Dataset, UserObjects
 
@@ -167,7 +167,7 @@ def describe_start(
         "digest": data.digest,
         "reward_model": None if folder is None else str(folder.resolve()),
         ABOUT: describe_files(config),
-        STARTED_FROM: model_provenance(config),
+        STARTED_FROM: describe_provenance(config),
     }
 
 

@@ -37,7 +37,7 @@ def list_ids(*, as_json: Json = False) -> None:
     if rows := [(kind, name, target) for kind, ids in targets.items() for name, target in ids.items()]:
         show.columns(("kind", "id", "target"), rows)
     else:
-        show.note(f"no ids in {project.FILE} of this folder; add one with: tfactory factories add")
+        show.note(f"no ids in {project.IDS_FILE} of this folder; add one with: tfactory factories add")
     for package, is_installed in installed.items():
         show.note(f"{package} is {'installed' if is_installed else 'not installed'}")
 
@@ -68,4 +68,5 @@ def add(
 
     section = kind if kind == "compute" else f"{kind}s"
     project.add_entry(section, name, [target, *extra_targets])
-    print(f"{project.FILE}: {name} is {project.target_of(section, project.read_entries()[section][name])}")
+    entry = project.read_entries()[section][name]
+    print(f"{project.IDS_FILE}: {name} is {project.target_of(section, entry)}")

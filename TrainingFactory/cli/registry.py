@@ -79,8 +79,8 @@ def show_(
         lineage: Also print the lineage: a tree from the base model through every training run.
     """
     from TrainingFactory.apps.views.registry import version_view
-    from TrainingFactory.registry.card import evaluation_title
-    from TrainingFactory.registry.lineage import tree_lines
+    from TrainingFactory.registry.card import format_title
+    from TrainingFactory.registry.lineage import render_tree
 
     model_registry = _open_registry(file, where)
     entry = model_registry.get(version)
@@ -96,14 +96,14 @@ def show_(
     rows += [("tag", f"{key}={value}") for key, value in entry.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
-            result = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
+            result = f"{format_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
             rows.append(("evaluation", result))
     for decision in decisions:
         if version == entry.model or entry.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _decision_text(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
-        print("\n".join(["", *tree_lines(entry.lineage, str(entry))]))
+        print("\n".join(["", *render_tree(entry.lineage, str(entry))]))
 
 
 @registry.command

@@ -16,7 +16,7 @@ from TrainingFactory.config.schema import RewardSection
 from TrainingFactory.evaluation.rollouts import RolloutReport, Rollouts
 from TrainingFactory.resolve.factories import resolve_ids
 from TrainingFactory.resolve.model_names import ResolvedModel, TrainedBy
-from TrainingFactory.rollout.metrics import Z95, evaluation_metrics, wilson_interval  # noqa: F401
+from TrainingFactory.rollout.metrics import Z95, compute_evaluation_metrics, wilson_interval  # noqa: F401
 from TrainingFactory.training.dataset import generates_tasks
 from TrainingFactory.types import Trajectory
 
@@ -38,7 +38,7 @@ class Evaluation(Rollouts):
 
     async def run_async(self, on_episode: Callable[[Trajectory], None] = lambda _: None) -> RolloutReport:
         report = await super().run_async(on_episode)
-        report.metrics |= evaluation_metrics(report.trajectories)
+        report.metrics |= compute_evaluation_metrics(report.trajectories)
         return report
 
 

@@ -14,7 +14,7 @@ from TrainingFactory.config.schema import ModelSection
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, file_digest, read_checksums
 from TrainingFactory.evaluation.records import Conditions, ModelIdentity, digest_json, digest_tasks
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
-from TrainingFactory.registry.store import digest_of as digest_checksums
+from TrainingFactory.registry.store import combine_digests as digest_checksums
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.types import Task
 

@@ -163,8 +163,8 @@ def _get_option_key(option: str) -> str:
 def _make_request(model: ResolvedModel, config: TrainingConfig, registry: Path) -> EvaluationRequest:
     run, step_match = model.run, re.fullmatch(r"step-(\d+)", model.folder.name if model.folder else "")
     if not isinstance(run, RunFolder):
-        return EvaluationRequest(model.requested, config, version=model.version, registry=registry)
-    return EvaluationRequest(model.requested, config, run, int(step_match[1]) if step_match else None)
+        return EvaluationRequest(model.query, config, version=model.version, registry=registry)
+    return EvaluationRequest(model.query, config, run, int(step_match[1]) if step_match else None)
 
 
 def _make_reward_section(run: TrainedBy, is_replaced: bool, notify: Notify) -> dict[str, dict[str, Any]]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from TrainingFactory.assembly.export import Dtype, ExportedModel, export
 from TrainingFactory.promotion.promotion import Decision, Promotion
-from TrainingFactory.registry.card import model_card
+from TrainingFactory.registry.card import render_card
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import LineageNode, run_node
+from TrainingFactory.registry.lineage import LineageNode, make_run_node
 from TrainingFactory.registry.rows import Version
 from TrainingFactory.registry.to_mlflow import to_mlflow
 from TrainingFactory.resolve.model_names import ResolvedModel, find_model, with_original_model
@@ -53,9 +53,9 @@ class ModelRegistry(Catalogue):
             base = {"name": str(path.resolve()) if path.exists() else resolved.name, "revision": revision}
             if resolved.version is not None and resolved.version.base is not None:
                 base = resolved.version.base
-        lineage = _lineage_of(resolved)
-        records = _evaluations_of(resolved, lineage)
-        return self.add(name, resolved.folder, lineage, base, base_folder, description, tags, records)
+        lineage = _build_lineage(resolved)
+        evaluations = _read_evaluations(resolved, lineage)
+        return self.add(name, resolved.folder, lineage, base, base_folder, description, tags, evaluations)
 
     def promote(self, name: str, alias: str, suite: str, first: bool = False) -> Decision:
         """Point an alias to a version if it passes the suite's gate against the alias's present version."""
@@ -65,9 +65,9 @@ class ModelRegistry(Catalogue):
         self, name: str, folder: str | Path, merge: bool = False, dtype: Dtype | None = None
     ) -> ExportedModel:
         """Write a version in the layout of the Hugging Face hub: its files, lineage.json, and a model card."""
-        version = self._verified(name)
+        version = self._get_verified_version(name)
         exported = export(str(version), folder, merge, dtype, self.runs, self.path)
-        card = model_card(version, self.evaluations(name), exported.kind)
+        card = render_card(version, self.evaluations(name), exported.kind)
         (exported.path / "README.md").write_text(card, encoding="utf-8")
         (exported.path / "lineage.json").write_text(json.dumps(version.lineage, indent=1), encoding="utf-8")
         return exported
@@ -79,7 +79,7 @@ class ModelRegistry(Catalogue):
             self.export(name, Path(folder) / "model", merge)
             return to_mlflow(version, Path(folder) / "model", uri, self.evaluations(name))
 
-    def _verified(self, name: str) -> Version:
+    def _get_verified_version(self, name: str) -> Version:
         """Return a version; raise ValueError if its files are damaged."""
         version = self.get(name)
         if problems := self.verify(str(version)):
@@ -87,18 +87,18 @@ class ModelRegistry(Catalogue):
         return version
 
 
-def _lineage_of(model: ResolvedModel) -> LineageNode:
+def _build_lineage(model: ResolvedModel) -> LineageNode:
     assert model.folder is not None
     if model.version is not None:
         return model.version.lineage
     if isinstance(model.run, RunFolder):
-        return run_node(model.run, model.folder)
+        return make_run_node(model.run, model.folder)
     return {"folder": str(model.folder.resolve())}
 
 
-def _evaluations_of(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
+def _read_evaluations(model: ResolvedModel, lineage: LineageNode) -> list[dict[str, Any]]:
     """Return the evaluation records of a checkpoint from its run."""
-    if not isinstance(model.run, RunFolder) or not (file := model.run.path / EVALUATIONS).is_file():
+    if not isinstance(model.run, RunFolder) or not (path := model.run.path / EVALUATIONS).is_file():
         return []
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    return [row for row in rows if row.get("model", {}).get("step") == lineage["step"]]
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    return [record for record in rows if record.get("model", {}).get("step") == lineage["step"]]

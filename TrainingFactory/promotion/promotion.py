@@ -19,7 +19,7 @@ from TrainingFactory.registry.catalogue import Catalogue
 from TrainingFactory.registry.rows import check_name
 from TrainingFactory.types import Trajectory
 
-Play = Callable[[str, RecordedEvaluation], None]  # runs an evaluation; the text is the name of the model
+Evaluator = Callable[[str, RecordedEvaluation], None]  # runs an evaluation; the text is the name of the model
 
 
 @dataclass(slots=True)
@@ -46,9 +46,9 @@ class SequentialTest:
     @classmethod
     def from_record(cls, champion: EvaluationRecord, gate: Gate) -> SequentialTest:
         champion_scores = champion.scored_episodes
-        order = list(champion_scores)
-        random.Random(f"promotion {champion.conditions.seed}").shuffle(order)
-        return cls(order, [_mean(champion_scores[task]) for task in order], gate.level, gate.alpha)
+        task_order = list(champion_scores)
+        random.Random(f"promotion {champion.conditions.seed}").shuffle(task_order)
+        return cls(task_order, [_mean(champion_scores[task]) for task in task_order], gate.level, gate.alpha)
 
     def differences(self, challenger_scores: Mapping[str, Sequence[bool]]) -> list[float]:
         """Return the challenger's success rates minus the champion's, in order. Unscored tasks count as failed, so that
@@ -106,61 +106,61 @@ class Promotion:
         self.titles = list(dict.fromkeys(titles))  # other entries of the suite are not evaluated
         required_suite = self.suite.model_copy(update={"entries": [entries[title] for title in self.titles]})
         options = [*overrides, key_value("logging.output_dir", str(runs))]
-        self.sides = [
+        self.models = [
             ComparedModel(str(model)) for model in (self.champion, self.version) if model is not None
         ]
-        for side in self.sides:
+        for side in self.models:
             model = make_model_request(side.name, options, runs, registry.path)
             for evaluation in make_suite_evaluations(required_suite, model, folder, notify):
                 side.add_evaluation(evaluation)
         self.criteria = self.gate.describe(self.main_entry, first)
 
-    def run(self, play: Play | None = None) -> Decision:
+    def run(self, evaluate: Evaluator | None = None) -> Decision:
         """Run the evaluations that are needed, decide, and record the decision in the registry."""
-        play = play or _run_evaluation
+        evaluate = evaluate or _run_evaluation
         try:
-            checks = [] if self.champion is None else [self._run_sequential_test(play)]
+            checks = [] if self.champion is None else [self._run_sequential_test(evaluate)]
             if all(check.holds for check in checks):
-                for index in range(len(self.titles)):
-                    for model in self.sides:
-                        self._run_entry(model, index, play)
+                for entry_index in range(len(self.titles)):
+                    for model in self.models:
+                        self._run_entry(model, entry_index, evaluate)
                 checks += [self._check_guard(guard) for guard in self.gate.pick_guards(self.champion is None)]
         finally:
-            for evaluation in (evaluation for model in self.sides for evaluation in model.evaluations):
+            for evaluation in (evaluation for model in self.models for evaluation in model.evaluations):
                 if evaluation is not None and evaluation.record is None:
                     evaluation.discard()
         return self._decide(checks)
 
-    def _run_sequential_test(self, play: Play) -> GateCheck:
+    def _run_sequential_test(self, evaluate: Evaluator) -> GateCheck:
         """Run the sequential test: the challenger plays in rounds until the test is decided."""
-        champion, challenger = self.sides
-        self._run_entry(champion, 0, play)
+        champion, challenger = self.models
+        self._run_entry(champion, 0, evaluate)
         sequential_test = SequentialTest.from_record(champion.records[0], self.gate)
         if not sequential_test.can_be_proved([]):
-            score = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
-            reason = f"{champion.name} already solves {score}, so no challenger can pass the test"
+            solved = f"{sum(sequential_test.champion_rates):g} of {len(sequential_test.champion_rates)} tasks"
+            reason = f"{champion.name} already solves {solved}, so no challenger can pass the test"
             return GateCheck(self.criteria[0], False, f"{reason}; use more or harder tasks, or set not_worse")
         if (evaluation := challenger.evaluations[0]) is not None:
             tasks, size = {task.id: task for task in evaluation.tasks}, self.gate.round
-            ordered = [tasks[task] for task in sequential_test.task_order]
-            evaluation.rounds = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+            playlist = [tasks[task] for task in sequential_test.task_order]
+            evaluation.rounds = [playlist[start : start + size] for start in range(0, len(playlist), size)]
             evaluation.should_stop = sequential_test.is_decided
-        self._run_entry(challenger, 0, play)
+        self._run_entry(challenger, 0, evaluate)
         challenger_scores = {
             name: outcome.scored_episodes for name, outcome in _outcomes_by_task(challenger, 0).items()
         }
         differences = sequential_test.differences(challenger_scores)
-        count, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
-        progress = f"{count} of {len(sequential_test.task_order)} tasks"
+        num_tasks, lower_bound = len(differences), sequential.lower_bound(differences, sequential_test.alpha)
+        progress = f"{num_tasks} of {len(sequential_test.task_order)} tasks"
         detail = (
-            f"difference {sum(differences) / count:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
+            f"difference {sum(differences) / num_tasks:+.3f} after {progress}, lower bound {lower_bound:+.3f}"
         )
         detail += f"; needed: above {sequential_test.level:+.3f}"
         return GateCheck(self.criteria[0], sequential_test.is_proved(differences), detail)
 
     def _check_guard(self, guard: Guard) -> GateCheck:
-        index = self.titles.index(guard.entry or self.main_entry)
-        outcomes = [_outcomes_by_task(side, index) for side in self.sides]
+        entry_index = self.titles.index(guard.entry or self.main_entry)
+        outcomes = [_outcomes_by_task(model, entry_index) for model in self.models]
         common_tasks = [task for task in outcomes[-1] if task in outcomes[0]]
         *champion_outcomes, challenger_outcomes = [
             [by_task[task] for task in common_tasks] for by_task in outcomes
@@ -169,28 +169,28 @@ class Promotion:
             guard, self.main_entry, challenger_outcomes, champion_outcomes[0] if champion_outcomes else None
         )
 
-    def _run_entry(self, model: ComparedModel, index: int, play: Play) -> None:
-        """Evaluate a model on the suite entry at `index`, unless the evaluation is recorded."""
-        evaluation = model.evaluations[index]
-        if model.stored_records[index] is None and evaluation is not None:
-            play(model.name, evaluation)
+    def _run_entry(self, model: ComparedModel, entry_index: int, evaluate: Evaluator) -> None:
+        """Evaluator a model on the suite entry at `entry_index`, unless the evaluation is recorded."""
+        evaluation = model.evaluations[entry_index]
+        if model.stored_records[entry_index] is None and evaluation is not None:
+            evaluate(model.name, evaluation)
             model.collect_records()
-            if model.stored_records[index] is None:
+            if model.stored_records[entry_index] is None:
                 raise ValueError(
-                    f"no decision: the evaluation of {model.name} on {self.titles[index]} was interrupted, or no "
+                    f"no decision: the evaluation of {model.name} on {self.titles[entry_index]} was interrupted, or no "
                     "episode could be scored"
                 )
 
     def _decide(self, checks: list[GateCheck]) -> Decision:
         """Move the alias if all checks hold, and record the decision with its evidence."""
         failed_checks = [str(check) for check in checks if not check.holds]
-        recorded = [
-            i for i in range(len(self.titles)) if all(model.stored_records[i] for model in self.sides)
+        indices = [
+            i for i in range(len(self.titles)) if all(model.stored_records[i] for model in self.models)
         ]
         models = [
-            ComparedModel(model.name, [model.stored_records[i] for i in recorded]) for model in self.sides
+            ComparedModel(model.name, [model.stored_records[i] for i in indices]) for model in self.models
         ]
-        comparison = compare(models[0], models[1], [1.0] * len(recorded)) if recorded and models[1:] else None
+        comparison = compare(models[0], models[1], [1.0] * len(indices)) if indices and models[1:] else None
         evidence = {
             "suite": self.suite.name,
             "gate": self.gate.model_dump(exclude_none=True),
@@ -215,8 +215,8 @@ def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
     evaluation.run()
 
 
-def _outcomes_by_task(model: ComparedModel, index: int) -> dict[str, TaskOutcome]:
-    stored_record = model.stored_records[index]
+def _outcomes_by_task(model: ComparedModel, entry_index: int) -> dict[str, TaskOutcome]:
+    stored_record = model.stored_records[entry_index]
     assert stored_record is not None
     return {outcome.task: outcome for outcome in stored_record.record.outcomes}
 

@@ -19,9 +19,9 @@ BETS = np.linspace(0.05, 0.95, 19)
 def log_capital(differences: ArrayLike, level: float = 0.0) -> NDArray[np.float64]:
     """Return the logarithm of the capital after each task; the tasks are the last axis."""
     log_gains = (np.asarray(differences, dtype=float) - level) / (1 + level)
-    logs = np.cumsum(np.log1p(log_gains[..., None] * BETS), axis=-2)
-    peak = logs.max(axis=-1)  # subtracted before exp, which would overflow after thousands of wins
-    return peak + np.log(np.exp(logs - peak[..., None]).mean(axis=-1))
+    log_capitals = np.cumsum(np.log1p(log_gains[..., None] * BETS), axis=-2)
+    peak = log_capitals.max(axis=-1)  # subtracted before exp, which would overflow after thousands of wins
+    return peak + np.log(np.exp(log_capitals - peak[..., None]).mean(axis=-1))
 
 
 def first_rejection(differences: Sequence[float], level: float, alpha: float) -> int | None:

@@ -11,17 +11,17 @@ import yaml
 
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models.names import BUILTIN, resolve_model_name
-from TrainingFactory.registry.lineage import ancestors, origin, tree_lines
+from TrainingFactory.registry.lineage import list_ancestors, origin, render_tree
 from TrainingFactory.registry.rows import Version
 
 UNKNOWN = "unknown"
 
 
-def model_card(version: Version, evaluations: Sequence[dict[str, Any]], kind: str) -> str:
-    """Return a model card with Hugging Face metadata. `kind` is "adapter" or the kind of an exported whole model."""
+def render_card(version: Version, evaluations: Sequence[dict[str, Any]], export_kind: str) -> str:
+    """Return a model card with Hugging Face metadata. `export_kind` is "adapter" or the kind of an exported model."""
     base = origin(version.lineage).partition(" ")[0]
-    licence, source = licence_of(base)
-    front_matter: dict[str, Any] = {"library_name": "peft" if kind == "adapter" else "transformers"}
+    licence, licence_source = find_licence(base)
+    front_matter: dict[str, Any] = {"library_name": "peft" if export_kind == "adapter" else "transformers"}
     front_matter |= {"pipeline_tag": "text-generation", "tags": ["training-factory", *version.tags]}
     if licence != UNKNOWN:
         front_matter["license"] = licence
@@ -30,50 +30,50 @@ def model_card(version: Version, evaluations: Sequence[dict[str, Any]], kind: st
     lines = ["---", yaml.safe_dump(front_matter, sort_keys=False).strip(), "---", "", f"# {version}", ""]
     lines += [version.description, ""] if version.description else []
     lines += [f"Registered {version.created} by {version.who}; digest `{version.digest}`.", ""]
-    lines += [f"Licence of the base model: {licence}{source}.", "", "## Lineage", "", "```"]
-    lines += [*tree_lines(version.lineage, str(version)), "```", "", "## Evaluations", ""]
-    return "\n".join([*lines, *_evaluation_table(version, evaluations), ""])
+    lines += [f"Licence of the base model: {licence}{licence_source}.", "", "## Lineage", "", "```"]
+    lines += [*render_tree(version.lineage, str(version)), "```", "", "## Evaluations", ""]
+    return "\n".join([*lines, *_format_evaluations(version, evaluations), ""])
 
 
-def licence_of(base: str) -> tuple[str, str]:
+def find_licence(base_model: str) -> tuple[str, str]:
     """Return the licence that the base model's own card states, and a text that names the source."""
-    if resolve_model_name(base) == BUILTIN:
+    if resolve_model_name(base_model) == BUILTIN:
         return "apache-2.0", " (built into TrainingFactory)"
-    folder = Path(base).expanduser()
-    readme = folder / "README.md" if folder.is_dir() else _cached_readme(resolve_model_name(base))
+    folder = Path(base_model).expanduser()
+    readme = folder / "README.md" if folder.is_dir() else _find_cached_readme(resolve_model_name(base_model))
     if readme is not None and readme.is_file():
         text = readme.read_text(encoding="utf-8", errors="replace")
         if front_matter := re.match(r"---\n(.*?)\n---", text, re.DOTALL):
             licence = re.search(r"^license:\s*(\S+)", front_matter[1], re.MULTILINE)
             if licence:
-                return licence[1], f" (according to {readme.name} of {base})"
-    return UNKNOWN, f": see the model card of {base}"
+                return licence[1], f" (according to {readme.name} of {base_model})"
+    return UNKNOWN, f": see the model card of {base_model}"
 
 
-def _cached_readme(name: str) -> Path | None:
-    if name.count("/") != 1:
+def _find_cached_readme(model_name: str) -> Path | None:
+    if model_name.count("/") != 1:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "README.md")
-    return Path(cached) if isinstance(cached, str) else None
+    readme_path = try_to_load_from_cache(model_name, "README.md")
+    return Path(readme_path) if isinstance(readme_path, str) else None
 
 
-def _evaluation_table(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
+def _format_evaluations(version: Version, evaluations: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of the evaluations; if there are none, of the run's last evaluation during training."""
     rows = [
-        f"| {evaluation_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
+        f"| {format_title(record)} | {_interval(record['metrics'])} | {record.get('time', '')} |"
         for record in evaluations
         if "success" in record.get("metrics", {})
     ]
     if not rows:
-        metrics = ancestors(version.lineage)[-1].get("metrics", {})
+        metrics = list_ancestors(version.lineage)[-1].get("metrics", {})
         heldout = {k.removeprefix("eval/"): value for k, value in metrics.items() if k.startswith("eval/")}
         rows = [f"| held-out tasks of the run | {_interval(heldout)} | |"] if "success" in heldout else []
     return ["| tasks | success (95 % interval) | time |", "|---|---|---|", *rows] if rows else ["None yet."]
 
 
-def evaluation_title(record: dict[str, Any]) -> str:
+def format_title(record: dict[str, Any]) -> str:
     """Return a title for an evaluation: suite, entry or environment, and number of tasks."""
     conditions = record.get("conditions", {})
     labels = [record.get("suite"), record.get("entry") or conditions.get("environment")]

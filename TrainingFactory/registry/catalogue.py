@@ -16,20 +16,20 @@ from TrainingFactory.registry.lineage import LineageNode
 from TrainingFactory.registry.rows import (
     VERSION_NAME,
     Version,
-    alias_number,
-    all_versions,
     check_name,
     current_user,
     find_version,
+    get_alias_number,
     get_version,
-    now,
+    read_versions,
+    utc_now,
     write_decision,
     write_evaluations,
 )
-from TrainingFactory.registry.store import ModelStore, checksums_of, digest_of
+from TrainingFactory.registry.store import ModelStore, combine_digests, read_model_checksums
 
 REGISTRY_FILE = "registry.sqlite"
-MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
+ALIAS_MOVES = ("alias", "promote", "rollback")  # kinds of decisions that point an alias to a version
 
 
 def registry_path(runs: str | Path = "runs", path: str | Path | None = None) -> Path:
@@ -55,19 +55,19 @@ class Catalogue:
             aliases = [f"{row['model']}@{row['alias']}" for row in db.execute("SELECT * FROM aliases")]
             return sorted([*aliases, *(row["name"] for row in db.execute("SELECT name FROM models"))])
 
-    def find(self, name: str) -> Version | None:
+    def find(self, version_name: str) -> Version | None:
         """Return the version named `agent` (the newest), `agent:3` or `agent@champion`; None if there is no such model.
         Raise ValueError if the model has no such version or alias."""
-        if (parsed := VERSION_NAME.fullmatch(name)) is None or not self.path.is_file():
+        if (name_match := VERSION_NAME.fullmatch(version_name)) is None or not self.path.is_file():
             return None
         with self._database.reading() as db:
-            return find_version(db, parsed)
+            return find_version(db, name_match)
 
-    def get(self, name: str) -> Version:
+    def get(self, version_name: str) -> Version:
         """Return the version with this name; raise ValueError if there is none."""
-        if (version := self.find(name)) is None:
-            hint = did_you_mean(nearest(name, self.names(), 0.5))
-            raise ValueError(f"there is no registered model {name!r} in {self.path}{hint}")
+        if (version := self.find(version_name)) is None:
+            hint = did_you_mean(nearest(version_name, self.names(), 0.5))
+            raise ValueError(f"there is no registered model {version_name!r} in {self.path}{hint}")
         return version
 
     def alias(self, model: str, alias: str) -> int | None:
@@ -75,18 +75,18 @@ class Catalogue:
         if not self.path.is_file():
             return None
         with self._database.reading() as db:
-            return alias_number(db, model, alias)
+            return get_alias_number(db, model, alias)
 
     def versions(self, model: str | None = None) -> list[Version]:
         """Return the versions of one model, or of all models, oldest first."""
         if not self.path.is_file():
             return []
         with self._database.reading() as db:
-            return all_versions(db, model)
+            return read_versions(db, model)
 
-    def evaluations(self, name: str) -> list[dict[str, Any]]:
+    def evaluations(self, version_name: str) -> list[dict[str, Any]]:
         """Return the evaluation records of a version, oldest first."""
-        version = self.get(name)
+        version = self.get(version_name)
         with self._database.reading() as db:
             rows = db.execute(
                 "SELECT record FROM evaluations WHERE model = ? AND number = ? ORDER BY id",
@@ -128,27 +128,27 @@ class Catalogue:
         """Register the model in a folder as the next version, with its evaluation records. For an adapter, `base`
         describes the base model; the files in `base_folder`, if any, are stored too."""
         check_name(model)
-        sources = [(source, checksums_of(source)) for source in (folder, base_folder) if source is not None]
-        digest, *base_digests = [digest_of(checksums) for _, checksums in sources]
+        folders = [(path, read_model_checksums(path)) for path in (folder, base_folder) if path is not None]
+        digest, *base_digests = [combine_digests(checksums) for _, checksums in folders]
         if base is not None:
             base = base | {"digest": base_digests[0] if base_digests else None}
         version = None
         while version is None:  # another process may delete a stored model before this version refers to it
             with ExitStack() as stack:
                 copies = []
-                for source, checksums in sources:
-                    if self.store.find_damage(digest_of(checksums)):
+                for path, checksums in folders:
+                    if self.store.find_damage(combine_digests(checksums)):
                         with self._database.writing() as db:
-                            self._sweep(db)  # free the disk space of files that killed processes left
+                            self._remove_unused(db)  # free the disk space of files that killed processes left
                             temp_folder = stack.enter_context(self.store.temporary_folder())
-                        self.store.copy(source, temp_folder, checksums)
-                        copies.append((temp_folder, digest_of(checksums)))
-                row = (base and json.dumps(base), json.dumps(lineage), description, current_user(), now())
-                version = self._commit(model, copies, [digest, *base_digests], row, tags or {}, evaluations)
+                        self.store.copy(path, temp_folder, checksums)
+                        copies.append((temp_folder, combine_digests(checksums)))
+                row = (base and json.dumps(base), json.dumps(lineage), description, current_user(), utc_now())
+                version = self._insert(model, copies, [digest, *base_digests], row, tags or {}, evaluations)
         return version
 
-    def _commit(
-        self, model: str, copies: list[tuple[Path, str]], digests: list[str], row: tuple[Any, ...],
+    def _insert(
+        self, model: str, copies: list[tuple[Path, str]], digests: list[str], fields: tuple[Any, ...],
         tags: Mapping[str, str], evaluations: Sequence[Mapping[str, Any]],
     ) -> Version | None:  # fmt: skip
         """Rename the copied files to their digests and insert the next version in one transaction. Return None if a
@@ -158,11 +158,11 @@ class Catalogue:
                 self.store.publish(temp_folder, digest)
             if not all(self.store.folder(digest).is_dir() for digest in digests):
                 return None
-            db.execute("INSERT OR IGNORE INTO models VALUES (?, '', 0, ?)", (model, now()))
+            db.execute("INSERT OR IGNORE INTO models VALUES (?, '', 0, ?)", (model, utc_now()))
             db.execute("UPDATE models SET newest = newest + 1 WHERE name = ?", (model,))
             [number] = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
             db.execute(
-                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *row)
+                "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?, ?)", (model, number, digests[0], *fields)
             )
             db.executemany(
                 "INSERT INTO tags VALUES (?, ?, ?, ?)", [(model, number, *tag) for tag in tags.items()]
@@ -178,7 +178,7 @@ class Catalogue:
         check_name(alias, "alias")
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
-            previous = alias_number(db, version.model, alias)
+            previous = get_alias_number(db, version.model, alias)
             if expected != -1 and previous != expected:
                 raise ValueError(
                     f"{version.model}@{alias} was moved from version {expected or 'none'} to {previous or 'none'} by "
@@ -189,20 +189,20 @@ class Catalogue:
     def rollback(self, model: str, alias: str) -> tuple[Version, int | None]:
         """Roll an alias back to its previous version; return that version and the number that it replaces."""
         with self._database.writing() as db:
-            current = alias_number(db, model, alias)
+            current = get_alias_number(db, model, alias)
             history: list[int] = []
-            marks = ", ".join("?" * len(MOVES))
-            moves = db.execute(
-                f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({marks}) ORDER BY id",
-                (model, alias, *MOVES),
+            qmarks = ", ".join("?" * len(ALIAS_MOVES))
+            alias_moves = db.execute(
+                f"SELECT kind, number FROM decisions WHERE model = ? AND alias = ? AND kind IN ({qmarks}) ORDER BY id",
+                (model, alias, *ALIAS_MOVES),
             )
-            for kind, number in moves:
+            for kind, number in alias_moves:
                 if kind == "rollback":  # forget the later versions that it rolled back
                     while history and history[-1] != number:
                         history.pop()
                 else:
                     history.append(number)
-            versions = {version.number: version for version in all_versions(db, model)}
+            versions = {version.number: version for version in read_versions(db, model)}
             candidates = [number for number in history if number != current and number in versions]
             if not candidates:
                 raise ValueError(f"cannot roll back {model}@{alias}: no earlier version of it exists")
@@ -218,30 +218,30 @@ class Catalogue:
     def remove_alias(self, model: str, alias: str) -> int:
         """Remove an alias; return the number of its version."""
         with self._database.writing() as db:
-            if (number := alias_number(db, model, alias)) is None:
+            if (version_number := get_alias_number(db, model, alias)) is None:
                 raise ValueError(f"there is no {model}@{alias} in {self.path}")
             db.execute("DELETE FROM aliases WHERE model = ? AND alias = ?", (model, alias))
-            write_decision(db, model, alias, None, number, "unalias", None)
-            return number
+            write_decision(db, model, alias, None, version_number, "unalias", None)
+            return version_number
 
-    def record_decision(self, name: str, alias: str, kind: str, evidence: Any) -> None:
+    def record_decision(self, name: str, alias: str, decision_kind: str, evidence: Any) -> None:
         """Record a decision that changes no alias, such as a refused promotion."""
         with self._database.writing() as db:
             version = get_version(db, name, self.path)
-            number = alias_number(db, version.model, alias)
-            write_decision(db, version.model, alias, version.number, number, kind, evidence)
+            previous_number = get_alias_number(db, version.model, alias)
+            write_decision(db, version.model, alias, version.number, previous_number, decision_kind, evidence)
 
-    def add_evaluation(self, name: str, record: Mapping[str, Any]) -> None:
+    def add_evaluation(self, version_name: str, record: Mapping[str, Any]) -> None:
         """Add an evaluation record to a version."""
         with self._database.writing() as db:
-            version = get_version(db, name, self.path)
+            version = get_version(db, version_name, self.path)
             write_evaluations(db, version.model, version.number, [record])
 
-    def delete(self, name: str) -> tuple[Version, int]:
+    def delete(self, version_name: str) -> tuple[Version, int]:
         """Delete a version without aliases, and the files that no other version uses; return the version and the
         number of bytes freed."""
         with self._database.writing() as db:
-            version = get_version(db, name, self.path)
+            version = get_version(db, version_name, self.path)
             if version.aliases:
                 aliases = " and ".join(f"{version.model}@{alias}" for alias in version.aliases)
                 raise ValueError(f"cannot delete {version}: it is {aliases}. Move or remove the alias first")
@@ -255,18 +255,18 @@ class Catalogue:
     def sweep(self) -> int:
         """Remove files that no version uses; return the number of bytes freed."""
         with self._database.writing() as db:
-            return self._sweep(db)
+            return self._remove_unused(db)
 
-    def _sweep(self, db: sqlite3.Connection) -> int:
-        return self.store.sweep(set().union(*(version.digests for version in all_versions(db, None))))
+    def _remove_unused(self, db: sqlite3.Connection) -> int:
+        return self.store.sweep(set().union(*(version.digests for version in read_versions(db, None))))
 
-    def verify(self, name: str | None = None) -> dict[str, list[str]]:
+    def verify(self, version_name: str | None = None) -> dict[str, list[str]]:
         """Check every byte of the stored files of one version, or of all; return the problems by version."""
-        versions = self.versions() if name is None else [self.get(name)]
+        versions = self.versions() if version_name is None else [self.get(version_name)]
         digests = set().union(*(version.digests for version in versions))
         damage = {digest: self.store.find_damage(digest) for digest in digests}
-        problems = {
+        problems_by_version = {
             str(version): [problem for digest in sorted(version.digests) for problem in damage[digest]]
             for version in versions
         }
-        return {version: messages for version, messages in problems.items() if messages}
+        return {version: messages for version, messages in problems_by_version.items() if messages}

@@ -85,15 +85,15 @@ class RegistryDatabase:
                 connection.close()
 
     def _create_schema(self, connection: sqlite3.Connection) -> None:
-        schema = _read_pragma(connection, "user_version")
-        if schema == SCHEMA_VERSION and _read_pragma(connection, "application_id") == APPLICATION_ID:
+        version = _read_pragma(connection, "user_version")
+        if version == SCHEMA_VERSION and _read_pragma(connection, "application_id") == APPLICATION_ID:
             return
-        if schema > SCHEMA_VERSION:
+        if version > SCHEMA_VERSION:
             raise ValueError(
-                f"the registry {self.path} has schema {schema}, but this version of TrainingFactory supports only "
+                f"the registry {self.path} has schema {version}, but this version of TrainingFactory supports only "
                 f"{SCHEMA_VERSION}. Nothing was changed. Update TrainingFactory"
             )
-        if schema or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+        if version or connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
             if _read_pragma(connection, "application_id") == APPLICATION_ID:
                 return  # another process has just created it
             raise ValueError(f"{self.path} is the database of another program. Choose another file")
@@ -107,8 +107,8 @@ class RegistryDatabase:
         connection.execute("COMMIT")
 
 
-def _read_pragma(connection: sqlite3.Connection, name: str) -> int:
-    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+def _read_pragma(connection: sqlite3.Connection, pragma_name: str) -> int:
+    return int(connection.execute(f"PRAGMA {pragma_name}").fetchone()[0])
 
 
 def _enable_wal(connection: sqlite3.Connection) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.common.texts import message_of
 from TrainingFactory.models.names import SUPPORTED_MODELS
-from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, ancestors
+from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, list_ancestors
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 VERSION_NAME = re.compile(rf"(?P<model>{NAME.pattern})(:(?P<number>\d+)|@(?P<alias>{NAME.pattern}))?")
-DIGEST = re.compile(r"[0-9a-f]{64}")
+DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
 # Names of checkpoints and versions, invalid as aliases.
 RESERVED_ALIASES = re.compile(r"step-\d+|best|last|latest|\d+")
 
@@ -49,55 +49,55 @@ class Version:
         return {self.digest} | ({self.base["digest"]} if self.base and self.base["digest"] else set())
 
 
-def check_name(name: str, kind: str = "model") -> None:
-    """Raise ValueError if `name` is not valid for a registered model or an alias; `kind` is "model" or "alias"."""
+def check_name(name: str, subject: str = "model") -> None:
+    """Raise ValueError if `name` is not valid for a registered model or an alias; `subject` is "model" or "alias"."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"invalid {kind} name {name!r}: it must match {NAME.pattern}")
-    if kind == "alias" and RESERVED_ALIASES.fullmatch(name):
+        raise ValueError(f"invalid {subject} name {name!r}: it must match {NAME.pattern}")
+    if subject == "alias" and RESERVED_ALIASES.fullmatch(name):
         raise ValueError(f"invalid alias {name!r}: reserved for versions and checkpoints. Choose another")
-    if kind == "model" and name.lower() in SUPPORTED_MODELS:
+    if subject == "model" and name.lower() in SUPPORTED_MODELS:
         raise ValueError(f"invalid model name {name!r}: it is a supported model. Choose another")
 
 
-def find_version(db: sqlite3.Connection, match: re.Match[str]) -> Version | None:
+def find_version(db: sqlite3.Connection, name_match: re.Match[str]) -> Version | None:
     """Return the version that a match of VERSION_NAME names; None if there is no such model. Raise ValueError if the
     model has no such version or alias."""
-    model, number, alias = match["model"], match["number"], match["alias"]
+    model, number, alias = name_match["model"], name_match["number"], name_match["alias"]
     row = db.execute("SELECT newest FROM models WHERE name = ?", (model,)).fetchone()
     if row is None:
         return None
-    versions = {version.number: version for version in all_versions(db, model)}
+    versions = {version.number: version for version in read_versions(db, model)}
     aliases = {alias: version for version in versions.values() for alias in version.aliases}
-    existing = (
+    existing_names = (
         ", ".join([*(f":{number}" for number in versions), *(f"@{alias}" for alias in aliases)]) or "none"
     )
     if number is not None and int(number) not in versions:
         problem = "was deleted" if 0 < int(number) <= row["newest"] else "does not exist"
-        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {existing}")
+        raise ValueError(f"version {number} of {model} {problem}. Existing versions: {existing_names}")
     if alias is not None and alias != "latest" and alias not in aliases:
         hint = did_you_mean(nearest(alias, aliases))
-        raise ValueError(f"{model} has no alias {alias!r}{hint or f'. Existing versions: {existing}'}")
+        raise ValueError(f"{model} has no alias {alias!r}{hint or f'. Existing versions: {existing_names}'}")
     if not versions:
         raise ValueError(f"all versions of {model} were deleted")
     return versions[int(number)] if number else aliases.get(alias or "") or versions[max(versions)]
 
 
-def get_version(db: sqlite3.Connection, name: str, path: Path) -> Version:
+def get_version(db: sqlite3.Connection, version_name: str, path: Path) -> Version:
     """Return the version with this name; raise ValueError if there is none in the registry at `path`."""
-    match = VERSION_NAME.fullmatch(name)
-    if match is None or (version := find_version(db, match)) is None:
-        raise ValueError(f"there is no registered model {name!r} in {path}")
+    name_match = VERSION_NAME.fullmatch(version_name)
+    if name_match is None or (version := find_version(db, name_match)) is None:
+        raise ValueError(f"there is no registered model {version_name!r} in {path}")
     return version
 
 
-def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
+def read_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
     """Return the versions of a model, or of all models, with their aliases and tags."""
-    condition, params = ("", ()) if model is None else ("WHERE model = ?", (model,))
+    condition, parameters = ("", ()) if model is None else ("WHERE model = ?", (model,))
     aliases: dict[tuple[str, int], list[str]] = {}
     tags: dict[tuple[str, int], dict[str, str]] = {}
-    for row in db.execute(f"SELECT * FROM aliases {condition} ORDER BY alias", params):
+    for row in db.execute(f"SELECT * FROM aliases {condition} ORDER BY alias", parameters):
         aliases.setdefault((row["model"], row["number"]), []).append(row["alias"])
-    for row in db.execute(f"SELECT * FROM tags {condition} ORDER BY key", params):
+    for row in db.execute(f"SELECT * FROM tags {condition} ORDER BY key", parameters):
         tags.setdefault((row["model"], row["number"]), {})[row["key"]] = row["value"]
     return [
         Version(
@@ -105,7 +105,7 @@ def all_versions(db: sqlite3.Connection, model: str | None) -> list[Version]:
             aliases=tuple(aliases.get((row["model"], row["number"]), ())),
             tags=tags.get((row["model"], row["number"]), {}),
         )
-        for row in db.execute(f"SELECT * FROM versions {condition} ORDER BY model, number", params)
+        for row in db.execute(f"SELECT * FROM versions {condition} ORDER BY model, number", parameters)
     ]
 
 
@@ -114,12 +114,12 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     try:
         base, lineage = row["base"] and json.loads(row["base"]), json.loads(row["lineage"])
         for digest in (row["digest"], base and base["digest"]):
-            if digest is not None and not DIGEST.fullmatch(digest):
+            if digest is not None and not DIGEST_PATTERN.fullmatch(digest):
                 raise ValueError(f"invalid digest {digest!r}")
-        if not all("folder" in node or node.keys() >= RUN_KEYS for node in ancestors(lineage)):
+        if not all("folder" in node or node.keys() >= RUN_KEYS for node in list_ancestors(lineage)):
             raise ValueError("incomplete lineage")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        [path] = [file["file"] for file in db.execute("PRAGMA database_list") if file["name"] == "main"]
+        [path] = [entry["file"] for entry in db.execute("PRAGMA database_list") if entry["name"] == "main"]
         raise ValueError(
             f"version {row['number']} of {row['model']!r} in {path} is damaged: {message_of(error)}. Restore the file "
             "from a backup, or delete this row from its table `versions`"
@@ -127,17 +127,17 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     return {"base": base, "lineage": lineage}
 
 
-def alias_number(db: sqlite3.Connection, model: str, alias: str) -> int | None:
+def get_alias_number(db: sqlite3.Connection, model: str, alias: str) -> int | None:
     row = db.execute("SELECT number FROM aliases WHERE model = ? AND alias = ?", (model, alias)).fetchone()
     return None if row is None else row["number"]
 
 
 def write_evaluations(
-    db: sqlite3.Connection, model: str, number: int, records: Sequence[Mapping[str, Any]]
+    db: sqlite3.Connection, model: str, version_number: int, records: Sequence[Mapping[str, Any]]
 ) -> None:
     db.executemany(
         "INSERT INTO evaluations (model, number, record, who, created) VALUES (?, ?, ?, ?, ?)",
-        [(model, number, json.dumps(record), current_user(), now()) for record in records],
+        [(model, version_number, json.dumps(record), current_user(), utc_now()) for record in records],
     )
 
 
@@ -148,11 +148,11 @@ def write_decision(
     db.execute(
         "INSERT INTO decisions (model, alias, number, was, kind, evidence, who, created) "
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-        (model, alias, number, previous, kind, json.dumps(evidence), current_user(), now()),
+        (model, alias, number, previous, kind, json.dumps(evidence), current_user(), utc_now()),
     )
 
 
-def now() -> str:
+def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.registry.card import evaluation_title
+from TrainingFactory.registry.card import format_title
 from TrainingFactory.registry.rows import Version
 
 EXPERIMENT = "training-factory"
@@ -27,12 +27,12 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         experiment_id = (
             existing.experiment_id if existing else client.create_experiment(EXPERIMENT, _artifact_uri(uri))
         )
-        run = client.create_run(experiment_id, run_name=str(version), tags=_tags(version))
+        run = client.create_run(experiment_id, run_name=str(version), tags=_format_tags(version))
         run_id = run.info.run_id
         for record in evaluations:
-            for name, value in record.get("metrics", {}).items():
+            for metric_name, value in record.get("metrics", {}).items():
                 metric = (
-                    f"{evaluation_title(record)}/{name}".replace("@", "_at_")
+                    f"{format_title(record)}/{metric_name}".replace("@", "_at_")
                     .replace("^", "_all_")
                     .replace(",", "")
                 )
@@ -40,9 +40,9 @@ def to_mlflow(version: Version, folder: Path, uri: str, evaluations: Sequence[di
         client.log_artifacts(run_id, str(folder), "model")
         if not client.search_registered_models(f"name = '{version.model}'"):
             client.create_registered_model(version.model)
-        source, tags = f"{run.info.artifact_uri}/model", _tags(version)
+        model_uri, version_tags = f"{run.info.artifact_uri}/model", _format_tags(version)
         new_version = client.create_model_version(
-            version.model, source, run_id, tags, description=version.description
+            version.model, model_uri, run_id, version_tags, description=version.description
         )
         for alias in version.aliases:
             client.set_registered_model_alias(version.model, alias, new_version.version)
@@ -60,5 +60,5 @@ def _artifact_uri(uri: str) -> str | None:
     return (Path(uri.removeprefix("sqlite:///")).expanduser().resolve().parent / "mlartifacts").as_uri()
 
 
-def _tags(version: Version) -> dict[str, str]:
+def _format_tags(version: Version) -> dict[str, str]:
     return version.tags | {"tfactory.version": str(version), "tfactory.digest": version.digest}

@@ -27,9 +27,9 @@ from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import TRAINING_STATE_FILES, modified_files
 from TrainingFactory.models.names import BUILTINS, SUPPORTED_MODELS, TORCH_SEED_PREFIX, resolve_model_name
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import run_node
+from TrainingFactory.registry.lineage import make_run_node
 from TrainingFactory.registry.rows import Version
-from TrainingFactory.registry.store import recorded_digest
+from TrainingFactory.registry.store import read_digest
 from TrainingFactory.resolve import factories
 from TrainingFactory.runs.folder import RunFolder, is_run, list_runs
 
@@ -64,7 +64,7 @@ class RecordedRun:
 class ResolvedModel:
     """A resolved model name; `name` is the model for `load_model`, or the base model of `adapter`."""
 
-    requested: str
+    query: str
     name: str
     adapter: str | None = None
     folder: Path | None = None  # files of the model or adapter; None if they are not on this machine
@@ -85,18 +85,18 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     file, by default in the folder of runs."""
     runs = Path(runs).expanduser()
     catalogue = Catalogue(registry_path(runs, registry))
-    name = factories.model_target(name) or name
-    path = Path(name).expanduser()
+    name = factories.get_target(name) or name
+    local_path = Path(name).expanduser()
     if is_endpoint(name) or resolve_model_name(name) in BUILTINS or name.lower() in SUPPORTED_MODELS:
         return ResolvedModel(name, name)
     if (run := _resolve_run(name, runs)) is not None:
         return run
     if (version := catalogue.find(name)) is not None:
         return _resolve_version(name, version, catalogue)
-    if path.is_dir():
-        return _resolve_folder(name, path, runs)
-    is_local = name.startswith((".", "/", "~")) or path.suffix == ".gguf" or path.parent == runs
-    if path.suffix == ".gguf" and path.is_file():
+    if local_path.is_dir():
+        return _resolve_folder(name, local_path, runs)
+    is_local = name.startswith((".", "/", "~")) or local_path.suffix == ".gguf" or local_path.parent == runs
+    if local_path.suffix == ".gguf" and local_path.is_file():
         return ResolvedModel(name, name)
     if name.startswith("package:") or (name.count("/") == 1 and not is_local):
         return ResolvedModel(name, name)
@@ -105,8 +105,8 @@ def find_model(name: str, runs: str | Path = "runs", registry: str | Path | None
     closest = nearest(short_name, known_names, 0.5) or nearest(
         re.split("[:@]", short_name)[0], known_names, 0.5
     )
-    text = f"there is no such run or model: {name!r}{did_you_mean(closest)}"
-    raise factories.unknown_id_error("models", name, text)
+    error_text = f"there is no such run or model: {name!r}{did_you_mean(closest)}"
+    raise factories.make_id_error("models", name, error_text)
 
 
 def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
@@ -115,19 +115,19 @@ def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
     runs, registry = config.logging.output_dir, config.registry.path
     key = "name"
     try:
-        resolved = find_model(model.name, runs, registry)
-        changes |= resolved.section
-        if resolved.run is not None:
-            trained_model = with_original_model(resolved.run).model
-            inherited = (*INHERITED_OPTIONS, "quantization") if resolved.adapter else INHERITED_OPTIONS
-            unset_options = [name for name in inherited if name not in model.model_fields_set]
+        resolved_model = find_model(model.name, runs, registry)
+        changes |= resolved_model.section
+        if resolved_model.run is not None:
+            trained_model = with_original_model(resolved_model.run).model
+            options = (*INHERITED_OPTIONS, "quantization") if resolved_model.adapter else INHERITED_OPTIONS
+            unset_options = [name for name in options if name not in model.model_fields_set]
             changes |= {name: getattr(trained_model, name) for name in unset_options}
             if model.revision is not None:
                 key = "revision"
                 raise ValueError(f"is only for hub models, but {model.name} was trained here. Remove it")
         if model.adapter is not None:
             key = "adapter"
-            if resolved.adapter is not None:
+            if resolved_model.adapter is not None:
                 raise ValueError(
                     f"model.name={model.name} is already an adapter. Remove model.adapter, or merge {model.name} "
                     f"first: tfactory export {model.name} --out FOLDER --merge"
@@ -138,67 +138,67 @@ def with_resolved_model(config: TrainingConfig) -> TrainingConfig:
             changes["adapter"] = adapter
     except ValueError as error:
         raise config.wrong([Problem(("model", key), str(error))]) from error
-    return _with_section(config, changes)
+    return _with_model_options(config, changes)
 
 
-def _with_section(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
+def _with_model_options(config: TrainingConfig, changes: Mapping[str, Any]) -> TrainingConfig:
     model = config.model
-    changes = {name: value for name, value in changes.items() if value != getattr(model, name)}
+    changes = {key: value for key, value in changes.items() if value != getattr(model, key)}
     return config.model_copy(update={"model": model.model_copy(update=changes)}) if changes else config
 
 
-def model_provenance(config: TrainingConfig) -> dict[str, Any]:
+def describe_provenance(config: TrainingConfig) -> dict[str, Any]:
     """Return the entry of environment.json about the model that a run starts from: its name, the resolved keys of the
     model section, the digest of its files and its lineage."""
     model = with_resolved_model(config).model
-    resolved = find_model(config.model.name, config.logging.output_dir, config.registry.path)
+    resolved_model = find_model(config.model.name, config.logging.output_dir, config.registry.path)
     section = {name: value for name, value in model if value != getattr(config.model, name)}
     for name in ("name", "adapter"):  # absolute paths, valid from any folder
         path = Path(getattr(model, name) or "").expanduser()
         if getattr(model, name) and path.exists():
             section[name] = str(path.resolve())
-    folder = _folder_of_section(section)
+    folder = _find_folder(section)
     return {
         "written": config.model.name,
         "meant": section,
-        "version": None if resolved.version is None else str(resolved.version),
-        "digest": None if folder is None or not folder.is_dir() else recorded_digest(folder),
+        "version": None if resolved_model.version is None else str(resolved_model.version),
+        "digest": None if folder is None or not folder.is_dir() else read_digest(folder),
         "drawn_by": "integers" if resolve_model_name(model.name) in BUILTINS else None,
-        "parent": _lineage_of(resolved),
+        "parent": _build_lineage(resolved_model),
     }
 
 
-def _lineage_of(model: ResolvedModel) -> dict[str, Any] | None:
+def _build_lineage(model: ResolvedModel) -> dict[str, Any] | None:
     """Return the lineage of a model that a run of this project trained; None for other models."""
     if model.version is not None:
         return model.version.lineage | {"version": str(model.version)}
     if isinstance(model.run, RunFolder) and model.folder is not None:
-        return run_node(model.run, model.folder)
+        return make_run_node(model.run, model.folder)
     return None
 
 
 def with_original_model(run: TrainedBy, config: TrainingConfig | None = None) -> TrainingConfig:
     """Return `config`, by default the run's own, with the model section that the run was started with."""
     origin = run.run_info.get(MODEL_KEY) or {}
-    original = _with_section(config or run.config, origin.get("meant", {}))
-    model = original.model
+    original_config = _with_model_options(config or run.config, origin.get("meant", {}))
+    model = original_config.model
     if (
         resolve_model_name(model.name) in BUILTINS and origin.get("drawn_by") is None
     ):  # started before version 0.2
-        return _with_section(
-            original,
+        return _with_model_options(
+            original_config,
             {"revision": f"{TORCH_SEED_PREFIX}{(model.revision or '0').removeprefix(TORCH_SEED_PREFIX)}"},
         )
-    return original
+    return original_config
 
 
 def check_original_model(run: TrainedBy) -> None:
     """Raise ValueError if the files of the model that a run was started from are missing or changed."""
     origin = run.run_info.get(MODEL_KEY) or {}
-    folder, digest, problem = _folder_of_section(origin.get("meant", {})), origin.get("digest"), ""
+    folder, digest, problem = _find_folder(origin.get("meant", {})), origin.get("digest"), ""
     if folder is not None and not folder.exists():
         problem = "is missing"
-    elif folder is not None and digest is not None and recorded_digest(folder) != digest:
+    elif folder is not None and digest is not None and read_digest(folder) != digest:
         problem = "has changed since"
     if problem:
         raise ValueError(
@@ -207,7 +207,7 @@ def check_original_model(run: TrainedBy) -> None:
         )
 
 
-def _folder_of_section(section: Mapping[str, Any]) -> Path | None:
+def _find_folder(section: Mapping[str, Any]) -> Path | None:
     """Return the folder that a model section names: the adapter's if it has one, else the model's."""
     name = section.get("adapter") or section.get("name")
     return Path(name) if name else None
@@ -215,28 +215,28 @@ def _folder_of_section(section: Mapping[str, Any]) -> Path | None:
 
 def _resolve_run(name: str, runs: Path) -> ResolvedModel | None:
     """Resolve the name or folder of a run, or one of its checkpoints; return None if it is not a run."""
-    path, match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
+    path, name_match = Path(name).expanduser(), CHECKPOINT_NAME.fullmatch(name)
     if path.parent.name == "checkpoints" and path.is_dir() and is_run(path.parent.parent):
         return _resolve_checkpoint(name, RunFolder(path.parent.parent), path)
-    run_path = Path(match["run"] if match else name).expanduser()
+    run_path = Path(name_match["run"] if name_match else name).expanduser()
     folder = next((folder for folder in (runs / run_path, run_path) if is_run(folder)), None)
     if folder is None:
         return None
     run = RunFolder(folder)
-    return _resolve_checkpoint(name, run, find_checkpoint(run, match["which"] if match else "last"))
+    return _resolve_checkpoint(name, run, find_checkpoint(run, name_match["which"] if name_match else "last"))
 
 
-def find_checkpoint(run: RunFolder, name: str) -> Path:
+def find_checkpoint(run: RunFolder, checkpoint_name: str) -> Path:
     """Return a checkpoint of a run by name: "last", "step-40" or "best". If the run has no evaluations, "best" is the
     last checkpoint."""
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise ValueError(f"run {run.name} has no checkpoint yet. Wait for the first one, or use another run")
-    if name == "best" and (checkpoint := run.best()) is not None:
+    if checkpoint_name == "best" and (checkpoint := run.best()) is not None:
         return checkpoint
-    if name in ("best", "last"):
+    if checkpoint_name in ("best", "last"):
         return checkpoints[-1]
-    step = int(name.removeprefix("step-"))
+    step = int(checkpoint_name.removeprefix("step-"))
     for path in checkpoints:
         if path == run.checkpoint_folder(step):
             return path
@@ -245,17 +245,17 @@ def find_checkpoint(run: RunFolder, name: str) -> Path:
 
 
 def _resolve_checkpoint(name: str, run: RunFolder, folder: Path) -> ResolvedModel:
-    if files := _damaged_files(folder):
-        other_paths = ", ".join(str(path) for path in run.checkpoints() if path != folder)
+    if damaged_files := _find_damaged_files(folder):
+        other_checkpoints = ", ".join(str(path) for path in run.checkpoints() if path != folder)
         raise ValueError(
-            f"{folder} is damaged: {', '.join(files)}. Other checkpoints: {other_paths or 'none'}"
+            f"{folder} is damaged: {', '.join(damaged_files)}. Other checkpoints: {other_checkpoints or 'none'}"
         )
     if (folder / ADAPTER).is_file():
         return ResolvedModel(name, with_original_model(run).model.name, str(folder), folder, run)
     return ResolvedModel(name, str(folder), None, folder, run)
 
 
-def _damaged_files(folder: Path) -> list[str]:
+def _find_damaged_files(folder: Path) -> list[str]:
     """Return the files of a model that differ from their checksums. The result is cached until a file changes."""
     files = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir())
     return _find_modified_files(folder, tuple(files))
@@ -269,7 +269,7 @@ def _find_modified_files(folder: Path, file_stats: tuple[Any, ...]) -> list[str]
 def _resolve_version(name: str, version: Version, catalogue: Catalogue) -> ResolvedModel:
     folder, lineage = catalogue.folder(version), version.lineage
     for stored_folder in map(catalogue.store.folder, sorted(version.digests)):
-        if not stored_folder.is_dir() or _damaged_files(stored_folder):
+        if not stored_folder.is_dir() or _find_damaged_files(stored_folder):
             raise ValueError(f"{version} is damaged. For details run: tfactory registry verify {version}")
     trained_by = None
     if "config" in lineage:

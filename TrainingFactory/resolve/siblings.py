@@ -31,8 +31,8 @@ class SiblingFactory:
     def installed(self) -> bool:
         return find_spec(self.package) is not None
 
-    def load_method(self, name: str) -> Callable[..., Any] | None:
-        """Instantiate the factory's class and return its method `name`; None if it has no such method."""
+    def load_method(self, method_name: str) -> Callable[..., Any] | None:
+        """Instantiate the factory's class and return its method `method_name`; None if it has no such method."""
         path = f"{self.package}.services.{self.class_name}"
         try:
             manager = getattr(import_module(f"{self.package}.services"), self.class_name)()
@@ -43,15 +43,15 @@ class SiblingFactory:
                 f"{self.package} is installed, but {path} has no method {self.required}. Update {self.package}, or "
                 "add the id to factories.yaml, which is searched first"
             )
-        return getattr(manager, name, None)
+        return getattr(manager, method_name, None)
 
     def find_object(self, name: str) -> Any:
         """Return the object with this id; None if the package is not installed or does not know the id."""
-        find = self.load_method(self.find_method) if self.installed else None
-        if find is None:
+        find_object = self.load_method(self.find_method) if self.installed else None
+        if find_object is None:
             return None
         try:
-            return find(name)
+            return find_object(name)
         except LookupError:
             return None
         except Exception as error:  # foreign code
@@ -65,7 +65,7 @@ COMPUTE = SiblingFactory("ComputeFactory", "ResourceManager", "get_allocation", 
 SIBLINGS = {"datasets": DATA, "environments": ENVIRONMENTS, "compute": COMPUTE}
 
 
-def rows_of(dataset: Any) -> Any:
+def get_rows(dataset: Any) -> Any:
     """Return the data of a DataFactory dataset: its `path` to a file, its `rows`, or the dataset itself."""
     path, rows = getattr(dataset, "path", None), getattr(dataset, "rows", dataset)
     if isinstance(path, str | Path):
@@ -88,20 +88,20 @@ class Allocation:
     release_callback: Callable[[], Any] | None = None
 
     @classmethod
-    def of(cls, source: Any) -> Allocation:
+    def from_object(cls, lease: Any) -> Allocation:
         """Convert a ComputeFactory allocation: its GPUs are `num_gpus`, or the `count` of its `resource_spec`."""
-        spec, num_gpus = getattr(source, "resource_spec", source), getattr(source, "num_gpus", None)
-        if num_gpus is None and getattr(spec, "resource_type", None) == "gpu":
-            num_gpus = getattr(spec, "count", None)
-        name = str(source.allocation_id)
+        resource_spec, num_gpus = getattr(lease, "resource_spec", lease), getattr(lease, "num_gpus", None)
+        if num_gpus is None and getattr(resource_spec, "resource_type", None) == "gpu":
+            num_gpus = getattr(resource_spec, "count", None)
+        allocation_id = str(lease.allocation_id)
         if num_gpus is not None and (not isinstance(num_gpus, int) or num_gpus < 1):
             raise ValueError(
-                f"allocation {name!r} has {num_gpus!r} GPUs; the number must be an integer from 1"
+                f"allocation {allocation_id!r} has {num_gpus!r} GPUs; the number must be an integer from 1"
             )
-        release = getattr(source, "release", None)
-        if release is None and COMPUTE.installed and (method := COMPUTE.load_method("release_resource")):
-            release = functools.partial(method, name)
-        return cls(name, num_gpus, getattr(source, "backend", None), release)
+        callback = getattr(lease, "release", None)
+        if callback is None and COMPUTE.installed and (fallback := COMPUTE.load_method("release_resource")):
+            callback = functools.partial(fallback, allocation_id)
+        return cls(allocation_id, num_gpus, getattr(lease, "backend", None), callback)
 
     def release(self) -> None:
         """Release the machines once; log failures, so that they never mask the run's own error."""

@@ -27,7 +27,7 @@ from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
 from TrainingFactory.types import Completion, SamplersLost, Step, Trajectory, Turn
 
 log = logging.getLogger(__name__)
-Play = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
+Player = Callable[[EpisodeRun], Coroutine[Any, Any, None]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,19 +58,19 @@ class Branching:
         if self.at == "tool_result":
             return bool(turn.tool_results)
         if self.at == "entropy":
-            return sampled_entropy(turn.completion) >= self.entropy
+            return estimate_entropy(turn.completion) >= self.entropy
         assert self.function is not None
         return bool(self.function(turns))
 
 
-def sampled_entropy(completion: Completion) -> float:
+def estimate_entropy(completion: Completion) -> float:
     """Return the mean of -log p over the sampled tokens: an unbiased estimate of their mean entropy, in nats."""
     return -sum(completion.logprobs) / len(completion.logprobs)
 
 
-def share(total: int | None, n: int, index: int) -> int | None:
-    """Return share `index` of a total that is split into `n` equal shares; the first shares get the remainder."""
-    return None if total is None else total // n + (index < total % n)
+def share(total: int | None, num_shares: int, index: int) -> int | None:
+    """Return share `index` of `num_shares` equal shares of a total; the first shares get the remainder."""
+    return None if total is None else total // num_shares + (index < total % num_shares)
 
 
 @dataclass(slots=True)
@@ -78,28 +78,28 @@ class PathBudget:
     """Budget of one path through a tree of forked episodes: its shares of the task's `max_episodes` and `max_tokens`,
     and its number of forks so far."""
 
-    episodes: int | None  # leaves that the path may still end in; None: no limit
+    leaves: int | None  # leaves that the path may still end in; None: no limit
     tokens: int | None  # sampled tokens left
     forks: int = 0  # so far
-    counted_turns: int = 0  # turns whose tokens are subtracted
+    num_counted_turns: int = 0  # turns whose tokens are subtracted
 
     def count_turns(self, turns: Sequence[Turn]) -> None:
         """Subtract the sampled tokens of the turns since the last call from the remaining tokens."""
         if self.tokens is not None:
-            self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.counted_turns :])
-        self.counted_turns = len(turns)
+            self.tokens -= sum(len(turn.completion.token_ids) for turn in turns[self.num_counted_turns :])
+        self.num_counted_turns = len(turns)
 
     def allows(self, continuations: int, turn_tokens: int) -> bool:
         """Return whether the remaining budget gives each of the `continuations` one episode and `turn_tokens`
         tokens."""
-        has_episodes = self.episodes is None or self.episodes >= continuations
+        has_episodes = self.leaves is None or self.leaves >= continuations
         return has_episodes and (self.tokens is None or self.tokens >= continuations * turn_tokens)
 
     def divide(self, n: int) -> list[PathBudget]:
         """Return one budget per continuation of a fork: an equal share of the remaining episodes and tokens."""
         return [
             PathBudget(
-                share(self.episodes, n, i), share(self.tokens, n, i), self.forks + 1, self.counted_turns
+                share(self.leaves, n, i), share(self.tokens, n, i), self.forks + 1, self.num_counted_turns
             )
             for i in range(n)
         ]
@@ -113,7 +113,7 @@ def is_stateless(environment: Environment) -> bool:
     return all(getattr(tool, "options", ToolOptions()).pure for tool in environment.executor.tools)
 
 
-def fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh", "replay"] | None:
+def choose_fork_method(environment: Environment, replay: bool) -> Literal["own", "fresh", "replay"] | None:
     """Return how to fork an environment: "own" calls its `fork`; "fresh" makes another one, because it has no state;
     "replay" makes another one and repeats the steps. None: it cannot fork. An environment whose tools have a session
     per episode does not use `fork`, because `fork` does not copy the state of the session."""
@@ -133,7 +133,7 @@ class ForkPoint:
     """Start of a forked episode, after the turns that it shares with its parent."""
 
     ids: list[int]  # prompt of the next turn
-    keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
+    turn_keys: list[EpisodeKey]  # key under which the tool calls of each shared turn are recorded
     batches: int  # tool batches of the shared turns
     method: Literal["own", "fresh", "replay"]
     timeout: float
@@ -151,8 +151,8 @@ class ForkPoint:
         except SamplersLost:
             raise
         except (Exception, SelfCancelled, SystemExit) as error:  # the environment is user code
-            where = location_of(error)
-            raise ForkFailed(f"rebuilding the environment{where} raised {describe(error)}") from error
+            location = location_of(error)
+            raise ForkFailed(f"rebuilding the environment{location} raised {describe(error)}") from error
         return list(self.ids)
 
     async def _replay_shared_turns(self, run: EpisodeRun, environment: Environment) -> None:
@@ -167,23 +167,23 @@ class ForkPoint:
                 if turn.summary:  # the environment did not get it
                     continue
                 if executor is not None:
-                    executor.use_key(self.keys[index], records=False)
-                _check_replayed(index, turn, await environment.step(copy.deepcopy(turn.message)), run)
+                    executor.use_key(self.turn_keys[index], records=False)
+                _check_replayed_step(index, turn, await environment.step(copy.deepcopy(turn.message)), run)
         if executor is not None:
             executor.use_key(run.key, batches=self.batches)
 
 
-def _check_replayed(turn_index: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
-    replayed = [(result.ok, result.error, result.content) for result in step.tool_results]
-    recorded = [(result.ok, result.error, result.content) for result in turn.tool_results]
-    if replayed != recorded or run.cut(step.replies) != turn.replies or step.done:
+def _check_replayed_step(turn_index: int, turn: Turn, step: Step, run: EpisodeRun) -> None:
+    replayed_results = [(result.ok, result.error, result.content) for result in step.tool_results]
+    recorded_results = [(result.ok, result.error, result.content) for result in turn.tool_results]
+    if replayed_results != recorded_results or run.truncate(step.replies) != turn.replies or step.done:
         raise ForkFailed(f"the replies to turn {turn_index + 1} differ when its calls are repeated")
 
 
-def _turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
+def _collect_turn_keys(run: EpisodeRun) -> list[EpisodeKey]:
     """Return, for each turn, the key under which its tool calls are recorded: the key of the episode that sampled the
     turn."""
-    shared_keys = run.start.keys if isinstance(run.start, ForkPoint) else []
+    shared_keys = run.start.turn_keys if isinstance(run.start, ForkPoint) else []
     return [*shared_keys, *[run.key] * (len(run.trajectory.turns) - len(shared_keys))]
 
 
@@ -197,20 +197,20 @@ class EpisodeForest:
     seeds: Sequence[Callable[[int, int], int]]
     warn: Callable[[str], None]
     recorder: Recorder | None = None
-    dropped: int = 0  # continuations whose environment could not be forked
+    num_dropped: int = 0  # continuations whose environment could not be forked
     _budgets: dict[EpisodeRun, PathBudget] = field(default_factory=dict)
     _group_indices: dict[EpisodeRun, int] = field(default_factory=dict)
-    _roots: list[int] = field(default_factory=list)  # number of roots of each group
+    _num_roots: list[int] = field(default_factory=list)  # number of roots of each group
     _start_fork: dict[EpisodeRun, Callable[[EpisodeRun], None]] = field(default_factory=dict)
-    _queued: list[EpisodeRun] = field(default_factory=list)  # forks that start with the next wave
+    _queued_forks: list[EpisodeRun] = field(default_factory=list)  # forks that start with the next wave
 
     def __post_init__(self) -> None:
-        self._roots = [len(group) for group in self.groups]
+        self._num_roots = [len(group) for group in self.groups]
         for group_index, group in enumerate(self.groups):
-            for index, run in enumerate(group):
-                episodes = share(self.branching.max_episodes, len(group), index)
-                tokens = share(self.branching.max_tokens, len(group), index)
-                self._add_run(run, group_index, PathBudget(episodes, tokens))
+            for root_index, run in enumerate(group):
+                max_episodes = share(self.branching.max_episodes, len(group), root_index)
+                max_tokens = share(self.branching.max_tokens, len(group), root_index)
+                self._add_run(run, group_index, PathBudget(max_episodes, max_tokens))
 
     def _add_run(self, run: EpisodeRun, group_index: int, budget: PathBudget) -> None:
         self._budgets[run], self._group_indices[run] = budget, group_index
@@ -220,30 +220,30 @@ class EpisodeForest:
     def runs(self) -> list[EpisodeRun]:
         return [run for group in self.groups for run in group]
 
-    async def play(self, group_index: int, play: Play) -> None:
+    async def play_group(self, group_index: int, player: Player) -> None:
         """Play the episodes of the group `group_index`, and all episodes forked from them."""
-        await gather_or_cancel([self._play_with_forks(run, play) for run in list(self.groups[group_index])])
+        await gather_or_cancel([self._play_with_forks(run, player) for run in list(self.groups[group_index])])
 
-    async def play_in_waves(self, play: Play) -> None:
+    async def play_in_waves(self, player: Player) -> None:
         """Play the batch in waves: first the unforked episodes, then the episodes forked in the previous wave, and so
         on. Open sessions and start episodes in a fixed order."""
         wave = self.runs
         while wave:
-            await gather_or_cancel([play(run) for run in wave])
-            wave, self._queued = self._queued, []
+            await gather_or_cancel([player(run) for run in wave])
+            wave, self._queued_forks = self._queued_forks, []
             wave.sort(key=lambda run: (self._group_indices[run], run.trajectory.member))
             for run in wave:
                 run.open_fork()
 
-    async def _play_with_forks(self, run: EpisodeRun, play: Play) -> None:
+    async def _play_with_forks(self, run: EpisodeRun, player: Player) -> None:
         """Play an episode and the episodes forked from it, which run in separate tasks as soon as there is room. Wait
         until all have ended. While it waits for its forks, the episode uses no slot of the concurrency limit."""
         children: list[asyncio.Task[None]] = []
         self._start_fork[run] = lambda child: children.append(
-            asyncio.ensure_future(self._play_with_forks(child, play))
+            asyncio.ensure_future(self._play_with_forks(child, player))
         )
         try:
-            await play(run)
+            await player(run)
             await asyncio.gather(*children)
         except BaseException:
             for task in children:
@@ -262,23 +262,23 @@ class EpisodeForest:
             return
         if not self._wants_fork(run):
             return
-        method = fork_method(environment, branching.replay)
+        method = choose_fork_method(environment, branching.replay)
         if method is None:
-            name = type(environment).__name__
-            self.warn(f"{name} cannot fork: it has no `fork` method. Its episodes are not branched")
+            class_name = type(environment).__name__
+            self.warn(f"{class_name} cannot fork: it has no `fork` method. Its episodes are not branched")
             return
-        shares = budget.divide(branching.continuations)
-        self._budgets[run] = shares[0]
+        budgets = budget.divide(branching.continuations)
+        self._budgets[run] = budgets[0]
         for digit in range(1, branching.continuations):
-            await self._fork_continuation(run, environment, ids, method, digit, budget.forks, shares[digit])
+            await self._fork_continuation(run, environment, ids, method, digit, budget.forks, budgets[digit])
 
-    def _may_fork(self, run: EpisodeRun, budget: PathBudget, ids: list[int]) -> bool:
-        rules, branching = run.rules, self.branching
+    def _may_fork(self, run: EpisodeRun, budget: PathBudget, prompt_ids: list[int]) -> bool:
+        settings, branching = run.rules, self.branching
         return (
             budget.forks < branching.max_forks
-            and run.num_turns < rules.max_turns
-            and len(ids) < run.max_length
-            and budget.allows(branching.continuations, rules.params.max_tokens)
+            and run.num_turns < settings.max_turns
+            and len(prompt_ids) < run.max_length
+            and budget.allows(branching.continuations, settings.params.max_tokens)
         )
 
     def _wants_fork(self, run: EpisodeRun) -> bool:
@@ -294,25 +294,25 @@ class EpisodeForest:
         self,
         run: EpisodeRun,
         environment: Environment,
-        ids: list[int],
+        prompt_ids: list[int],
         method: Literal["own", "fresh", "replay"],
-        digit: int,
+        branch: int,
         depth: int,
         budget: PathBudget,
     ) -> None:
-        """Create continuation number `digit` of a fork, and start or queue it. Drop it if the environment cannot be
+        """Create continuation number `branch` of a fork, and start or queue it. Drop it if the environment cannot be
         forked. `depth` is the number of earlier forks along the path."""
         parent, group_index = run.trajectory, self._group_indices[run]
         # The digits of a path's forks, in base `continuations`, make its number: the same whatever the timing.
-        member = parent.member + self._roots[group_index] * digit * self.branching.continuations**depth
-        key = run.key._replace(member=member)
-        reason = None if self.recorder is None else self.recorder.find_dropped_fork(key)
+        member = parent.member + self._num_roots[group_index] * branch * self.branching.continuations**depth
+        fork_key = run.key._replace(member=member)
+        drop_reason = None if self.recorder is None else self.recorder.find_dropped_fork(fork_key)
         try:
-            if reason is not None:
-                raise ForkFailed(reason)
+            if drop_reason is not None:
+                raise ForkFailed(drop_reason)
             forked = await self._fork_environment(environment) if method == "own" else None
-        except ForkFailed as failure:
-            self._drop_fork(key, str(failure))
+        except ForkFailed as error:
+            self._record_dropped_fork(fork_key, str(error))
             return
         trajectory = Trajectory(
             parent.task,
@@ -325,43 +325,43 @@ class EpisodeForest:
             fork_turn=len(parent.turns),
         )
         batches = environment.executor.batches if isinstance(environment, ToolEnvironment) else 0
-        fork_point = ForkPoint(ids, _turn_keys(run), batches, method, self.branching.timeout)
+        fork_point = ForkPoint(prompt_ids, _collect_turn_keys(run), batches, method, self.branching.timeout)
         if isinstance(forked, ToolEnvironment) and isinstance(environment, ToolEnvironment):
-            forked.executor.continue_from(environment.executor, key, forked)
+            forked.executor.continue_from(environment.executor, fork_key, forked)
         child = run.fork(trajectory, functools.partial(self.seeds[group_index], member), fork_point, forked)
         self._add_run(child, group_index, budget)
         self.groups[group_index].append(child)
         if self.branching.in_waves:
-            self._queued.append(child)
+            self._queued_forks.append(child)
         else:
             child.open_fork()
             self._start_fork[run](child)
 
     async def _fork_environment(self, environment: Environment) -> Environment:
         """Return the result of `environment.fork()`; raise ForkFailed if it is not an independent environment."""
-        name, timeout = f"{type(environment).__name__}.fork", self.branching.timeout
+        label, timeout = f"{type(environment).__name__}.fork", self.branching.timeout
         try:
             if isinstance(environment, ToolEnvironment):
                 await environment.executor.catch_up()  # a copy would lack calls that the cache answered
-            forked = await run_within(timeout, _call_fork(environment))
+            fork = await run_within(timeout, _call_fork(environment))
         except OutOfTime:
-            raise ForkFailed(f"{name} took longer than {timeout:g} s") from None
+            raise ForkFailed(f"{label} took longer than {timeout:g} s") from None
         except SamplersLost:
             raise
         except (Exception, SelfCancelled, SystemExit) as error:  # user code
-            raise ForkFailed(f"{name}{location_of(error)} raised {describe(error)}") from error
-        is_shared = forked is environment or (
+            raise ForkFailed(f"{label}{location_of(error)} raised {describe(error)}") from error
+        is_shared = fork is environment or (
             isinstance(environment, ToolEnvironment)
-            and (not isinstance(forked, ToolEnvironment) or forked.executor is environment.executor)
+            and (not isinstance(fork, ToolEnvironment) or fork.executor is environment.executor)
         )
-        if is_shared or not callable(getattr(forked, "step", None)):
+        if is_shared or not callable(getattr(fork, "step", None)):
             raise ForkFailed(
-                f"{name} returned no independent environment. Make one with type(self)(self.task) and copy the state"
+                f"{label} returned no independent environment. Make one with type(self)(self.task) and copy the state"
             )
-        return forked
+        return fork
 
-    def _drop_fork(self, key: EpisodeKey, reason: str) -> None:
-        self.dropped += 1
+    def _record_dropped_fork(self, key: EpisodeKey, reason: str) -> None:
+        self.num_dropped += 1
         if self.recorder is not None:
             self.recorder.record_dropped_fork(key, reason)
         self.warn(f"A fork was dropped: {reason}")
@@ -369,11 +369,11 @@ class EpisodeForest:
     def finish(self) -> list[list[Trajectory]]:
         """Return the episodes of each group by member, without dropped forks."""
         for run in self.runs:
-            if run.dropped is not None:
-                self._drop_fork(run.key, run.dropped)
+            if run.drop_reason is not None:
+                self._record_dropped_fork(run.key, run.drop_reason)
         return [
             sorted(
-                (run.trajectory for run in group if run.dropped is None),
+                (run.trajectory for run in group if run.drop_reason is None),
                 key=lambda trajectory: trajectory.member,
             )
             for group in self.groups
@@ -381,5 +381,5 @@ class EpisodeForest:
 
 
 async def _call_fork(environment: Any) -> Any:
-    forked = environment.fork()
-    return await forked if inspect.isawaitable(forked) else forked
+    fork = environment.fork()
+    return await fork if inspect.isawaitable(fork) else fork

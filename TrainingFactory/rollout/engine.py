@@ -14,7 +14,7 @@ from TrainingFactory.common.event_loop import run
 from TrainingFactory.common.seeds import turn_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
-from TrainingFactory.rollout.branching import Branching, EpisodeForest, Play
+from TrainingFactory.rollout.branching import Branching, EpisodeForest, Player
 from TrainingFactory.rollout.episode import EpisodeRun, EpisodeSettings
 from TrainingFactory.rollout.folding import Folding
 from TrainingFactory.rollout.group_scoring import GroupRun, gather_or_cancel
@@ -93,14 +93,14 @@ class RolloutEngine:
         recorded tool calls are keyed by `step` and the task's id. `names` replaces the ids in both; `recorded_as`
         replaces `step` for tool calls only."""
         key = step if recorded_as is None else recorded_as
-        runs = self._open_runs(tasks, names or _unique_group_names(tasks), sampler, group_size, step, key)
-        size = len(runs) // len(tasks) if tasks else 1
-        groups = [runs[start : start + size] for start in range(0, len(runs), size)]
+        runs = self._open_runs(tasks, names or _make_group_names(tasks), sampler, group_size, step, key)
+        num_runs = len(runs) // len(tasks) if tasks else 1
+        groups = [runs[start : start + num_runs] for start in range(0, len(runs), num_runs)]
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
             seeds = [
                 functools.partial(turn_seed, self.seed, step, name)
-                for name in names or _unique_group_names(tasks)
+                for name in names or _make_group_names(tasks)
             ]
             return await self._rollout_trees(self.branching, groups, seeds, gate)
         try:
@@ -114,7 +114,7 @@ class RolloutEngine:
             for episode in runs:
                 episode.close_session()
         self._measure_tail(runs)
-        return [[run.trajectory for run in group if run.dropped is None] for group in groups]
+        return [[run.trajectory for run in group if run.drop_reason is None] for group in groups]
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
         await gather_or_cancel([self._run_episode(episode, gate) for group in groups for episode in group])
@@ -148,17 +148,17 @@ class RolloutEngine:
                 episode.close_session()
             await asyncio.gather(*(episode.close() for episode in forest.runs))
         trajectories = forest.finish()
-        self.dropped_forks += forest.dropped
+        self.dropped_forks += forest.num_dropped
         self._measure_tail(forest.runs)
         return trajectories
 
-    async def _run_trees(self, forest: EpisodeForest, group_index: int, play: Play) -> None:
+    async def _run_trees(self, forest: EpisodeForest, group_index: int, player: Player) -> None:
         """Play a group and the episodes forked from it, unless `play_in_waves` has played them already. Then apply the
         group reward, if there is one."""
 
         async def play_all() -> None:
             if not forest.branching.in_waves:
-                await forest.play(group_index, play)
+                await forest.play_group(group_index, player)
 
         if self.group_reward is None:
             await play_all()
@@ -189,7 +189,7 @@ class RolloutEngine:
     def _report_episode(self, episode: EpisodeRun) -> None:
         if self.rules.runtime is not None and self.rules.runtime.recorder is not None:
             self.rules.runtime.recorder.check()  # raises if a replay has diverged from its recording
-        if self.on_episode is not None and episode.dropped is None:
+        if self.on_episode is not None and episode.drop_reason is None:
             self.on_episode(episode.trajectory)
 
     def _open_runs(
@@ -220,7 +220,7 @@ class RolloutEngine:
         return EpisodeRun(self.rules, trajectory, sampler.session(), sampler.max_length, *args)
 
 
-def _unique_group_names(tasks: Sequence[Task]) -> list[str]:
+def _make_group_names(tasks: Sequence[Task]) -> list[str]:
     """Return a unique name per group: a task that occurs twice in a batch gets a second name, with its own seeds."""
     counts: Counter[str] = Counter()
     names = []

@@ -18,7 +18,7 @@ from TrainingFactory.common.user_code import location_of
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout import folding
-from TrainingFactory.rollout.scoring import OpenEpisode, score, scoring_error
+from TrainingFactory.rollout.scoring import OpenEpisode, format_error, score
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.tools.fingerprint import digest
 from TrainingFactory.tools.recording import EpisodeKey
@@ -47,7 +47,7 @@ from TrainingFactory.types import (
 
 log = logging.getLogger(__name__)
 IMAGES_AS_TEXT = "images/as_text"  # signal of a turn: images that its model did not see
-LARGE_TEXT = 50_000  # characters from which tokenizing takes longer than switching to a thread
+LARGE_TEXT_CHARS = 50_000  # characters from which tokenizing takes longer than switching to a thread
 
 
 @dataclass(slots=True, frozen=True)
@@ -92,17 +92,17 @@ class _user_code:  # three times as fast as a generator-based context manager
     """Context manager around user code: an exception ends only its own episode."""
 
     subject: str
-    caught: type[Exception] = Exception
+    caught_errors: type[Exception] = Exception
 
     def __enter__(self) -> None: ...
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_type: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             return
         if isinstance(error, ToolFailure):
             raise _Stop("tool_failure", f"{self.subject}: {error}") from error
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
-        if isinstance(error, (self.caught, SystemExit)) and not isinstance(error, SamplersLost):
+        if isinstance(error, (self.caught_errors, SystemExit)) and not isinstance(error, SamplersLost):
             log.info("%s failed", self.subject, exc_info=True)
             raise _Stop("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
 
@@ -135,7 +135,7 @@ class EpisodeRun:
         # Called with the environment and the next prompt after every turn that continues; None: does not fork.
         self.after_turn: Callable[[Environment, list[int]], Awaitable[None]] | None = None
         self.start: EpisodeStart | None = None  # of a forked episode
-        self.dropped: str | None = None  # why a forked episode was not played
+        self.drop_reason: str | None = None  # why a forked episode was not played
 
     def fork(
         self,
@@ -182,9 +182,9 @@ class EpisodeRun:
             await run_within(self.rules.timeout, self._play_turns(self.environment), self.rules.clock)
         except _Stop as stop:
             self._end_episode(stop.status, stop.error)
-        except ForkFailed as failure:
-            self.dropped = str(failure)
-            self._end_episode("error", self.dropped)
+        except ForkFailed as error:
+            self.drop_reason = str(error)
+            self._end_episode("error", self.drop_reason)
         except OutOfTime:
             self._end_episode(
                 "error",
@@ -228,14 +228,14 @@ class EpisodeRun:
             ids = await self._render_first_prompt(environment)
         else:
             ids = await self.start.enter(self, environment)
-        fold: str | None = None
+        fold_kind: str | None = None
         for _ in range(self.num_turns, self.rules.max_turns):
             if self.rules.folding is not None:
-                ids, fold = await self._fold_prompt(ids, self.rules.folding)
+                ids, fold_kind = await self._fold_prompt(ids, self.rules.folding)
             turn = await self._sample_turn(ids)
-            turn.state = _state_name(environment)
-            if fold is not None:
-                self._mark_fold(turn, fold)
+            turn.state = _get_state_name(environment)
+            if fold_kind is not None:
+                self._mark_fold(turn, fold_kind)
             if turn.completion.finish == "length":
                 raise _Stop("truncated")  # no stop token was sampled, and none is added
             ids = await self._step_environment(environment, turn)
@@ -248,13 +248,13 @@ class EpisodeRun:
         completion = await self._sample_completion(ids, turn_index, max_tokens)
         message = self.rules.chat.parse(completion.token_ids, ids, self.trajectory.tools)
         turn = Turn(ids, completion, message)
-        for index, call in enumerate(turn.message.tool_calls):
-            call.id = call.id or f"call_{turn_index}_{index}"
+        for call_index, call in enumerate(turn.message.tool_calls):
+            call.id = call.id or f"call_{turn_index}_{call_index}"
         self.trajectory.turns.append(turn)
         return turn
 
-    def _mark_fold(self, turn: Turn, fold: str) -> None:
-        turn.fold = fold
+    def _mark_fold(self, turn: Turn, fold_kind: str) -> None:
+        turn.fold = fold_kind
         if self.context is not None and not self.context.has_task:
             turn.signals[folding.TASK_LOST] = 1.0
 
@@ -274,26 +274,26 @@ class EpisodeRun:
                 self.context = context
                 with _TEMPLATE_CODE:
                     arguments = (context, self.rules.chat, self.trajectory.tools)
-                    folded_ids = await in_thread(folding.context_ids, *arguments)
+                    folded_ids = await in_thread(folding.render_context, *arguments)
                 if len(folded_ids) >= self.max_length:
                     raise _Stop("truncated", folding.too_long_error(len(folded_ids), self.max_length, rules))
                 return folded_ids, rules.fold
         if len(ids) >= self.max_length:
-            text = folding.no_fold_error(len(ids), self.max_length, self.context.folds, rules)
-            raise _Stop("truncated", text)
+            error_text = folding.no_fold_error(len(ids), self.max_length, self.context.folds, rules)
+            raise _Stop("truncated", error_text)
         return ids, None
 
-    async def _fold_context(self, rules: folding.Folding) -> folding.Context:
+    async def _fold_context(self, settings: folding.Folding) -> folding.Context:
         assert self.context is not None
-        if rules.fold != "summary":
+        if settings.fold != "summary":
             with _user_code(f"folding the conversation ({folding.KEY})"):
-                return await folding.fold(self.context, rules)
+                return await folding.fold(self.context, settings)
         last_turn = self.trajectory.turns[-1]
         with _TEMPLATE_CODE:
-            ids = await in_thread(folding.summary_prompt, last_turn, rules.template, self.rules.chat)
+            ids = await in_thread(folding.render_request, last_turn, settings.template, self.rules.chat)
         if len(ids) >= self.max_length:
-            raise _Stop("truncated", folding.no_room_error(len(ids), self.max_length, rules))
-        turn = await self._sample_turn(ids, rules.summary_tokens)
+            raise _Stop("truncated", folding.no_room_error(len(ids), self.max_length, settings))
+        turn = await self._sample_turn(ids, settings.summary_tokens)
         turn.summary = True
         turn.message.tool_calls.clear()  # nothing executes them
         return folding.with_summary(self.context, turn.message.content)
@@ -313,16 +313,16 @@ class EpisodeRun:
             )
 
     async def _sample_completion(
-        self, ids: list[int], number: int, max_tokens: int | None = None
+        self, ids: list[int], turn_index: int, max_tokens: int | None = None
     ) -> Completion:
         tokens_left = self.max_length - len(ids)
         if tokens_left < 1:
-            text = f"the prompt of turn {number} has {len(ids)} tokens, the limit is {self.max_length}"
-            raise _Stop("truncated", text)
+            error = f"the prompt of turn {turn_index} has {len(ids)} tokens, the limit is {self.max_length}"
+            raise _Stop("truncated", error)
         if self._has_ended:  # timed out, and the environment ignored the cancellation
             raise asyncio.CancelledError
         max_tokens = min(max_tokens or self.rules.params.max_tokens, tokens_left)
-        params = self.rules.params.for_turn(max_tokens, self.seed_of(number))
+        params = self.rules.params.for_turn(max_tokens, self.seed_of(turn_index))
         completion = await self.session.sample(list(ids), params)  # a copy, because `ids` is trained on
         assert completion.token_ids, "the sampler returned no token"
         assert (completion.finish == "stop") == (completion.token_ids[-1] in params.stop_ids), (
@@ -340,38 +340,38 @@ class EpisodeRun:
         if self._has_ended:
             raise asyncio.CancelledError
         is_large = _are_messages_large(replies)
-        turn.replies = await in_thread(self.cut, replies) if is_large else self.cut(replies)
+        turn.replies = await in_thread(self.truncate, replies) if is_large else self.truncate(replies)
         turn.tool_results = list(step.tool_results)
         turn.signals.update(step.signals)
-        if not self.rules.chat.sees_images and (count := _count_images(replies)):
-            turn.signals[IMAGES_AS_TEXT] = count
+        if not self.rules.chat.sees_images and (num_images := _count_images(replies)):
+            turn.signals[IMAGES_AS_TEXT] = num_images
         # End the episode without a reward: a model must not learn to avoid tools because a server was down.
-        if unavailable := [result for result in turn.tool_results if result.error == "unavailable"]:
-            raise _Stop("tool_failure", unavailable[0].content)
+        if unavailable_results := [result for result in turn.tool_results if result.error == "unavailable"]:
+            raise _Stop("tool_failure", unavailable_results[0].content)
         if step.done:
             raise _Stop("done")
         with _TEMPLATE_CODE:
-            extend, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
+            render, previous_ids = self.rules.chat.extend, turn.prompt_ids + turn.completion.token_ids
             reply_ids = (
-                await in_thread(extend, turn, turn.replies) if is_large else extend(turn, turn.replies)
+                await in_thread(render, turn, turn.replies) if is_large else render(turn, turn.replies)
             )
             return previous_ids + reply_ids
 
-    def cut(self, replies: Sequence[Message]) -> list[Message]:
+    def truncate(self, replies: Sequence[Message]) -> list[Message]:
         """Truncate the contents of replies to `max_reply_tokens`, before they are rendered. A model that reads only
         text gets placeholders for images."""
-        chat, limit = self.rules.chat, self.rules.max_reply_tokens
-        truncated: list[Message] = []
+        chat, max_tokens = self.rules.chat, self.rules.max_reply_tokens
+        truncated_replies: list[Message] = []
         for reply in replies:
             text, images = reply.content, reply.images
             if images and not chat.sees_images:
                 announce_placeholders()
                 text, images = as_text(text, images), []
-            content = chat.truncate(valid_text(text), limit)
-            truncated.append(
-                reply.with_content(content, shift_images(images, text, content) if images else [])
+            short_text = chat.truncate(valid_text(text), max_tokens)
+            truncated_replies.append(
+                reply.with_content(short_text, shift_images(images, text, short_text) if images else [])
             )
-        return truncated
+        return truncated_replies
 
     async def _score_episode(self) -> None:
         trajectory = self.trajectory
@@ -379,15 +379,15 @@ class EpisodeRun:
             if (episode := self.episode()) is None:
                 return
             with episode.executor.measure("reward"):
-                scoring = score(episode, self.rules.reward)
-                trajectory.reward = await run_within(self.rules.timeout, scoring)
+                score_coroutine = score(episode, self.rules.reward)
+                trajectory.reward = await run_within(self.rules.timeout, score_coroutine)
         except OutOfTime:
             trajectory.error = f"scoring took longer than {self.rules.timeout:g} s"
         except SamplersLost:
             raise
         except Exception as error:  # rewards are user code
             log.info("scoring task %s failed", trajectory.task.id, exc_info=True)
-            trajectory.error = scoring_error(error)
+            trajectory.error = format_error(error)
 
     async def close(self) -> None:
         """Close the environment. Further calls do nothing."""
@@ -399,9 +399,9 @@ class EpisodeRun:
             with _user_code("the environment's close"):
                 await environment.close()
 
-        code = getattr(environment.close, "__code__", None)
+        close_code = getattr(environment.close, "__code__", None)
         try:
-            run_inline(close()) if code and never_waits(code) else await run_within(
+            run_inline(close()) if close_code and never_waits(close_code) else await run_within(
                 self.rules.timeout, close()
             )
         except (_Stop, OutOfTime, SelfCancelled) as error:  # the episode is complete and stays valid
@@ -413,8 +413,8 @@ class EpisodeRun:
 
     def attach(self, executor: AsyncToolExecutor, environment: Environment) -> AsyncToolExecutor:
         if (runtime := self.rules.runtime) is not None:
-            scope = None if runtime.cache is None else _cache_scope(environment, self.trajectory.task)
-            executor.attach(runtime, self.key, scope, environment)
+            cache_scope = None if runtime.cache is None else _hash_state(environment, self.trajectory.task)
+            executor.attach(runtime, self.key, cache_scope, environment)
         return executor
 
     def _end_episode(self, status: Status, error: str | None) -> None:
@@ -432,21 +432,21 @@ def announce_placeholders() -> None:
     )  # fmt: skip
 
 
-def _state_name(environment: Environment) -> str | None:
+def _get_state_name(environment: Environment) -> str | None:
     """Return the environment's name of its current state; None if the state has no name."""
     with _STATE_CODE:
         state = getattr(environment, "state", None)
     return state if isinstance(state, str) else None
 
 
-def _cache_scope(environment: Environment, task: Task) -> str:
+def _hash_state(environment: Environment, task: Task) -> str:
     """Return the tool cache's key of an environment's initial state. Hashes the whole task: ids are not unique."""
     return digest(repr([type(environment).__qualname__, task]))
 
 
 def _are_messages_large(messages: Sequence[Message]) -> bool:
     """Return whether tokenizing the messages would block the event loop, so that it should run in a thread."""
-    return sum([len(message.content) for message in messages]) >= LARGE_TEXT
+    return sum([len(message.content) for message in messages]) >= LARGE_TEXT_CHARS
 
 
 def _count_images(messages: Sequence[Message]) -> int:
@@ -454,9 +454,9 @@ def _count_images(messages: Sequence[Message]) -> int:
 
 
 def _check_messages(method: str, messages: list[Message]) -> list[Message]:
-    if not isinstance(messages, list) or [item for item in messages if not isinstance(item, Message)]:
+    if not isinstance(messages, list) or [x for x in messages if not isinstance(x, Message)]:
         raise TypeError(f"{method} must return a list of Message, not {str(messages)[:60]}")
     counts = [len(message.images) for message in messages if message.images]
-    if counts and (count := sum(counts) if method == "step" else max(counts)) > LIMITS.max_per_turn:
-        raise ValueError(f"{method} returned {count} images; a turn has at most {LIMITS.max_per_turn}")
+    if counts and (num_images := sum(counts) if method == "step" else max(counts)) > LIMITS.max_per_turn:
+        raise ValueError(f"{method} returned {num_images} images; a turn has at most {LIMITS.max_per_turn}")
     return messages

@@ -75,8 +75,8 @@ class Context:
 
     @property
     def messages(self) -> list[Message]:
-        turns = [message for turn in self.turns for message in (turn.message, *turn.replies)]
-        return [*self.head, *turns]
+        turn_messages = [message for turn in self.turns for message in (turn.message, *turn.replies)]
+        return [*self.head, *turn_messages]
 
     def add(self, turn: Turn) -> None:
         self.turns.append(ContextTurn(turn.message, turn.replies, turn.completion.token_ids))
@@ -85,8 +85,8 @@ class Context:
     def has_task(self) -> bool:
         """Return whether a user message still contains the last text of the user before the first turn."""
         tasks = [message.content.strip() for message in self.task if message.role == "user"]
-        texts = [message.content for message in self.messages if message.role == "user"]
-        return not tasks or any(tasks[-1] in text for text in texts)
+        user_texts = [message.content for message in self.messages if message.role == "user"]
+        return not tasks or any(tasks[-1] in text for text in user_texts)
 
     def copy(self) -> Context:
         """Return a copy for a forked episode."""
@@ -114,15 +114,15 @@ def split_turns(messages: Sequence[Message]) -> tuple[list[Message], list[Contex
 async def fold(context: Context, folding: Folding) -> Context:
     """Shorten a context by any method except a summary (see `with_summary`). Return the folded context, or the same
     object if nothing can be removed."""
-    older, recent = context.turns[: -folding.keep_turns], context.turns[-folding.keep_turns :]
+    older_turns, recent_turns = context.turns[: -folding.keep_turns], context.turns[-folding.keep_turns :]
     if folding.fold == "own":
         return await _fold_with_function(context, folding)
     if folding.fold == "window":
-        turns = recent
+        turns = recent_turns
     elif folding.fold == "drop_thoughts":
-        turns = [*map(_without_reasoning, older), *recent]
+        turns = [*map(_drop_reasoning, older_turns), *recent_turns]
     else:
-        turns = [*(_without_results(turn, folding.placeholder) for turn in older), *recent]
+        turns = [*(_replace_results(turn, folding.placeholder) for turn in older_turns), *recent_turns]
     return context if turns == context.turns else replace(context, turns=turns, folds=context.folds + 1)
 
 
@@ -133,21 +133,21 @@ def with_summary(context: Context, summary: str) -> Context:
     return replace(context, head=head, head_ids=None, turns=[], folds=context.folds + 1)
 
 
-def context_ids(context: Context, chat: ChatFormat, tools: Sequence[ToolSpec]) -> list[int]:
+def render_context(context: Context, chat: ChatFormat, tools: Sequence[ToolSpec]) -> list[int]:
     """Return the prompt of a context. Raise ValueError if the chat template cannot render it."""
     if context.head_ids is None:
         context.head_ids = chat.render(context.head, tools)
     ids = list(context.head_ids)
     for index, turn in enumerate(context.turns):
-        token_ids = _turn_ids(turn, ids, chat, tools)
+        token_ids = _render_turn(turn, ids, chat, tools)
         if token_ids is not turn.token_ids:
             context.turns[index] = replace(turn, token_ids=token_ids)
         ids += token_ids
-        ids += chat.extend(_as_turn(turn.message, token_ids), turn.replies)
+        ids += chat.extend(_make_turn(turn.message, token_ids), turn.replies)
     return ids
 
 
-def summary_prompt(turn: Turn, request: str, chat: ChatFormat) -> list[int]:
+def render_request(turn: Turn, request: str, chat: ChatFormat) -> list[int]:
     """Return the prompt of a summary after a turn: its tokens, its replies and the request. A template that allows no
     user message there gets the request in the last reply."""
     ids = turn.prompt_ids + turn.completion.token_ids
@@ -156,46 +156,46 @@ def summary_prompt(turn: Turn, request: str, chat: ChatFormat) -> list[int]:
     except ValueError:
         if not turn.replies:
             raise
-        return ids + chat.extend(turn, _with_text(turn.replies, request))
+        return ids + chat.extend(turn, _append_text(turn.replies, request))
 
 
 def with_user_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Append a user's text to the last message if it is the user's, else as a new message."""
     if messages[-1].role == "user":
-        return _with_text(messages, text)
+        return _append_text(messages, text)
     return [*messages, Message("user", text)]
 
 
-def _with_text(messages: Sequence[Message], text: str) -> list[Message]:
+def _append_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Append a text to the last message."""
-    *earlier, last = messages
-    return [*earlier, replace(last, content=f"{last.content}\n\n{text}")]
+    *earlier_messages, last_message = messages
+    return [*earlier_messages, replace(last_message, content=f"{last_message.content}\n\n{text}")]
 
 
-def _turn_ids(
+def _render_turn(
     turn: ContextTurn, prompt_ids: list[int], chat: ChatFormat, tools: Sequence[ToolSpec]
 ) -> list[int]:
     """Return the ids of a turn's message after `prompt_ids`: the sampled ids, unless they parse differently after this
     prompt, because only one of the two prompts opens a thought; then the message is encoded again."""
     if turn.token_ids is not None:
-        parsed = chat.parse(turn.token_ids, prompt_ids, tools)
-        if (parsed.content, parsed.reasoning) == (turn.message.content, turn.message.reasoning):
+        message = chat.parse(turn.token_ids, prompt_ids, tools)
+        if (message.content, message.reasoning) == (turn.message.content, turn.message.reasoning):
             return turn.token_ids
     return chat.write(turn.message, prompt_ids, tools, exact=False)
 
 
-def _as_turn(message: Message, token_ids: list[int]) -> Turn:
+def _make_turn(message: Message, token_ids: list[int]) -> Turn:
     return Turn([], Completion(token_ids, [0.0] * len(token_ids), "stop"), message)
 
 
-def _without_reasoning(turn: ContextTurn) -> ContextTurn:
+def _drop_reasoning(turn: ContextTurn) -> ContextTurn:
     """Remove a turn's reasoning. A turn with an unparsable call keeps it, because the call cannot be written again."""
     if not turn.message.reasoning or any(call.error for call in turn.message.tool_calls):
         return turn
     return ContextTurn(replace(turn.message, reasoning=None), turn.replies)
 
 
-def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
+def _replace_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
     """Replace a turn's tool results by `placeholder` if they contain images or are longer than it."""
     replies = [
         replace(reply, content=placeholder, images=[])
@@ -208,18 +208,18 @@ def _without_results(turn: ContextTurn, placeholder: str) -> ContextTurn:
 
 async def _fold_with_function(context: Context, folding: Folding) -> Context:
     assert folding.function is not None
-    original = context.messages
-    folded = await call_function(folding.function, copy.deepcopy(original))
-    if folded == original:
+    original_messages = context.messages
+    folded_messages = await call_function(folding.function, copy.deepcopy(original_messages))
+    if folded_messages == original_messages:
         return context
-    _check_messages(folded, f"{KEY}.function")
-    head, turns = split_turns(folded)
+    _check_messages(folded_messages, f"{KEY}.function")
+    head, turns = split_turns(folded_messages)
     _check_turns([turn for turn in turns if not _has_turn(context, turn)], f"{KEY}.function")
-    unmatched = list(context.turns)
+    unmatched_turns = list(context.turns)
     for index, turn in enumerate(turns):  # an unchanged answer keeps its sampled ids
-        match = next((candidate for candidate in unmatched if candidate.message == turn.message), None)
+        match = next((candidate for candidate in unmatched_turns if candidate.message == turn.message), None)
         if match is not None:
-            unmatched.remove(match)
+            unmatched_turns.remove(match)
             turns[index] = replace(turn, token_ids=match.token_ids)
     head_ids = context.head_ids if head == context.head else None
     return replace(context, head=head, head_ids=head_ids, turns=turns, folds=context.folds + 1)
@@ -244,25 +244,25 @@ def _check_messages(messages: object, function: str) -> None:
         raise FoldError(f"{function} returned an assistant message at the end: the next turn is the model's")
     head, _ = split_turns(messages)
     if not head or any(message.role == "tool" for message in head):
-        text = "the first assistant message needs a user message before it, and a tool result its call"
-        raise FoldError(f"{function} returned a conversation that starts in the middle: {text}")
+        problem = "the first assistant message needs a user message before it, and a tool result its call"
+        raise FoldError(f"{function} returned a conversation that starts in the middle: {problem}")
 
 
 def _has_turn(context: Context, turn: ContextTurn) -> bool:
     """Return whether the context contains the turn unchanged. An unchanged turn is valid even if its tool messages
     answer no call, because an environment may send such messages."""
-    return any((other.message, other.replies) == (turn.message, turn.replies) for other in context.turns)
+    return any((known.message, known.replies) == (turn.message, turn.replies) for known in context.turns)
 
 
 def _check_turns(turns: Sequence[ContextTurn], function: str) -> None:
     """Raise FoldError if a fold function separated tool calls from their results."""
     for turn in turns:
-        calls = {call.id for call in turn.message.tool_calls}
-        results = {reply.tool_call_id for reply in turn.replies if reply.role == "tool"} - {None}
-        if results - calls or (results and calls - results):
+        call_ids = {call.id for call in turn.message.tool_calls}
+        result_ids = {reply.tool_call_id for reply in turn.replies if reply.role == "tool"} - {None}
+        if result_ids - call_ids or (result_ids and call_ids - result_ids):
             raise FoldError(
-                f"{function} separated tool calls from their results: calls {sorted(calls)}, results "
-                f"{sorted(map(str, results))}; keep or remove whole turns"
+                f"{function} separated tool calls from their results: calls {sorted(call_ids)}, results "
+                f"{sorted(map(str, result_ids))}; keep or remove whole turns"
             )
 
 

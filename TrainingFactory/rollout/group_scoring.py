@@ -13,7 +13,7 @@ from TrainingFactory.common.user_code import location_of
 from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
-from TrainingFactory.rollout.scoring import OpenEpisode, scoring_error
+from TrainingFactory.rollout.scoring import OpenEpisode, format_error
 from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
 from TrainingFactory.types import Reward, SamplersLost
 
@@ -50,10 +50,10 @@ class GroupRun:
         start_time = time.perf_counter()
         episodes = [episode for run in self.runs if (episode := self._open_episode(run)) is not None]
         rewards = await self._compute_rewards(episodes) if episodes else []
-        seconds = (time.perf_counter() - start_time) / (len(episodes) or 1)  # per episode
+        episode_seconds = (time.perf_counter() - start_time) / (len(episodes) or 1)  # per episode
         for episode, reward in zip(episodes, rewards, strict=True):
             trajectory = episode.trajectory
-            trajectory.seconds += seconds
+            trajectory.seconds += episode_seconds
             if isinstance(reward, Reward):
                 trajectory.reward = reward
             else:
@@ -63,7 +63,7 @@ class GroupRun:
         try:
             return run.episode()
         except Exception as error:  # the environment's tools are user code
-            run.trajectory.error = scoring_error(error)
+            run.trajectory.error = format_error(error)
             return None
 
     async def _compute_rewards(self, episodes: Sequence[OpenEpisode]) -> list[Reward | str]:
@@ -80,8 +80,8 @@ class GroupRun:
             raise
         except (Exception, SelfCancelled) as error:  # rewards are user code
             log.info("scoring the group of task %s failed", episodes[0].task.id, exc_info=True)
-            return [scoring_error(error)] * len(episodes)
-        return [scoring_error(reward) if isinstance(reward, Exception) else reward for reward in rewards]
+            return [format_error(error)] * len(episodes)
+        return [format_error(reward) if isinstance(reward, Exception) else reward for reward in rewards]
 
 
 async def _call_reward(reward: GroupReward, episodes: Sequence[OpenEpisode]) -> list[Reward | Exception]:

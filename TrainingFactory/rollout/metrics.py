@@ -35,21 +35,21 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if results:
         metrics["tool_success"] = fmean(result.ok for result in results)
     if trajectories:
-        lengths = [sum(turn.sampled_tokens for turn in episode.turns) for episode in trajectories]
+        token_counts = [sum(turn.sampled_tokens for turn in episode.turns) for episode in trajectories]
         num_turns = fmean(len(episode.turns) for episode in trajectories)
-        metrics |= {"turns": num_turns, "length": fmean(lengths), "length_max": max(lengths)}
+        metrics |= {"turns": num_turns, "length": fmean(token_counts), "length_max": max(token_counts)}
     if any(episode.is_folded for episode in trajectories):
-        metrics |= fold_metrics(trajectories)
+        metrics |= _compute_fold_metrics(trajectories)
     metrics |= _compute_user_metrics(trajectories, turns)
     if num_images := sum(
-        len(message.images) for episode in trajectories for message in episode_messages(episode)
+        len(message.images) for episode in trajectories for message in list_messages(episode)
     ):
         metrics["images"] = num_images
-    if num_hidden := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
-        metrics["images/as_text"] = num_hidden
+    if num_hidden_images := sum(turn.signals.get("images/as_text", 0.0) for turn in turns):
+        metrics["images/as_text"] = num_hidden_images
     if rewards:
-        totals = [reward.outcome + sum(reward.steps) for reward in rewards]
-        metrics |= {"reward": fmean(totals), "reward_std": pstdev(totals)}
+        total_rewards = [reward.outcome + sum(reward.steps) for reward in rewards]
+        metrics |= {"reward": fmean(total_rewards), "reward_std": pstdev(total_rewards)}
     if any(trajectory.parent is not None for trajectory in trajectories):
         metrics |= _compute_branching_metrics(trajectories, turns)
     for role in sorted({episode.role for episode in trajectories if episode.role is not None}):
@@ -66,36 +66,36 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def _compute_user_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
     """Return the metrics of simulated users, as means per episode; empty if there are no simulated users."""
-    totals: defaultdict[str, float] = defaultdict(float)
-    for name, value in chain.from_iterable(turn.signals.items() for turn in turns):
-        if name.startswith(USER_SIGNALS):
-            totals[name] += value
-    return {name: total / len(trajectories) for name, total in totals.items()}
+    signal_totals: defaultdict[str, float] = defaultdict(float)
+    for signal, value in chain.from_iterable(turn.signals.items() for turn in turns):
+        if signal.startswith(USER_SIGNALS):
+            signal_totals[signal] += value
+    return {signal: signal_total / len(trajectories) for signal, signal_total in signal_totals.items()}
 
 
-def episode_messages(episode: Trajectory) -> list[Message]:
+def list_messages(episode: Trajectory) -> list[Message]:
     """Return the messages that the model received: the prompt, and the replies to the episode's own turns."""
     return [*episode.prompt, *(reply for turn in episode.own_turns for reply in turn.replies)]
 
 
-def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def _compute_fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the mean numbers of folds and of training rows per episode, and of tokens per summary. `every_turn` is the
     share of episodes that fold at every turn after the first fold, among those with several such turns."""
     folds = [[turn.fold is not None for turn in e.turns if not turn.summary] for e in trajectories]
-    rows = [turn_spans(episode)[-1].row + 1 for episode in trajectories if episode.turns]
-    later_folds = [after for flags in folds if any(flags) and len(after := flags[flags.index(True) :]) > 2]
+    row_counts = [turn_spans(episode)[-1].row + 1 for episode in trajectories if episode.turns]
+    later_folds = [later for flags in folds if any(flags) and len(later := flags[flags.index(True) :]) > 2]
     summaries = [turn for episode in trajectories for turn in episode.turns if turn.summary]
     folded_turns = [turn for episode in trajectories for turn in episode.turns if turn.fold is not None]
     metrics = {
         "fold/folds": fmean(map(sum, folds)),
-        "fold/rows": fmean(rows),
+        "fold/rows": fmean(row_counts),
         "fold/every_turn": fmean(map(all, later_folds)) if later_folds else 0.0,
         "fold/task_lost": sum(bool(turn.signals.get(TASK_LOST)) for turn in folded_turns),
     }
     if summaries:
-        sizes = [len(turn.completion.token_ids) for turn in summaries]
+        summary_lengths = [len(turn.completion.token_ids) for turn in summaries]
         metrics |= {
-            "fold/summary_tokens": fmean(sizes),
+            "fold/summary_tokens": fmean(summary_lengths),
             "fold/summaries_cut": fmean(turn.completion.finish == "length" for turn in summaries),
             "fold/summaries_empty": fmean(not turn.message.content.strip() for turn in summaries),
         }
@@ -105,13 +105,13 @@ def fold_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 def _compute_branching_metrics(trajectories: Sequence[Trajectory], turns: Sequence[Turn]) -> dict[str, float]:
     """Return the number of forks and forked episodes, the mean reward over trees, and the share of sampled tokens saved
     by forking, because a turn shared by several episodes is sampled once."""
-    forked = [trajectory for trajectory in trajectories if trajectory.parent is not None]
-    num_sampled = sum(len(turn.completion.token_ids) for turn in turns)
+    forked_episodes = [trajectory for trajectory in trajectories if trajectory.parent is not None]
+    num_sampled_tokens = sum(len(turn.completion.token_ids) for turn in turns)
     num_unshared = sum(len(turn.completion.token_ids) for episode in trajectories for turn in episode.turns)
     metrics = {
-        "branching/forks": len({(leaf.group, leaf.parent, leaf.fork_turn) for leaf in forked}),
-        "branching/episodes": len(forked),
-        "branching/shared": 1 - num_sampled / num_unshared,
+        "branching/forks": len({(leaf.group, leaf.parent, leaf.fork_turn) for leaf in forked_episodes}),
+        "branching/episodes": len(forked_episodes),
+        "branching/shared": 1 - num_sampled_tokens / num_unshared,
     }
     rewards = [
         (weight, episode.reward.outcome + sum(episode.reward.steps))
@@ -132,23 +132,23 @@ def leaf_weights(trajectories: Sequence[Trajectory]) -> list[float]:
         for episode in trajectories
         if episode.parent is not None
     )
-    forks: dict[tuple[str, int | None], list[tuple[int, int]]] = {}
-    for (group, parent, turn), count in continuations.items():
-        forks.setdefault((group, parent), []).append((turn, 1 + count))
+    forks_by_parent: dict[tuple[str, int | None], list[tuple[int, int]]] = {}
+    for (group_name, parent, turn_index), num_continuations in continuations.items():
+        forks_by_parent.setdefault((group_name, parent), []).append((turn_index, 1 + num_continuations))
     weights = []
     for leaf in trajectories:
-        weight, end = 1.0, len(leaf.turns)
+        weight, end_turn = 1.0, len(leaf.turns)
         episode: Trajectory | None = leaf
         while episode is not None:
-            for turn, count in forks.get((episode.group, episode.member), ()):
-                weight /= count if turn <= end else 1
-            end, parent = episode.fork_turn, episode.parent
+            for turn_index, num_continuations in forks_by_parent.get((episode.group, episode.member), ()):
+                weight /= num_continuations if turn_index <= end_turn else 1
+            end_turn, parent = episode.fork_turn, episode.parent
             episode = None if parent is None else episodes.get((episode.group, parent))
         weights.append(weight)
     return weights
 
 
-def evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def compute_evaluation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return `rollout_metrics` and `success`: the share of scored outcomes above 0, with its 95 % interval."""
     metrics = rollout_metrics(trajectories)
     outcomes = [trajectory.reward.outcome for trajectory in trajectories if trajectory.reward is not None]

@@ -42,19 +42,19 @@ async def call_tool(executor: AsyncToolExecutor, tool: str, arguments: Mapping[s
     return result
 
 
-async def score(episode: OpenEpisode, function: RewardFunction | None) -> Reward:
-    """Return the reward by `function`, or by the environment's `reward` method; raise if it returns no valid reward."""
-    function = function or getattr(episode.environment, "reward", None)
-    if function is None:
+async def score(episode: OpenEpisode, reward_function: RewardFunction | None) -> Reward:
+    """Return the reward by `reward_function` or by the environment's `reward` method. Raise if it is invalid."""
+    reward_function = reward_function or getattr(episode.environment, "reward", None)
+    if reward_function is None:
         raise ValueError("no reward function is configured, and the environment has no `reward` method")
-    name = getattr(function, "__name__", type(function).__name__)
+    function_name = getattr(reward_function, "__name__", type(reward_function).__name__)
     try:
-        value = await call_function(function, episode)
+        reward = await call_function(reward_function, episode)
     except SystemExit as error:
-        raise Unscored(f"the reward {name}{location_of(error)} tried to end the program") from error
-    return validate_reward(value, episode.trajectory.turns, str(name))
+        raise Unscored(f"the reward {function_name}{location_of(error)} tried to end the program") from error
+    return validate_reward(reward, episode.trajectory.turns, str(function_name))
 
 
-def scoring_error(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the `error` text of an episode for an exception that was raised while the episode was scored."""
     return f"scoring failed: {describe_failure(error)}{foreign_loop_hint(error)}"

@@ -26,8 +26,8 @@ class _Script:
         message = next(self._messages, None)
         if message is None:
             raise ValueError("the script ended before the episode: its last message must end the episode")
-        ids = self._chat.write(message, prompt_ids, [tool.spec for tool in self._environment.tools])
-        return Completion(ids, [0.0] * len(ids), "stop")
+        token_ids = self._chat.write(message, prompt_ids, [tool.spec for tool in self._environment.tools])
+        return Completion(token_ids, [0.0] * len(token_ids), "stop")
 
     def fork(self) -> SamplingSession:
         raise NotImplementedError("scripted episodes do not fork")
@@ -53,7 +53,7 @@ async def play(
     summary, the script has a message for every summary."""
     params = SamplingParams(stop_ids=chat.stop_ids)
     group_reward: Any = as_group_reward(reward)  # called with a group of one episode
-    rules = EpisodeSettings(
+    settings = EpisodeSettings(
         lambda _: environment,
         chat,
         params,
@@ -66,5 +66,5 @@ async def play(
     )
     trajectory = Trajectory(environment.task, group=f"script/{environment.task.id}")
     return await EpisodeRun(
-        rules, trajectory, _Script(script, chat, environment), max_length, seed_of=int, key=key
+        settings, trajectory, _Script(script, chat, environment), max_length, seed_of=int, key=key
     ).run()

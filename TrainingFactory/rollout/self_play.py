@@ -27,13 +27,13 @@ class SelfPlayRollouts(RolloutEngine):
     def __init__(self, environment: Any, *args: Any, **options: Any) -> None:
         super().__init__(environment, *args, **options)
         self._game: type[SelfPlayEnvironment] = environment
-        name = environment.__name__
+        class_name = environment.__name__
         if len(environment.roles) != 2 or len(set(environment.roles)) != 2:
-            raise ValueError(f"{name}.roles must be two names, not {environment.roles!r}")
+            raise ValueError(f"{class_name}.roles must be two names, not {environment.roles!r}")
         if self.branching is not None:
-            raise ValueError(f"training.branching does not apply to self-play ({name}): remove it")
+            raise ValueError(f"training.branching does not apply to self-play ({class_name}): remove it")
         if self.group_reward is not None:
-            raise ValueError(f"{name} scores its roles itself: set reward.type=environment")
+            raise ValueError(f"{class_name} scores its roles itself: set reward.type=environment")
 
     def _open_runs(
         self,
@@ -46,7 +46,7 @@ class SelfPlayRollouts(RolloutEngine):
     ) -> list[EpisodeRun]:
         runs: list[EpisodeRun] = []
         for task, name in zip(tasks, names, strict=True):
-            by_role: tuple[list[EpisodeRun], list[EpisodeRun]] = ([], [])
+            runs_by_role: tuple[list[EpisodeRun], list[EpisodeRun]] = ([], [])
             for game_index in range(group_size):
                 match = Match(self._game)
                 # Both sessions of a game are opened one after the other: a deterministic engine gives a slot to the
@@ -57,24 +57,24 @@ class SelfPlayRollouts(RolloutEngine):
                     run.rules = dataclasses.replace(
                         self.rules, environment=functools.partial(match.seat, role)
                     )
-                    by_role[seat].append(run)
-            runs += [*by_role[0], *by_role[1]]
+                    runs_by_role[seat].append(run)
+            runs += [*runs_by_role[0], *runs_by_role[1]]
         return runs
 
     async def _run_all(self, groups: Sequence[list[EpisodeRun]], gate: asyncio.Semaphore) -> None:
-        halves = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
-        matches = [match for left, right in halves for match in zip(left, right, strict=True)]
+        role_groups = [(group[: len(group) // 2], group[len(group) // 2 :]) for group in groups]
+        matches = [match for left, right in role_groups for match in zip(left, right, strict=True)]
         await gather_or_cancel([self._play_match(match, gate) for match in matches])
 
     async def _play_match(self, match: Sequence[EpisodeRun], gate: asyncio.Semaphore) -> None:
-        first, second = match
+        first_run, second_run = match
         async with gate:
             try:
                 await gather_or_cancel([run.run() for run in match])
             finally:
-                first.close_session()
-                second.close_session()
-        if first.trajectory.status in PLAYED_STATUSES and not second.trajectory.turns:
-            second.dropped = "the game was over before its first turn"
-        self._report_episode(first)
-        self._report_episode(second)
+                first_run.close_session()
+                second_run.close_session()
+        if first_run.trajectory.status in PLAYED_STATUSES and not second_run.trajectory.turns:
+            second_run.drop_reason = "the game was over before its first turn"
+        self._report_episode(first_run)
+        self._report_episode(second_run)

@@ -34,7 +34,7 @@ class StepInputs(NamedTuple, Generic[Data]):
     positions: Data  # [U]
     cache_positions: Data  # [tables * N] positions of the pool to write
     logit_tokens: Data  # [L] computed tokens whose logits are needed; L = M without twins
-    source: Data  # [N] the computed token for each token; empty without twins
+    source_tokens: Data  # [N] the computed token for each token; empty without twins
     logit_rows: Data  # [M] the row of logits for each draw; empty without twins
     dense_pad: Data  # [P * T] `Part.pad` and `Part.unpad` of the dense part; empty without padding
     dense_unpad: Data  # [n]
@@ -59,12 +59,12 @@ class GraphInputs(NamedTuple, Generic[Data]):
     )
     stops: Data  # [M * K] stop tokens of each draw's slot; empty without states
 
-    def dry(self, unused: int) -> GraphInputs[np.ndarray]:
+    def without_effects(self, unused_slot: int) -> GraphInputs[np.ndarray]:
         """Return inputs for a dry run: the same forward, with its draws and states written to the unused row, so that
         it changes no slot. It does write keys and values to the cache, which the real forward then overwrites with the
         same ones."""
         target_slots, state_slots = (
-            np.full(len(slots), unused) for slots in (self.target_slots, self.state_slots)
+            np.full(len(slots), unused_slot) for slots in (self.target_slots, self.state_slots)
         )
         return self._replace(target_slots=target_slots, state_slots=state_slots)  # pyright: ignore
 
@@ -78,12 +78,12 @@ class SampledTokens(NamedTuple):
     logprobs: np.ndarray
 
 
-def keep_leaders(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
-    rows, chunks = twin_rows.leaders[: len(plan.dense)], twin_rows.leaders[len(plan.dense) :]
+def select_leaders(plan: StepPlan, twin_rows: TwinRows) -> StepPlan:
+    rows, chunks = twin_rows.leading_rows[: len(plan.dense)], twin_rows.leading_rows[len(plan.dense) :]
     return replace(plan, dense=plan.dense[rows], slots=plan.slots[chunks], counts=plan.counts[chunks])
 
 
-def step_inputs(
+def make_step_inputs(
     batch: FlatBatch, cache_positions: np.ndarray, twin_rows: TwinRows | None, fed: np.ndarray, counts: np.ndarray,
     rope: np.ndarray,
 ) -> StepInputs[np.ndarray]:  # fmt: skip
@@ -91,13 +91,13 @@ def step_inputs(
     chunk. `rope` [N, 3] are the rotary positions, empty if they equal the token positions."""
     if twin_rows is not None and len(rope):
         rope = rope[twin_rows.is_leader]
-    inputs = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
+    rest = *pad_indices(fed), *pad_indices(counts), rope.T.ravel(), EMPTY
     logit_tokens = batch.logit_tokens
     if twin_rows is None:
-        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *inputs)
-    keep, logit_rows = np.unique(twin_rows.source[logit_tokens], return_inverse=True)
+        return StepInputs(batch.tokens, batch.positions, cache_positions, logit_tokens, EMPTY, EMPTY, *rest)
+    keep, logit_rows = np.unique(twin_rows.source_tokens[logit_tokens], return_inverse=True)
     tokens, positions = batch.tokens[twin_rows.is_leader], batch.positions[twin_rows.is_leader]
-    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source, logit_rows, *inputs)
+    return StepInputs(tokens, positions, cache_positions, keep, twin_rows.source_tokens, logit_rows, *rest)
 
 
 def cover_slots(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarray, np.ndarray]:
@@ -105,10 +105,10 @@ def cover_slots(slots: np.ndarray, counts: np.ndarray) -> tuple[slice | np.ndarr
     as long as `slots`, return the whole range as a slice, because reading a slice of the cache needs no copy."""
     if not len(slots) or slots[-1] - slots[0] + 1 > 1.5 * len(slots):
         return slots, counts
-    first, end = int(slots[0]), int(slots[-1]) + 1
-    counts_by_slot = np.zeros(end - first, np.int64)
-    counts_by_slot[slots - first] = counts
-    return slice(first, end), counts_by_slot
+    first_slot, end_slot = int(slots[0]), int(slots[-1]) + 1
+    counts_by_slot = np.zeros(end_slot - first_slot, np.int64)
+    counts_by_slot[slots - first_slot] = counts
+    return slice(first_slot, end_slot), counts_by_slot
 
 
 def pad_indices(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -127,9 +127,9 @@ def find_accepted(batch: FlatBatch, drawn_tokens: np.ndarray, stops: np.ndarray)
     in its place and is no stop token."""
     is_rejected = np.zeros(len(drawn_tokens), bool)
     guesses = np.flatnonzero(batch.offsets > 0)
-    drawn_before = drawn_tokens[guesses - 1]
-    is_stop = (stops[batch.rows[guesses]] == drawn_before[:, None]).any(1)
-    is_rejected[guesses] = (batch.tokens[guesses] != drawn_before) | is_stop
+    preceding_draws = drawn_tokens[guesses - 1]
+    is_stop = (stops[batch.rows[guesses]] == preceding_draws[:, None]).any(1)
+    is_rejected[guesses] = (batch.tokens[guesses] != preceding_draws) | is_stop
     first_rejected = np.full(len(stops), len(drawn_tokens))  # [S] offset of each slot's first rejected guess
     np.minimum.at(first_rejected, batch.rows[is_rejected], batch.offsets[is_rejected])
     return batch.offsets < first_rejected[batch.rows]

@@ -32,11 +32,11 @@ class InFlightStep:
 
     slots: np.ndarray  # slots of the first tokens, then those of the second
     positions: np.ndarray  # positions of the tokens in their slot's sequence
-    first: int  # number of first tokens
+    num_first: int  # number of first tokens
     epochs: np.ndarray  # the token of a slot whose epoch has changed since is dropped
     is_used: np.ndarray  # [M] the rows of logits whose tokens are used
     samples: torch.Tensor | None  # [2, M], being copied to the host
-    ready: torch.cuda.Event | None  # recorded after that copy
+    copy_event: torch.cuda.Event | None  # recorded after that copy
 
 
 # The first leg of a launch samples a token per slot, the second one feeds these tokens.
@@ -61,8 +61,8 @@ class AsyncRunner(Runner):
 
         if fused.can_attend(self.shapes):
             self._kernels = kernels
-            kind = self.model.config.get_text_config().model_type
-            self._fused_class_of = fused.REPLACEMENTS.get(kind)
+            model_type = self.model.config.get_text_config().model_type
+            self._fused_class_of = fused.REPLACEMENTS.get(model_type)
             self.refresh()
 
     def refresh(self) -> None:
@@ -93,10 +93,10 @@ class AsyncRunner(Runner):
 
     def _add_kernel_inputs(self, step: StepContext, positions: torch.Tensor) -> StepContext:
         if self._kernels is not None:
-            step.attend, step.positions, first = self._kernels.attend, positions, self._positions[:1]
-            step.rows = Tiles(1, 1) if step.tokens else None
+            step.attend, step.positions, zero = self._kernels.attend, positions, self._positions[:1]
+            step.rows = Tiles(1, 1) if step.num_dense else None
             step.pieces = (
-                None if step.tokens else Tiles(len(positions), 1, positions, first, first + len(positions))
+                None if step.num_dense else Tiles(len(positions), 1, positions, zero, zero + len(positions))
             )
         return step
 
@@ -117,22 +117,22 @@ class AsyncRunner(Runner):
         table.advance(plan.dense, 1)
         if len(plan.slots):
             table.advance(plan.slots, plan.counts)
-        table.expect(slots[:first])
+        table.append_in_flight(slots[:first])
         table.advance(slots[first:], 1)
-        table.expect(slots[first:])
+        table.append_in_flight(slots[first:])
         return flight
 
     def land(self, flight: InFlightStep) -> SampledTokens:
         """Wait for the sampled tokens of a launched step. Return the tokens of turns that are still running."""
-        if flight.ready is not None:
-            flight.ready.synchronize()
-        table, first = self.table, flight.first
+        if flight.copy_event is not None:
+            flight.copy_event.synchronize()
+        table, num_first = self.table, flight.num_first
         tokens, logprobs = (array[flight.is_used] for array in unpack_draws(flight.samples, flight.is_used))
         is_current = table.epoch[flight.slots] == flight.epochs
-        if first < len(tokens):  # drop second tokens after a stop
+        if num_first < len(tokens):  # drop second tokens after a stop
             is_ended = np.zeros(table.slots, bool)
-            is_ended[flight.slots[:first]] = table.stopped(flight.slots[:first], tokens[:first])
-            is_current[first:] &= ~is_ended[flight.slots[first:]]
+            is_ended[flight.slots[:num_first]] = table.are_stops(flight.slots[:num_first], tokens[:num_first])
+            is_current[num_first:] &= ~is_ended[flight.slots[num_first:]]
         slots = flight.slots[is_current]
         table.in_flight -= np.bincount(slots, minlength=table.slots)
         logprobs = require_finite(logprobs[is_current])
@@ -144,7 +144,7 @@ class AsyncRunner(Runner):
         if self._kernels is None:
             return super()._feed_tokens(plan, cache, dense_end, chunk_end)
         kernels, table, shape = self._kernels, self.table, self.shapes[0]
-        layout = plan_tiles(plan, table, shape.queries // shape.heads)
+        layout = plan_tiles(plan, table, shape.num_queries // shape.heads)
         batch = flatten_plan(table, plan, 0, layout)
         draws, images = make_draw_inputs(table, batch), dict[str, Any]()
         dense = plan.rows * (plan.span or 1)
@@ -161,14 +161,14 @@ class AsyncRunner(Runner):
         chunks = self._chunk_rows(plan, dense) if self.states.shapes else []
 
         def run_step(tensors: list[torch.Tensor]) -> torch.Tensor:
-            remaining, leg_samples = iter(tensors), []
-            leg_tensors = [_take_leg(remaining, leg) for leg in legs]
-            tiles = list(remaining)
+            tensor_iterator, leg_samples = iter(tensors), []
+            leg_tensors = [_take_leg(tensor_iterator, leg) for leg in legs]
+            tiles = list(tensor_iterator)
             for leg_index, (inputs, draws) in enumerate(leg_tensors):
-                targets = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
-                context = StepContext(cache, targets, tokens=dense)
+                cache_positions = inputs.cache_positions.unflatten(0, (len(table.pages.tables), -1))
+                context = StepContext(cache, cache_positions, num_dense=dense)
                 context.attend, context.positions = kernels.attend, inputs.positions
-                layout.enter(context, plan, tiles)
+                layout.assign_tensors(context, plan, tiles)
                 has_chunks = len(plan.slots) and not leg_index
                 context.pieces = context.pieces if has_chunks else None
                 ids = self._fill_in_flight_tokens(inputs.tokens)
@@ -180,7 +180,7 @@ class AsyncRunner(Runner):
                 else:
                     samples = kernels.sample_tokens(logits, draws.uniform, draws.temperature)
                 drawn_tokens = samples[0].long()
-                self._latest.index_copy_(0, inputs.target_slots, drawn_tokens)
+                self._latest_tokens.index_copy_(0, inputs.target_slots, drawn_tokens)
                 self._record_ended(inputs, drawn_tokens)
                 leg_samples.append(samples)
             return torch.cat(leg_samples, 1) if len(leg_samples) > 1 else leg_samples[0]
@@ -188,9 +188,9 @@ class AsyncRunner(Runner):
         samples = None
         if self._graphs is not None and is_recorded:
             self._check_graphs(cache)
-            sizes = len(draws.present) - 1, len(legs), len(first_inputs.stops)
-            key = plan.rows, plan.span, *sizes, *layout.key
-            dry_legs = [(inputs.dry(table.slots), draws) for inputs, draws in legs]
+            key_sizes = len(draws.tensors) - 1, len(legs), len(first_inputs.stops)
+            key = plan.rows, plan.span, *key_sizes, *layout.key
+            dry_legs = [(inputs.without_effects(table.slots), draws) for inputs, draws in legs]
             samples = self._graphs.run(key, _arrays_of(legs, layout), _arrays_of(dry_legs, layout), run_step)
         if samples is None:
             samples = run_step(to_device(_arrays_of(legs, layout), self.device))
@@ -219,10 +219,10 @@ class AsyncRunner(Runner):
 
 
 def _arrays_of(legs: list[Leg[np.ndarray]], layout: TileLayout) -> list[np.ndarray]:
-    return [*(array for inputs, draws in legs for array in (*inputs, *draws.present)), *layout.arrays]
+    return [*(array for inputs, draws in legs for array in (*inputs, *draws.tensors)), *layout.arrays]
 
 
 def _take_leg(tensors: Iterator[torch.Tensor], arrays: Leg[np.ndarray]) -> Leg[torch.Tensor]:
     """Take the tensors of one forward from the iterator, in the order of its `arrays`."""
     inputs, draws = arrays
-    return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.present)))
+    return GraphInputs(*islice(tensors, len(inputs))), DrawInputs(*islice(tensors, len(draws.tensors)))

@@ -24,9 +24,9 @@ import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
-from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
-from TrainingFactory.sampling.compaction import exchange, find_exchanges
-from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
+from TrainingFactory.sampling.cache.view import model_error, routes_tokens, unwrap_model
+from TrainingFactory.sampling.compaction import exchange_slots, find_exchanges
+from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
 from TrainingFactory.sampling.planning import GUESSED_TOKENS, StepPlan, StepPlanner
 from TrainingFactory.sampling.requests import AdmissionRound, SamplingRequest, SessionSlot
@@ -51,7 +51,7 @@ class NativeSession:
         self._is_busy = False
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        if self._session_slot.closed:
+        if self._session_slot.is_closed:
             raise ValueError("this sampling session is closed")
         if self._is_busy:
             raise ValueError("a sampling session samples one turn at a time; open a session per episode")
@@ -67,8 +67,8 @@ class NativeSession:
         return self._engine.session()
 
     def close(self) -> None:
-        if not self._session_slot.closed:
-            self._session_slot.closed = True
+        if not self._session_slot.is_closed:
+            self._session_slot.is_closed = True
             with self._engine._lock:
                 self._engine.sessions -= 1
                 self._engine._post_message(self._session_slot)
@@ -96,13 +96,13 @@ class NativeEngine:
         vision: Vision | None = None,  # of a model that sees images
     ) -> None:
         self._model, self._source, self._vision = model, source, vision
-        causal = causal_model(model)
+        causal = unwrap_model(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
-            raise unsupported_model(causal.config.model_type, reason)
+            raise model_error(causal.config.model_type, reason)
         if deterministic and vision is not None and vision.sees_whole_images:
             reason = "its image tokens see later ones, so it has no deterministic mode with images"
-            raise unsupported_model(causal.config.model_type, reason)
+            raise model_error(causal.config.model_type, reason)
         on_cuda = causal.device.type == "cuda"
         rope_of = vision.rope if vision is not None and vision.has_rope else None
         self._table = SlotTable(slots, max_length, deterministic=deterministic, rope_of=rope_of)
@@ -116,8 +116,8 @@ class NativeEngine:
         # back a wrong draft.
         self._drafts = DraftTable() if guesses and not deterministic and not is_recurrent else None
         guesses = min(guesses, MARGIN - 1)  # pages are reserved for MARGIN tokens
-        budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
-        self._planner = StepPlanner(self._table, budget, self._drafts, guesses, few_shapes=on_cuda)
+        token_budget = prefill_tokens or (8192 if self._runner.tiled else 4096 if on_cuda else 1024)
+        self._planner = StepPlanner(self._table, token_budget, self._drafts, guesses, few_shapes=on_cuda)
         self._planner.tiled = self._runner.tiled
         self._planner.has_images = vision is not None
         self._planner.keeps_images_whole = vision is not None and vision.sees_whole_images
@@ -130,7 +130,7 @@ class NativeEngine:
         self.sessions = 0  # currently open
         self.stats = self._table.stats
         self._deterministic = deterministic
-        self._opened_sessions = 0  # sessions so far
+        self._num_opened = 0  # sessions so far
         # Shared with the worker, under the lock: the inbox, whether the worker runs, whether new turns are held.
         self._lock = threading.RLock()  # the garbage collector may close a session in a thread that has it
         self._inbox: deque[SamplingRequest | SessionSlot] = deque()
@@ -139,7 +139,7 @@ class NativeEngine:
             None  # hold new turns, and call this once when no turn runs
         )
         # Used by the worker only.
-        self._waiting: deque[SamplingRequest] = deque()
+        self._waiting_requests: deque[SamplingRequest] = deque()
         self._sparse_steps = 0  # consecutive steps with fewer than half of the rows in use
         initializer = partial(torch.cuda.set_device, causal.device) if on_cuda else None  # it is per thread
         self._pool = ThreadPoolExecutor(1, "native-engine", initializer)
@@ -151,13 +151,13 @@ class NativeEngine:
     def session(self) -> NativeSession:
         if self._deterministic and not self.sessions:
             # The next session gets the first slot, so that a batch does not depend on earlier ones.
-            while self._opened_sessions % self._table.slots:
-                self._opened_sessions += 1
-                self._post_message(SessionSlot(self._opened_sessions - 1, closed=True))
-        self._opened_sessions += 1
+            while self._num_opened % self._table.slots:
+                self._num_opened += 1
+                self._post_message(SessionSlot(self._num_opened - 1, is_closed=True))
+        self._num_opened += 1
         with self._lock:
             self.sessions += 1
-        return NativeSession(self, self._opened_sessions - 1)
+        return NativeSession(self, self._num_opened - 1)
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
         with contextlib.closing(self.session()) as session:
@@ -181,7 +181,7 @@ class NativeEngine:
             await idle_future
             if self._source is not None:
                 await loop.run_in_executor(self._pool, self._copy_weights)
-            self._table.forget()
+            self._table.forget_tokens()
             self._runner.refresh()
             if self._vision is not None and self._vision.is_trained:
                 self._vision.forget()
@@ -208,7 +208,7 @@ class NativeEngine:
         if pages.fixed:
             return metrics
         return metrics | {
-            "cache/peak_share": pages.peak / pages.tables[0].num_pages,
+            "cache/peak_share": pages.peak_pages / pages.tables[0].num_pages,
             "cache/preemptions": float(stats.preemptions),
         }
 
@@ -227,26 +227,26 @@ class NativeEngine:
         try:
             return await request.future
         except asyncio.CancelledError:
-            request.cancelled = True
+            request.is_cancelled = True
             self._post_message(request)
             raise
 
     def _check_prompt(self, prompt_ids: Sequence[int]) -> np.ndarray:
-        size, max_prompt = len(prompt_ids), self.max_length - 1
-        if not size:
+        num_tokens, max_tokens = len(prompt_ids), self.max_length - 1
+        if not num_tokens:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if size > max_prompt:
+        if num_tokens > max_tokens:
             raise ValueError(
-                f"the prompt has {size} tokens, but max_length={max_prompt + 1} allows at most {max_prompt}"
+                f"the prompt has {num_tokens} tokens, but max_length={max_tokens + 1} allows at most {max_tokens}"
             )
-        vocabulary = self._runner.vocabulary
-        prompt = np.frombuffer(pack(f"{size}q", *prompt_ids), np.int64)  # twice as fast as np.array
-        if prompt.view(np.uint64).max() >= vocabulary:  # unsigned, so that negative ids are large
-            invalid = [token for token in prompt_ids if not 0 <= token < vocabulary]
+        num_ids = self._runner.vocabulary
+        prompt = np.frombuffer(pack(f"{num_tokens}q", *prompt_ids), np.int64)  # twice as fast as np.array
+        if prompt.view(np.uint64).max() >= num_ids:  # unsigned, so that negative ids are large
+            invalid = [token for token in prompt_ids if not 0 <= token < num_ids]
             if self._vision is not None:  # unknown images raise ValueError
                 invalid = [token for token in invalid if token < VIRTUAL or not find_image(token)]
             if invalid:
-                raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {vocabulary}")
+                raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {num_ids}")
         return prompt.astype(np.int32)
 
     def _post_message(self, message: SamplingRequest | SessionSlot) -> None:
@@ -258,13 +258,13 @@ class NativeEngine:
         """Start the worker if a request is waiting. The caller must have the lock."""
         if self._is_working or self._on_idle is not None:
             return
-        if self._waiting or any(isinstance(item, SamplingRequest) for item in self._inbox):
+        if self._waiting_requests or any(isinstance(message, SamplingRequest) for message in self._inbox):
             self._is_working = True
-            self._pool.submit(self._work)
+            self._pool.submit(self._process_inbox)
 
     # -- called in the worker thread
 
-    def _work(self) -> None:
+    def _process_inbox(self) -> None:
         """Run steps until no request is running or can be admitted."""
         while True:
             with self._lock:
@@ -292,12 +292,12 @@ class NativeEngine:
     def _receive_requests(self, messages: list[SamplingRequest | SessionSlot]) -> None:
         """Queue new requests, drop cancelled ones, and release the slots of closed sessions."""
         for message in messages:
-            if isinstance(message, SamplingRequest) and not message.cancelled:
-                self._waiting.append(message)
+            if isinstance(message, SamplingRequest) and not message.is_cancelled:
+                self._waiting_requests.append(message)
                 continue
             session_slot = message if isinstance(message, SessionSlot) else message.session_slot
             running_request = None if session_slot.slot is None else self._table.requests[session_slot.slot]
-            for request in [*self._waiting, running_request]:
+            for request in [*self._waiting_requests, running_request]:
                 if request is not None and (request is message or request.session_slot is message):
                     self._drop_request(request)
             if isinstance(message, SessionSlot):
@@ -308,27 +308,27 @@ class NativeEngine:
         if slot is not None and self._table.requests[slot] is request:
             self._table.abandon(slot)
         else:
-            self._waiting.remove(request)
-        if not request.cancelled:
+            self._waiting_requests.remove(request)
+        if not request.is_cancelled:
             self._deliver_results([(request, ValueError("the session was closed while it was sampling"))])
 
     def _admit_requests(self, resumed_only: bool = False) -> None:
         """Start waiting requests in their order of arrival, as far as slots and pages are available. `resumed_only`:
         only requests that were preempted after they had sampled tokens."""
-        if not self._waiting:
+        if not self._waiting_requests:
             return
-        admission, place_request = AdmissionRound(), self._table.place
-        self._waiting = deque(
+        admission, place_request = AdmissionRound(), self._table.admit
+        self._waiting_requests = deque(
             request
-            for request in self._waiting
-            if (resumed_only and not len(request.sampled)) or not place_request(request, admission)
+            for request in self._waiting_requests
+            if (resumed_only and not len(request.sampled_logprobs)) or not place_request(request, admission)
         )
         self._requeue_preempted()
         self._runner.copy_pages()
 
     def _requeue_preempted(self) -> None:
         """Put preempted requests at the front of the queue."""
-        self._waiting.extendleft(reversed(self._table.preempted))
+        self._waiting_requests.extendleft(reversed(self._table.preempted))
         self._table.preempted.clear()
 
     def _run_step(self) -> None:
@@ -345,14 +345,14 @@ class NativeEngine:
         elif len(plan.dense) or len(plan.slots):
             self._count_step(plan)
             self._record_sampled(self._runner.run(plan))
-        self._steps_ahead = -1 if 2 * plan.guessed.sum() > len(plan.dense) else 0
+        self._steps_ahead = -1 if 2 * plan.guess_counts.sum() > len(plan.dense) else 0
 
     def _launch_step(self, plan: StepPlan) -> None:
         """Launch the next step, then record the tokens of the previous one. Tokens after a stop are dropped."""
         previous_flight, self._flight = self._flight, None
         if len(plan.dense) or len(plan.slots):
             self._flight = self._runner.launch(plan)
-            self._count_step(plan, 1 + (self._flight.first < len(self._flight.slots)))
+            self._count_step(plan, 1 + (self._flight.num_first < len(self._flight.slots)))
         self._steps_ahead += 1
         if previous_flight is not None:
             self._record_sampled(self._runner.land(previous_flight))
@@ -365,35 +365,35 @@ class NativeEngine:
     def _count_step(self, plan: StepPlan, legs: int = 1) -> None:
         stats = self.stats
         stats.prefilled += int(plan.counts.sum())
-        stats.guessed += int(plan.guessed.sum())
+        stats.guessed += int(plan.guess_counts.sum())
         stats.forwards += legs
         stats.decodes += legs if plan.rows else 0
-        stats.rows += (plan.rows if plan.fixed else len(plan.dense)) * legs
+        stats.rows += (plan.rows if plan.feeds_unused else len(plan.dense)) * legs
 
     def _record_sampled(self, sampled: SampledTokens) -> None:
         """Write the sampled tokens to the slot table, and deliver the completions of finished turns."""
         table = self._table
         self.stats.sampled += len(sampled.slots)
-        finished = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
+        finished_requests = [table.finish(slot, self.policy_version) for slot in table.accept(*sampled)]
         if self._drafts is not None and len(sampled.slots) < GUESSED_TOKENS:  # with more rows, no drafts
-            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT), sampled.tokens)
-        if finished:
-            self._deliver_results(finished)
+            self._drafts.learn(table.recent(sampled.slots, sampled.positions, CONTEXT_TOKENS), sampled.tokens)
+        if finished_requests:
+            self._deliver_results(finished_requests)
 
     def _compact_slots(self) -> None:
         """Move running slots to the front after COMPACT_AFTER sparse steps (CUDA graphs only)."""
         if not self._planner.few_shapes:
             return
-        pairs = find_exchanges(self._table)
-        self._sparse_steps = self._sparse_steps + 1 if pairs else 0
+        slot_pairs = find_exchanges(self._table)
+        self._sparse_steps = self._sparse_steps + 1 if slot_pairs else 0
         if self._sparse_steps < COMPACT_AFTER:
             return
         self._sparse_steps = 0
         self._fetch_flight()
-        pairs = find_exchanges(self._table)
-        if not pairs:
+        slot_pairs = find_exchanges(self._table)
+        if not slot_pairs:
             return
-        exchange(self._table, pairs)
+        exchange_slots(self._table, slot_pairs)
         self._runner.copy_pages()
 
     def _deliver_results(self, results: Sequence[tuple[SamplingRequest, Completion | BaseException]]) -> None:
@@ -408,13 +408,13 @@ class NativeEngine:
     def _fail_requests(self, error: BaseException) -> None:
         """Deliver a step's error to every request, and reset the engine."""
         with self._lock:
-            failed_requests = [item for item in self._inbox if isinstance(item, SamplingRequest)]
-            self._inbox = deque(item for item in self._inbox if isinstance(item, SessionSlot))
+            failed_requests = [message for message in self._inbox if isinstance(message, SamplingRequest)]
+            self._inbox = deque(message for message in self._inbox if isinstance(message, SessionSlot))
         self._flight = None
-        failed_requests += [*self._waiting, *self._table.clear()]
-        self._waiting.clear()
+        failed_requests += [*self._waiting_requests, *self._table.clear()]
+        self._waiting_requests.clear()
         self._runner.cache = None
-        self._deliver_results([(request, error) for request in failed_requests if not request.cancelled])
+        self._deliver_results([(request, error) for request in failed_requests if not request.is_cancelled])
 
 
 def _settle_futures(results: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:

@@ -26,13 +26,13 @@ class DrawInputs(NamedTuple, Generic[Data]):
     min_p: Data | None = None  # [M]
 
     @property
-    def present(self) -> list[Data]:
-        return [data for data in self if data is not None]
+    def tensors(self) -> list[Data]:
+        return [tensor for tensor in self if tensor is not None]
 
     @property
     def filters(self) -> list[Data]:
         """Return top-p, top-k and min-p; [] if no row has a filter."""
-        return self.present[2:]
+        return self.tensors[2:]
 
 
 def _mix_bits(z: np.ndarray) -> np.ndarray:
@@ -52,15 +52,15 @@ def apply_filters(
     weights: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
     """Zero the weights [M, V] that the limits [M] exclude: top-k first, then top-p, then min-p."""
-    sorted_weights, order = weights.sort(dim=-1, descending=True, stable=True)
+    sorted_weights, token_order = weights.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.where(top_k > 0, top_k, weights.shape[-1])  # 0 is off
-    kept_mass = torch.where(ranks < top_k[:, None], sorted_weights, 0.0)
-    total = kept_mass.cumsum(-1, dtype=torch.float64)
-    mass_before = total - kept_mass  # the mass of everything more likely
-    in_top_p = (mass_before < top_p[:, None] * total[:, -1:]) | (top_p[:, None] >= 1)
+    top_k_mass = torch.where(ranks < top_k[:, None], sorted_weights, 0.0)
+    mass_sums = top_k_mass.cumsum(-1, dtype=torch.float64)
+    mass_before = mass_sums - top_k_mass  # the mass of everything more likely
+    in_top_p = (mass_before < top_p[:, None] * mass_sums[:, -1:]) | (top_p[:, None] >= 1)
     in_top_p &= sorted_weights >= min_p[:, None] * sorted_weights[:, :1]
-    return torch.zeros_like(weights).scatter_(-1, order, torch.where(in_top_p, kept_mass, 0.0))
+    return torch.zeros_like(weights).scatter_(-1, token_order, torch.where(in_top_p, top_k_mass, 0.0))
 
 
 def draw(
@@ -77,20 +77,20 @@ def draw(
     block_ends = block_sums.cumsum(-1)
     if rows is not None:
         block_sums, block_ends = block_sums[rows], block_ends[rows]
-    total = block_ends[:, -1:]
-    point = uniform[:, None] * total
+    total_mass = block_ends[:, -1:]
+    cutoff = uniform[:, None] * total_mass
     last_block = blocks.shape[-2] - 1
-    block = torch.searchsorted(block_ends, point, right=True).clamp_(max=last_block)  # [M, 1]; NaN is last
+    block = torch.searchsorted(block_ends, cutoff, right=True).clamp_(max=last_block)  # [M, 1]; NaN is last
     block_sum = block_sums.gather(1, block)
     # Relative position in the block; below 1 despite rounding, so that the point is before the block's end.
-    share = ((point - block_ends.gather(1, block)) / block_sum + 1).clamp_(0, BELOW_ONE)
+    block_share = ((cutoff - block_ends.gather(1, block)) / block_sum + 1).clamp_(0, BELOW_ONE)
     if rows is None:
         block_values = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0]
     else:
         block_values = blocks[rows, block[:, 0]]
-    inner_sums = block_values.cumsum(-1, dtype=torch.float64)
-    num_before = (inner_sums <= share * inner_sums[:, -1:]).sum(-1, keepdim=True)
-    return block * BLOCK + num_before, total
+    token_ends = block_values.cumsum(-1, dtype=torch.float64)
+    token_index = (token_ends <= block_share * token_ends[:, -1:]).sum(-1, keepdim=True)
+    return block * BLOCK + token_index, total_mass
 
 
 def pick(
@@ -108,7 +108,7 @@ def pick(
         logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None].float()
     shifted = logits - logits.amax(-1, keepdim=True)
     weights = shifted.exp()
-    tokens, total = draw(weights, uniform, rows)
+    tokens, total_mass = draw(weights, uniform, rows)
     if filters:
         tokens, _ = draw(apply_filters(weights, *filters), uniform)
     if temperature is not None:
@@ -116,7 +116,7 @@ def pick(
     # NaN logits can give a token out of range; the caller detects them by the log-prob.
     tokens = tokens.clamp_(max=logits.shape[-1] - 1)
     token_logprobs = shifted.gather(-1, tokens) if rows is None else shifted[rows, tokens[:, 0]][:, None]
-    logprobs = token_logprobs - total.log()
+    logprobs = token_logprobs - total_mass.log()
     return torch.cat((tokens.double(), logprobs), 1).T
 
 

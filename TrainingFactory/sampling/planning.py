@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image_end
-from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
-from TrainingFactory.sampling.gpu.graphs import SPANS, graph_rows, graph_span
+from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
+from TrainingFactory.sampling.gpu.graphs import SPANS, choose_span, round_up_rows
 from TrainingFactory.sampling.table import CHUNK, SlotTable
 
 EMPTY = np.zeros(0, np.int64)
@@ -23,9 +23,9 @@ class StepPlan:
 
     dense: np.ndarray  # [D] slots that feed their next token
     rows: int = 0  # R, dense rows including unused ones
-    fixed: bool = False  # feed unused rows too, so that shapes recur
+    feeds_unused: bool = False  # feed unused rows too, so that shapes recur
     guesses: np.ndarray | None = None  # [D, most] further tokens: the rest of a reply, or draft tokens
-    guessed: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
+    guess_counts: np.ndarray = field(default_factory=lambda: EMPTY)  # [D] how many of them to feed
     span: int = 0  # tokens that every row feeds, so that shapes recur; 0: as many as each row has
     # [P] slots that feed a chunk, in ascending order.
     slots: np.ndarray = field(default_factory=lambda: EMPTY)
@@ -53,68 +53,70 @@ class StepPlanner:
             table.running & ((table.in_flight == 0) | (table.lengths < table.limit))
         )
         is_prefilling = table.stored[running_slots] < table.chunked[running_slots]
-        dense, queue = running_slots[~is_prefilling], running_slots[is_prefilling]
+        dense_slots, prefill_queue = running_slots[~is_prefilling], running_slots[is_prefilling]
         if table.deterministic:
-            return self._plan_deterministic_step(dense, queue)
-        rows = int(dense[-1]) + 1 if len(dense) else 0
+            return self._plan_deterministic_step(dense_slots, prefill_queue)
+        rows = int(dense_slots[-1]) + 1 if len(dense_slots) else 0
         if self.few_shapes and rows:
-            rows = graph_rows(rows, table.slots)
-        chunk_slots, counts, longest, budget = [], [], 0, self.prefill_tokens
+            rows = round_up_rows(rows, table.slots)
+        chunk_slots, counts, max_count, budget = [], [], 0, self.prefill_tokens
         if self.tiled and rows:
-            waiting_tokens = (table.chunked[queue] - table.stored[queue]).sum()
-            budget = min(budget, next((size for size in PIECES[1:] if waiting_tokens <= 2 * size), budget))
-        for slot in queue[table.used[queue].argsort(kind="stable")].tolist():
+            waiting_tokens = (table.chunked[prefill_queue] - table.stored[prefill_queue]).sum()
+            budget = min(budget, next((limit for limit in PIECES[1:] if waiting_tokens <= 2 * limit), budget))
+        for slot in prefill_queue[table.used[prefill_queue].argsort(kind="stable")].tolist():
             count = min(table.chunk_end(slot) - int(table.stored[slot]), budget)
             if self.keeps_images_whole:
                 stored = int(table.stored[slot])
                 count = (
                     find_image_end(table.ids[slot, : table.chunked[slot]], stored, stored + count) - stored
                 )
-            size = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(longest, count)
-            if chunk_slots and size > budget:
+            num_tokens = sum(counts) + count if self.tiled else (len(chunk_slots) + 1) * max(max_count, count)
+            if chunk_slots and num_tokens > budget:
                 continue
-            longest = max(longest, count)
+            max_count = max(max_count, count)
             chunk_slots.append(slot)
             counts.append(count)
         order = np.argsort(chunk_slots)
         slots, chunk_counts = np.array(chunk_slots, np.int64)[order], np.array(counts, np.int64)[order]
-        if self.has_images and self._shows_images(slots, chunk_counts, dense):
+        if self.has_images and self._shows_images(slots, chunk_counts, dense_slots):
             # The host must know the other tokens of a step with images: one may be the model's placeholder.
-            dense = dense[table.in_flight[dense] == 0]
-            rows = rows if len(dense) else 0
-        plan = StepPlan(dense, rows, self.few_shapes, slots=slots, counts=chunk_counts)
-        if len(dense) and with_guesses:
+            dense_slots = dense_slots[table.in_flight[dense_slots] == 0]
+            rows = rows if len(dense_slots) else 0
+        plan = StepPlan(dense_slots, rows, self.few_shapes, slots=slots, counts=chunk_counts)
+        if len(dense_slots) and with_guesses:
             self._add_further_tokens(plan)
         return plan
 
-    def _shows_images(self, slots: np.ndarray, counts: np.ndarray, dense: np.ndarray) -> bool:
+    def _shows_images(self, slots: np.ndarray, token_counts: np.ndarray, dense: np.ndarray) -> bool:
         table = self.table
         return bool((table.ids[dense, table.stored[dense]] >= VIRTUAL).any()) or any(
             (table.ids[slot, table.stored[slot] : table.stored[slot] + count] >= VIRTUAL).any()
-            for slot, count in zip(slots, counts, strict=True)
+            for slot, count in zip(slots, token_counts, strict=True)
         )
 
     def _add_further_tokens(self, plan: StepPlan) -> None:
         """Let rows feed several tokens: draft tokens and, with CUDA graphs, known tokens missing in the cache."""
-        table, count = self.table, len(plan.dense)
-        rows = plan.rows if plan.fixed else count
-        max_guesses = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // rows - 1)
+        table, num_dense = self.table, len(plan.dense)
+        num_rows = plan.rows if plan.feeds_unused else num_dense
+        max_guesses = min(max(SPANS) - 1 if self.few_shapes else self.guesses, GUESSED_TOKENS // num_rows - 1)
         if max_guesses < 1:
             return
         known_lengths = table.lengths[plan.dense]
-        guesses, counts = np.zeros((count, max_guesses), np.int64), np.zeros(count, np.int64)
+        guesses, guess_counts = np.zeros((num_dense, max_guesses), np.int64), np.zeros(num_dense, np.int64)
         if self.drafts is not None:
-            guesses, counts = self.drafts.guess(table.recent(plan.dense, known_lengths, CONTEXT), max_guesses)
-            counts = np.minimum(counts, table.limit[plan.dense] - known_lengths - 1)
+            guesses, guess_counts = self.drafts.guess(
+                table.recent(plan.dense, known_lengths, CONTEXT_TOKENS), max_guesses
+            )
+            guess_counts = np.minimum(guess_counts, table.limit[plan.dense] - known_lengths - 1)
         if self.few_shapes:
-            self._use_known_tokens(plan.dense, known_lengths, guesses, counts)
-            plan.span = graph_span(counts, plan.rows, 1 + max_guesses)
-            counts = np.minimum(counts, max(plan.span - 1, 0))
-        if counts.any():
-            plan.guesses, plan.guessed = guesses, counts
+            self._use_known_tokens(plan.dense, known_lengths, guesses, guess_counts)
+            plan.span = choose_span(guess_counts, plan.rows, 1 + max_guesses)
+            guess_counts = np.minimum(guess_counts, max(plan.span - 1, 0))
+        if guess_counts.any():
+            plan.guesses, plan.guess_counts = guesses, guess_counts
 
     def _use_known_tokens(
-        self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, counts: np.ndarray
+        self, dense: np.ndarray, known_lengths: np.ndarray, guesses: np.ndarray, guess_counts: np.ndarray
     ) -> None:
         """Replace the guesses of a row by its known tokens that the cache lacks."""
         stored_lengths = self.table.stored[dense]
@@ -123,13 +125,13 @@ class StepPlanner:
                 : guesses.shape[1]
             ]
             guesses[row, : len(unsent_ids)] = unsent_ids
-            counts[row] = len(unsent_ids)
+            guess_counts[row] = len(unsent_ids)
 
-    def _plan_deterministic_step(self, dense: np.ndarray, queue: np.ndarray) -> StepPlan:
+    def _plan_deterministic_step(self, dense: np.ndarray, prefill_queue: np.ndarray) -> StepPlan:
         """Plan a step of deterministic mode: a single chunk, or one decoding row per slot."""
         table = self.table
-        if not len(queue):
-            return StepPlan(dense, table.slots, fixed=True)
-        slot = queue[:1]
-        count = np.minimum(CHUNK - table.stored[slot] % CHUNK, table.chunked[slot] - table.stored[slot])
-        return StepPlan(dense[:0], slots=slot, counts=count)
+        if not len(prefill_queue):
+            return StepPlan(dense, table.slots, feeds_unused=True)
+        slots = prefill_queue[:1]
+        counts = np.minimum(CHUNK - table.stored[slots] % CHUNK, table.chunked[slots] - table.stored[slots])
+        return StepPlan(dense[:0], slots=slots, counts=counts)

@@ -35,7 +35,7 @@ class SessionSlot:
 
     order: int  # number of the session, in the order of opening
     slot: int | None = None
-    closed: bool = False
+    is_closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +46,9 @@ class SamplingRequest:
     prompt: np.ndarray  # int32
     params: SamplingParams
     future: asyncio.Future[Completion]
-    cancelled: bool = False
+    is_cancelled: bool = False
     # Log-probs of the tokens at the end of `prompt` that were sampled before a preemption.
-    sampled: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    sampled_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
 
 
 @dataclass(slots=True)

@@ -17,21 +17,21 @@ from TrainingFactory.sampling.batches import (
     SampledTokens,
     StepInputs,
     cover_slots,
-    keep_leaders,
-    step_inputs,
+    make_step_inputs,
+    select_leaders,
 )
 from TrainingFactory.sampling.cache.attention import AttentionPart, StepContext
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 from TrainingFactory.sampling.cache.states import ModelStates, StateCache, StateRows, chunk_rows, dense_rows
-from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, free_memory, layer_windows
+from TrainingFactory.sampling.cache.store import LayerShape, PagedCache, get_free_memory, list_windows
 from TrainingFactory.sampling.cache.view import (
     ATTENTION,
     check_model,
-    has_state_or_keys,
-    shared_view,
-    unsupported_model,
+    find_cached_layers,
+    make_view,
+    model_error,
 )
-from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, rotary_positions
+from TrainingFactory.sampling.flattening import apply_draws, flatten_plan, make_draw_inputs, select_rope
 from TrainingFactory.sampling.gpu.graphs import DecodeGraphs, to_device
 from TrainingFactory.sampling.picking import DrawInputs, pick
 from TrainingFactory.sampling.planning import EMPTY, StepPlan
@@ -65,22 +65,22 @@ class Runner:
         self.refresh()
         self.shapes = self._probe_layer_shapes()
         self.dtype = self.shapes[0].dtype
-        memory = free_memory(self.device) if cache_bytes is None else cache_bytes
-        memory = size_states(table, self.states.shapes, memory)
-        size_cache(table, self.shapes, memory, lazy=cache_bytes is None and self.device.type == "cpu")
-        self.full_length = round_up(table.max_length, 64)
+        memory_bytes = get_free_memory(self.device) if cache_bytes is None else cache_bytes
+        memory_bytes = size_states(table, self.states.shapes, memory_bytes)
+        size_cache(table, self.shapes, memory_bytes, lazy=cache_bytes is None and self.device.type == "cpu")
+        self.max_width = round_up(table.max_length, 64)
         self.cache: PagedCache | None = None
-        self._positions = torch.arange(max(self.full_length, 64), device=self.device)
-        self._visible = torch.zeros((), dtype=self.dtype, device=self.device)
-        self._masked = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
+        self._positions = torch.arange(max(self.max_width, 64), device=self.device)
+        self._zero = torch.zeros((), dtype=self.dtype, device=self.device)
+        self._masked_bias = torch.full((), -torch.inf, dtype=self.dtype, device=self.device)
         is_supported = all(shape.key_size == shape.value_size for shape in self.shapes)
         self._is_fused = is_supported and self.device.type == "cpu"  # by the CPU's fused kernel
         self.launches_ahead = False  # steps are launched before the tokens of the previous step are known
         self._prefix_lengths: dict[tuple[int, bytes], int] = {}
-        self._latest = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
-        self._ended = torch.zeros(
+        self._latest_tokens = torch.zeros(table.slots + 1, dtype=torch.long, device=self.device)  # by slot
+        self._has_ended = torch.zeros(
             table.slots + 1, dtype=torch.bool, device=self.device
-        )  # `_latest` follows a stop
+        )  # `_latest_tokens` follows a stop
         self._graphs = DecodeGraphs(self.device) if self.device.type == "cuda" else None
         self._choose_kernels()
         self._compare_logits()
@@ -90,21 +90,21 @@ class Runner:
 
     def refresh(self) -> None:
         """Rebuild the view of the model, because the model's adapters or modules may have changed."""
-        self.view = shared_view(self.model, ATTENTION, self._fused_class_of)
+        self.view = make_view(self.model, ATTENTION, self._fused_class_of)
         self.states.attach(self.view)
-        self._moved = True  # the addresses in CUDA graphs may be stale
+        self._weights_moved = True  # the addresses in CUDA graphs may be stale
 
     @torch.inference_mode()
     def _probe_layer_shapes(self) -> list[LayerShape]:
         """Run two tokens through the model to get the shapes of its layers; raise ValueError if it is unsupported."""
         step, ids = StepContext(), torch.zeros(2, dtype=torch.long, device=self.device)
         self._compute_logits(ids, ids, step, 0)
-        layers = has_state_or_keys(self.model)
+        cached_layers = find_cached_layers(self.model)
         recorded_layers = {shape.layer for shape in (*step.shapes, *self.states.shapes)}
-        if not step.shapes or recorded_layers != layers:
-            raise unsupported_model(
+        if not step.shapes or recorded_layers != cached_layers:
+            raise model_error(
                 self.model_type,
-                f"{len(step.shapes)} of its {len(layers)} layers use the attention interface, and "
+                f"{len(step.shapes)} of its {len(cached_layers)} layers use the attention interface, and "
                 f"{len(self.states.shapes)} are recurrent",
             )
         return step.shapes
@@ -115,23 +115,23 @@ class Runner:
         logits with the model's own attention. Differences at a few tokens are accepted, because the 16-bit logits of a
         trained model depend much on the order of summation there."""
         ids = (self._positions[:15] + 1000) % self.vocabulary  # the first ids are special tokens
-        expected = shared_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
-        windows = layer_windows(self.shapes)
+        expected = make_view(self.model, "eager")(input_ids=ids[None], use_cache=False).logits[0].float()
+        windows = list_windows(self.shapes)
         cache = PagedCache(CachePages(1, 64, windows, [64 // PAGE] * len(windows), fixed=True), self.shapes)
         states, logits = StateCache(self.states.shapes, 1), []
         for positions in self._positions[:15].split([8] + 7 * [1]):
             part = AttentionPart(slice(0, 1), positions[None], 64, self._make_attention_mask)
-            parts: Any = {"dense": part, "tokens": 1} if len(positions) == 1 else {"chunks": part}
+            step_parts: Any = {"dense": part, "num_dense": 1} if len(positions) == 1 else {"chunks": part}
             row = StateRows(slice(0, len(positions)), slice(0, 1), 1, is_new=int(positions[0]) == 0)
             self.states.begin(states, [row])
-            step = StepContext(cache, positions.expand(len(windows), -1), **parts)
+            step = StepContext(cache, positions.expand(len(windows), -1), **step_parts)
             logits.append(
                 self._compute_logits(ids[positions], positions, self._add_kernel_inputs(step, positions), 0)
             )
         errors = (torch.cat(logits).float() - expected).abs().mean(1) / expected.std(1).clamp(min=1e-6)
-        error = max(float(errors_of_part.median()) for errors_of_part in errors.split([8, 7]))
+        error = max(float(part_errors.median()) for part_errors in errors.split([8, 7]))
         if not error < (0.01 if self.dtype == torch.float32 else 0.1):
-            raise unsupported_model(
+            raise model_error(
                 self.model_type, f"its logits through the slot cache are off by {error:.1%} of their spread"
             )
 
@@ -141,11 +141,11 @@ class Runner:
 
     # -- cache
 
-    def current_cache(self) -> PagedCache:
+    def get_cache(self) -> PagedCache:
         """Return the cache, with the device's page tables up to date. The first call allocates it."""
         is_new = self.cache is None
         if self.cache is None:
-            self._moved = True
+            self._weights_moved = True
             self.cache = PagedCache(self.table.pages, self.shapes)
         self.cache.upload()
         self.states.prepare(self.table.snapshots, allocate=is_new)
@@ -154,27 +154,27 @@ class Runner:
     @torch.inference_mode()
     def copy_pages(self) -> None:
         """Execute the pending page copies of the slot table."""
-        self.current_cache().copy_pages()
+        self.get_cache().copy_pages()
 
-    def attention_width(self, length: int) -> int:
+    def round_width(self, length: int) -> int:
         """Return the number of cached positions that attention reads for sequences of this length."""
         if not self.table.deterministic:
             # few widths on a GPU, because each has a graph
-            return min(round_up(length, 128 if self.device.type == "cuda" else 64), self.full_length)
+            return min(round_up(length, 128 if self.device.type == "cuda" else 64), self.max_width)
         # The CPU's kernel processes blocks of 512 keys, and fully masked blocks add exact zeros.
-        return min(round_up(length, 512), self.full_length) if self._is_fused else self.full_length
+        return min(round_up(length, 512), self.max_width) if self._is_fused else self.max_width
 
-    def shared_prefix(self, slots: np.ndarray) -> int:
+    def find_shared_prefix(self, slots: np.ndarray) -> int:
         """Return the length of the slots' common prefix; 0 if attention should read each row separately."""
         if len(slots) < 4 or self.table.deterministic or not self._is_fused:
             return 0
-        key = (self.table.changes, slots.tobytes())
-        if key not in self._prefix_lengths:
+        cache_key = (self.table.num_changes, slots.tobytes())
+        if cache_key not in self._prefix_lengths:
             if len(self._prefix_lengths) > 8:
                 self._prefix_lengths.clear()
-            length = self.table.shared_prefix(slots) // 32 * 32
-            self._prefix_lengths[key] = length if length >= 64 else 0
-        return self._prefix_lengths[key]
+            length = self.table.find_shared_prefix(slots) // 32 * 32
+            self._prefix_lengths[cache_key] = length if length >= 64 else 0
+        return self._prefix_lengths[cache_key]
 
     # -- one forward
 
@@ -186,24 +186,24 @@ class Runner:
 
     def _begin_step(self, plan: StepPlan) -> tuple[FlatBatch, torch.Tensor | None]:
         table = self.table
-        stored_lengths, guess_counts = table.stored, plan.guessed if plan.guesses is not None else 0
+        stored_lengths, guess_counts = table.stored, plan.guess_counts if plan.guesses is not None else 0
         dense_end = int((stored_lengths[plan.dense] + guess_counts).max()) + 1 if len(plan.dense) else 0
         chunk_end = int((stored_lengths[plan.slots] + plan.counts).max()) if len(plan.slots) else 0
-        return self._feed_tokens(plan, self.current_cache(), dense_end, chunk_end)
+        return self._feed_tokens(plan, self.get_cache(), dense_end, chunk_end)
 
     def _feed_tokens(
         self, plan: StepPlan, cache: PagedCache, dense_end: int, chunk_end: int
     ) -> tuple[FlatBatch, torch.Tensor | None]:
-        prefix = self.shared_prefix(plan.dense)
-        batch = flatten_plan(self.table, plan, prefix)
+        trunk = self.find_shared_prefix(plan.dense)
+        batch = flatten_plan(self.table, plan, trunk)
         draws = make_draw_inputs(self.table, batch)
-        widths = self.attention_width(dense_end), self.attention_width(chunk_end)
+        widths = self.round_width(dense_end), self.round_width(chunk_end)
         samples = None
         is_recorded = self._graphs is not None and not len(plan.slots) and not draws.filters
         if is_recorded and not self._shows_images(batch):
             samples = self._replay_graph(plan, cache, batch, draws, widths[0])
         if samples is None:
-            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, prefix)
+            samples = self._forward_and_draw(plan, batch, StepContext(cache=cache), draws, widths, trunk)
         return batch, samples
 
     def _shows_images(self, batch: FlatBatch) -> bool:
@@ -213,52 +213,48 @@ class Runner:
 
     def _fill_in_flight_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         """Replace the ids of in-flight tokens, which the host does not know, by the tokens on the device."""
-        return torch.where(tokens < 0, self._latest[(-1 - tokens).clamp_(min=0)], tokens)
+        return torch.where(tokens < 0, self._latest_tokens[(-1 - tokens).clamp_(min=0)], tokens)
 
     def _forward_and_draw(
         self, plan: StepPlan, batch: FlatBatch, step: StepContext, draws: DrawInputs[np.ndarray],
-        widths: tuple[int, int], prefix: int,
+        widths: tuple[int, int], prefix_length: int,
     ) -> torch.Tensor | None:  # fmt: skip
         """Run the forward and draw tokens. Return tokens and log-probs [2, M], or None if no draw is used."""
         twin_rows = self._find_twin_rows(plan, batch)
-        leader_plan = plan if twin_rows is None else keep_leaders(plan, twin_rows)
+        leader_plan = plan if twin_rows is None else select_leaders(plan, twin_rows)
         if self.states.cache is not None:
             dense = batch.slots[: int(batch.fed_counts.sum())]
             dense_states = [dense_rows(dense, self.table.slots, self.device)] if len(dense) else []
             self.states.begin(self.states.cache, [*dense_states, *self._chunk_rows(plan, len(dense))])
-        rows, fed = slice(0, plan.rows), batch.fed_counts
-        if not plan.fixed:
-            rows, fed = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
+        rows, fed_counts = slice(0, plan.rows), batch.fed_counts
+        if not plan.feeds_unused:
+            rows, fed_counts = cover_slots(leader_plan.dense, batch.fed_counts[leader_plan.dense])
         chunks, counts = cover_slots(leader_plan.slots, leader_plan.counts)
-        rope = (
-            EMPTY
-            if self.table.rope_of is None
-            else rotary_positions(self.table, batch.slots, batch.positions)
-        )
-        arrays = step_inputs(batch, self._cache_positions(batch), twin_rows, fed, counts, rope)
+        rope = EMPTY if self.table.rope_of is None else select_rope(self.table, batch.slots, batch.positions)
+        arrays = make_step_inputs(batch, self._cache_positions(batch), twin_rows, fed_counts, counts, rope)
         images: dict[str, Any] = {}
         if self.vision is not None:
             if self.vision.sees_whole_images:
                 arrays = arrays._replace(ends=self.vision.image_ends(arrays.tokens, arrays.positions))
             ids, images = self.vision.model_inputs(self.model, arrays.tokens[None])
             arrays = arrays._replace(tokens=ids[0])
-        tensors = to_device([*arrays, *draws.present], self.device)
+        tensors = to_device([*arrays, *draws.tensors], self.device)
         inputs = StepInputs(*tensors[: len(arrays)])
         step.cache_positions = inputs.cache_positions.unflatten(0, (len(self.table.pages.tables), -1))
-        step.tokens = int(fed.sum())
-        step.source = inputs.source if twin_rows is not None else None
+        step.num_dense = int(fed_counts.sum())
+        step.source_tokens = inputs.source_tokens if twin_rows is not None else None
         if plan.rows:
-            token_range = slice(0, step.tokens)
+            token_range = slice(0, step.num_dense)
             step.dense = self._make_attention_part(
                 rows, inputs, token_range, (inputs.dense_pad, inputs.dense_unpad), widths[0]
             )
-            step.dense.trunk, step.dense.trunk_slot = prefix, int(leader_plan.dense[0])
+            step.dense.trunk, step.dense.trunk_slot = prefix_length, int(leader_plan.dense[0])
         if len(leader_plan.slots):
-            token_range = slice(step.tokens, None)
+            token_range = slice(step.num_dense, None)
             step.chunks = self._make_attention_part(
                 chunks, inputs, token_range, (inputs.chunk_pad, inputs.chunk_unpad), widths[1]
             )
-            step.chunks.trunk = self.shared_prefix(leader_plan.slots)
+            step.chunks.trunk = self.find_shared_prefix(leader_plan.slots)
             step.chunks.trunk_slot = int(leader_plan.slots[0])
         ids = inputs.tokens if not self.table.in_flight.any() else self._fill_in_flight_tokens(inputs.tokens)
         positions = inputs.rope.unflatten(0, (3, -1)) if len(rope) else inputs.positions
@@ -270,14 +266,14 @@ class Runner:
         logit_rows = inputs.logit_rows if twin_rows is not None else None
         samples = pick(logits, draw_inputs.uniform, draw_inputs.temperature, draw_inputs.filters, logit_rows)
         if self.launches_ahead:
-            self._latest[batch.rows[batch.is_used]] = samples[0, batch.is_used].long()
+            self._latest_tokens[batch.rows[batch.is_used]] = samples[0, batch.is_used].long()
         return samples
 
-    def _chunk_rows(self, plan: StepPlan, dense: int) -> list[StateRows]:
-        """Return the rows that recurrent layers prefill. They begin after `dense` tokens of decoding rows."""
-        starts = self.table.stored[plan.slots]
-        begin = int(starts[0]) % CHUNK if self.table.deterministic and len(starts) else dense
-        return chunk_rows(plan.slots, plan.counts, starts, begin, self.device)
+    def _chunk_rows(self, plan: StepPlan, num_dense: int) -> list[StateRows]:
+        """Return the rows that recurrent layers prefill. They begin after `num_dense` tokens of decoding rows."""
+        positions = self.table.stored[plan.slots]
+        first_token = int(positions[0]) % CHUNK if self.table.deterministic and len(positions) else num_dense
+        return chunk_rows(plan.slots, plan.counts, positions, first_token, self.device)
 
     def _make_graph_inputs(
         self, tokens: np.ndarray, slots: np.ndarray, positions: np.ndarray, dense: int, rows: np.ndarray,
@@ -291,7 +287,7 @@ class Runner:
         rope = (
             EMPTY
             if table.rope_of is None
-            else rotary_positions(self.table, slots, positions).T.ravel().astype(np.int64)
+            else select_rope(self.table, slots, positions).T.ravel().astype(np.int64)
         )
         inputs = GraphInputs(
             tokens, positions, cache_positions, logit_tokens, target_slots, rope, EMPTY, EMPTY
@@ -306,27 +302,27 @@ class Runner:
         because it does not know the stop token yet."""
         if self.states.cache is None:
             return
-        count = len(inputs.state_slots)
-        in_flight = inputs.tokens[:count] < 0
-        ended = self._ended.index_select(0, inputs.state_slots) & in_flight
-        self._ended.index_copy_(0, inputs.state_slots, ended)
-        slots = torch.where(ended, self.table.slots, inputs.state_slots)
-        dense_states = [StateRows(slice(0, count), slots, count)] if count else []
+        num_rows = len(inputs.state_slots)
+        is_in_flight = inputs.tokens[:num_rows] < 0
+        has_ended = self._has_ended.index_select(0, inputs.state_slots) & is_in_flight
+        self._has_ended.index_copy_(0, inputs.state_slots, has_ended)
+        slots = torch.where(has_ended, self.table.slots, inputs.state_slots)
+        dense_states = [StateRows(slice(0, num_rows), slots, num_rows)] if num_rows else []
         self.states.begin(self.states.cache, [*dense_states, *chunks])
 
-    def _record_ended(self, inputs: GraphInputs[torch.Tensor], drawn: torch.Tensor) -> None:
+    def _record_ended(self, inputs: GraphInputs[torch.Tensor], drawn_tokens: torch.Tensor) -> None:
         """Record on the device which of the drawn tokens [M] end their turn."""
         if self.states.cache is not None:
-            is_stop = (inputs.stops.unflatten(0, (len(drawn), -1)) == drawn[:, None]).any(1)
-            ended = is_stop | self._ended.index_select(0, inputs.target_slots)
-            self._ended.index_copy_(0, inputs.target_slots, ended)
+            is_stop = (inputs.stops.unflatten(0, (len(drawn_tokens), -1)) == drawn_tokens[:, None]).any(1)
+            has_ended = is_stop | self._has_ended.index_select(0, inputs.target_slots)
+            self._has_ended.index_copy_(0, inputs.target_slots, has_ended)
 
     def _select_rotary_input(self, inputs: GraphInputs[torch.Tensor]) -> torch.Tensor:
         return inputs.rope.unflatten(0, (3, -1)) if len(inputs.rope) else inputs.positions
 
     def _find_twin_rows(self, plan: StepPlan, batch: FlatBatch) -> TwinRows | None:
         rows = np.concatenate((plan.dense, plan.slots))
-        if plan.fixed or len(rows) < 2 or self.states.shapes:  # with fixed shapes, a row less saves nothing
+        if plan.feeds_unused or len(rows) < 2 or self.states.shapes:  # fixed shapes: a row less saves nothing
             return None
         counts = np.concatenate((batch.fed_counts[plan.dense], plan.counts))
         return find_twins(self.table.hashes[rows], self.table.marks(batch.tokens, batch.positions), counts)
@@ -337,11 +333,11 @@ class Runner:
     ) -> torch.Tensor:  # fmt: skip
         """Return the logits [M, V] of `logit_tokens`, or of all tokens if it is 0. `positions` are [N] or [3, N];
         `images` are the arguments of the forward for the images among the tokens."""
-        result = self.view(
+        output = self.view(
             input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False, tfactory_step=step,
             logits_to_keep=logit_tokens, **(images or {}),
         )  # fmt: skip
-        return result.logits[0]
+        return output.logits[0]
 
     def _replay_graph(
         self, plan: StepPlan, cache: PagedCache, batch: FlatBatch, draws: DrawInputs[np.ndarray], width: int
@@ -360,21 +356,23 @@ class Runner:
             rows = inputs.positions.unflatten(0, (plan.rows, -1))
             part = AttentionPart(slice(0, plan.rows), rows, width, self._make_attention_mask)
             targets = inputs.cache_positions.unflatten(0, (num_tables, -1))
-            context = StepContext(cache=cache, cache_positions=targets, dense=part, tokens=len(inputs.tokens))
+            context = StepContext(cache, targets, dense=part, num_dense=len(inputs.tokens))
             logits = self._compute_logits(inputs.tokens, self._select_rotary_input(inputs), context, 0)
             return pick(logits, draws.uniform, draws.temperature)
 
         self._check_graphs(cache)
-        arrays, dry_arrays = ([*leg, *draws.present] for leg in (inputs, inputs.dry(self.table.slots)))
+        arrays, dry_arrays = (
+            [*leg, *draws.tensors] for leg in (inputs, inputs.without_effects(self.table.slots))
+        )
         key = plan.rows, plan.span, width, *map(len, arrays)
         return self._graphs.run(key, arrays, dry_arrays, run_step)
 
     def _check_graphs(self, cache: PagedCache) -> None:
-        if self._moved and self._graphs is not None:
+        if self._weights_moved and self._graphs is not None:
             tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
             tensors += self.states.cache.tensors if self.states.cache is not None else []
-            self._graphs.check(self.model, [*tensors, *cache.tables])
-            self._moved = False
+            self._graphs.drop_stale_graphs(self.model, [*tensors, *cache.tables])
+            self._weights_moved = False
 
     def _cache_positions(self, batch: FlatBatch) -> np.ndarray:
         return self.table.pages.locate(batch.slots, batch.positions).ravel()
@@ -406,4 +404,4 @@ class Runner:
         is_masked = cached_positions > (positions if ends is None else ends[:, None, :, None])
         if window is not None:
             is_masked = is_masked | (cached_positions <= positions - window)
-        return torch.where(is_masked, self._masked, self._visible)
+        return torch.where(is_masked, self._masked_bias, self._zero)

@@ -64,7 +64,7 @@ class SlotTable:
         self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1
         self.hashes = np.zeros(slots, np.uint64)  # hash of the sequence: the sum of its tokens' marks
         self.head = np.zeros(slots, np.int64)  # leading tokens that rows with the same mark have in common
-        self.mark = np.zeros(slots, np.uint64)  # hash of the session's first prompt
+        self.prompt_hashes = np.zeros(slots, np.uint64)  # hash of the session's first prompt
         self.in_flight = np.zeros(slots, np.int64)  # tokens in flight, which are counted as known
         self.epoch = np.zeros(slots, np.int64)  # increases whenever a turn ends
         # Random, so that nobody can construct two texts with the same hash.
@@ -72,10 +72,10 @@ class SlotTable:
         self.session_slots: list[SessionSlot | None] = [None] * slots
         self.free = np.ones(slots, bool)  # no session has the slot
         self.requests: list[SamplingRequest | None] = [None] * slots
-        self.changes = 0  # increases whenever a slot gets other tokens
+        self.num_changes = 0  # increases whenever a slot gets other tokens
         # Deterministic mode: session i uses slot i mod slots after session i - slots is closed.
         self._next_session = list(range(slots))
-        self._closed: set[int] = set()
+        self._closed_orders: set[int] = set()
 
     # -- sessions
 
@@ -85,13 +85,13 @@ class SlotTable:
             self.session_slots[session_slot.slot], self.free[session_slot.slot] = None, True
             session_slot.slot = None
         if self.deterministic:
-            self._closed.add(session_slot.order)
+            self._closed_orders.add(session_slot.order)
             slot = session_slot.order % self.slots
-            while self._next_session[slot] in self._closed:
-                self._closed.remove(self._next_session[slot])
+            while self._next_session[slot] in self._closed_orders:
+                self._closed_orders.remove(self._next_session[slot])
                 self._next_session[slot] += self.slots
 
-    def forget(self) -> None:
+    def forget_tokens(self) -> None:
         """Invalidate all cached keys and values, because the weights have changed."""
         for array in (self.stored, self.copyable, self.chunked, self.lengths):
             array[:] = 0
@@ -110,12 +110,12 @@ class SlotTable:
         self.running[:], self.free[:] = False, True
         self.in_flight[:] = 0
         self.epoch += 1
-        self.forget()
+        self.forget_tokens()
         return failed_requests
 
     # -- prefixes
 
-    def common_lengths(self, prompt: np.ndarray) -> np.ndarray:
+    def find_common_lengths(self, prompt: np.ndarray) -> np.ndarray:
         """Return the length [slots] of the common prefix of each slot's sequence and the prompt."""
         width = min(len(prompt), int(self.lengths.max()))
         if width == 0:
@@ -125,59 +125,59 @@ class SlotTable:
         first_difference[~is_different[np.arange(self.slots), first_difference]] = width
         return np.minimum(first_difference, self.lengths)
 
-    def shared_prefix(self, slots: np.ndarray) -> int:
+    def find_shared_prefix(self, slots: np.ndarray) -> int:
         """Return the length of the cached prefix that all these slots have in common."""
         width = int(self.stored[slots].min())
         is_common = (self.ids[slots, :width] == self.ids[slots[0], :width]).all(0)
         return width if is_common.all() else int(is_common.argmin())
 
-    def place(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
+    def admit(self, request: SamplingRequest, admission: AdmissionRound) -> bool:
         """Start the request if a slot and pages are available, and if no other session is just computing a longer
         prefix that the request could share. Return whether it started."""
-        current, num_needed = request.session_slot.slot, len(request.prompt) - 1
-        if current is None and not self._has_slot(request.session_slot, admission):
+        current_slot, num_tokens = request.session_slot.slot, len(request.prompt) - 1
+        if current_slot is None and not self._has_slot(request.session_slot, admission):
             return False
-        if current is None and request.prompt.tobytes() in admission.must_wait:
+        if current_slot is None and request.prompt.tobytes() in admission.must_wait:
             return False
-        stored_length = 0 if current is None else int(self.stored[current])
-        is_continuation = 0 < stored_length <= num_needed and np.array_equal(
-            self.ids[current, :stored_length], request.prompt[:stored_length]
+        stored_length = 0 if current_slot is None else int(self.stored[current_slot])
+        is_continuation = 0 < stored_length <= num_tokens and np.array_equal(
+            self.ids[current_slot, :stored_length], request.prompt[:stored_length]
         )
-        if current is not None and is_continuation:
-            return self._continue_in_slot(request, current, stored_length, is_continuation=True)
-        if current is None and not self.deterministic and self.snapshots is None:
+        if current_slot is not None and is_continuation:
+            return self._continue_in_slot(request, current_slot, stored_length, is_continuation=True)
+        if current_slot is None and not self.deterministic and self.snapshots is None:
             # A session that began with this prompt and has it in the cache: no other prefix is longer.
-            has_prompt = (self.mark == self.marks(request.prompt, np.arange(num_needed + 1)).sum()) & (
-                self.copyable >= num_needed
-            )
-            reusable = self.pages.usable(np.where(has_prompt, num_needed, 0))
-            if reusable.any():
-                return self._share_prefix(request, int(reusable.argmax()), num_needed, reusable)
-        common = np.minimum(self.common_lengths(request.prompt), num_needed)
-        cached = self.pages.usable(np.minimum(common, self.copyable))
-        reusable = cached if self.snapshots is None else self.snapshots.usable(cached, self.stored)
-        if current is not None and self.snapshots is None:
-            kept_length = int(self.pages.usable(np.minimum(common, self.stored))[current])
-            if kept_length > reusable[current]:
+            has_prompt = (
+                self.prompt_hashes == self.marks(request.prompt, np.arange(num_tokens + 1)).sum()
+            ) & (self.copyable >= num_tokens)
+            prefixes = self.pages.usable(np.where(has_prompt, num_tokens, 0))
+            if prefixes.any():
+                return self._share_prefix(request, int(prefixes.argmax()), num_tokens, prefixes)
+        common_lengths = np.minimum(self.find_common_lengths(request.prompt), num_tokens)
+        available = self.pages.usable(np.minimum(common_lengths, self.copyable))
+        prefixes = available if self.snapshots is None else self.snapshots.usable(available, self.stored)
+        if current_slot is not None and self.snapshots is None:
+            kept_length = int(self.pages.usable(np.minimum(common_lengths, self.stored))[current_slot])
+            if kept_length > prefixes[current_slot]:
                 # Deterministic mode: only this session may reuse the tokens that it has decoded.
-                return self._continue_in_slot(request, current, kept_length)
-        source = int(reusable.argmax())
-        shared = int(reusable[source])
+                return self._continue_in_slot(request, current_slot, kept_length)
+        source_slot = int(prefixes.argmax())
+        num_shared = int(prefixes[source_slot])
         # Prefixes that are still being computed. A window may have released one that was computed.
-        ends = np.minimum(common, self.chunked)
-        upcoming = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
-        if int(upcoming.max()) >= shared + WAIT_FOR and self._pause_prefill_at(
-            int(upcoming.argmax()), upcoming.max()
+        ends = np.minimum(common_lengths, self.chunked)
+        next_lengths = np.where(self.running & (self.copyable == self.stored) & (self.stored < ends), ends, 0)
+        if int(next_lengths.max()) >= num_shared + WAIT_FOR and self._pause_prefill_at(
+            int(next_lengths.argmax()), next_lengths.max()
         ):
             admission.must_wait.add(request.prompt.tobytes())
             return False
-        if not self._share_prefix(request, source, shared, reusable):
+        if not self._share_prefix(request, source_slot, num_shared, prefixes):
             return False
-        if self.snapshots is not None and (missed_tokens := int(cached.max()) - shared) > 0:
+        if self.snapshots is not None and (missed_tokens := int(available.max()) - num_shared) > 0:
             self.stats.recomputed += missed_tokens
             if missed_tokens >= WAIT_FOR:
                 self._pause_prefill_at(
-                    self._get_request_slot(request), shared + missed_tokens
+                    self._get_request_slot(request), num_shared + missed_tokens
                 )  # for the next prompt with this prefix
         return True
 
@@ -198,27 +198,27 @@ class SlotTable:
         return end if self.snapshots is None else self.snapshots.next_stop(slot, int(self.stored[slot]), end)
 
     def _continue_in_slot(
-        self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
+        self, request: SamplingRequest, slot: int, length: int, *, is_continuation: bool = False
     ) -> bool:
-        """Start the request in the slot that its session holds, and keep the slot's first `stored` tokens, if enough
+        """Start the request in the slot that its session holds, and keep the slot's first `length` tokens, if enough
         pages are available."""
-        count = self.pages.missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, stored)
+        count = self.pages.count_missing(slot, len(request.prompt) + MARGIN) + self.pages.copied(slot, length)
         if not self._make_room(count, request.session_slot, [slot]):
             if self.running.any():
                 return False
             return self._share_prefix(request, slot, 0, np.zeros(self.slots, np.int64))
-        self.stats.kept_tokens += stored
-        self.pages.truncate(slot, stored)
+        self.stats.kept_tokens += length
+        self.pages.truncate(slot, length)
         if self.snapshots is not None:
             self.snapshots.stops[slot].clear()
             if not self.deterministic:  # there, only the session itself may use what it has decoded
-                self.snapshots.take(slot, stored)  # forks may begin at the end of this turn
-        self._start_request(request, slot, stored, is_continuation=is_continuation)
+                self.snapshots.take_snapshot(slot, length)  # forks may begin at the end of this turn
+        self._start_request(request, slot, length, is_continuation=is_continuation)
         return True
 
-    def _share_prefix(self, request: SamplingRequest, source: int, shared: int, reusable: np.ndarray) -> bool:
+    def _share_prefix(self, request: SamplingRequest, source: int, shared: int, prefixes: np.ndarray) -> bool:
         """Start the request in a slot that already has the prompt's first `shared` tokens, or in one that shares them
-        with slot `source`, if enough pages are available. `reusable` [slots] is the length of the prefix that the
+        with slot `source`, if enough pages are available. `prefixes` [slots] is the length of the prefix that the
         request could reuse from each slot."""
         session_slot = request.session_slot
         length = len(request.prompt) + MARGIN
@@ -228,9 +228,9 @@ class SlotTable:
             if self.running.any() or not self._make_room(num_pages, session_slot, []):
                 return False
             shared = 0
-        reusable = np.minimum(reusable, self.copyable if shared else 0)  # released slots share nothing
-        previous, slot = session_slot.slot, self._choose_slot(session_slot, reusable, shared)
-        if reusable[slot] == shared:
+        prefixes = np.minimum(prefixes, self.copyable if shared else 0)  # released slots share nothing
+        previous_slot, slot = session_slot.slot, self._choose_slot(session_slot, prefixes, shared)
+        if prefixes[slot] == shared:
             source = slot
             self.pages.truncate(slot, shared)
             if self.snapshots is not None:
@@ -242,7 +242,7 @@ class SlotTable:
             if self.snapshots is not None:
                 self.snapshots.share(source, int(self.stored[source]), slot, shared)
             self.used[source] = time.monotonic()
-        if previous == source:
+        if previous_slot == source:
             self.stats.kept_tokens += shared
         else:
             self.stats.shared += shared
@@ -257,22 +257,22 @@ class SlotTable:
         admission.is_full = admission.is_full or (not self.free.any() and self._find_longest_idle() is None)
         return not admission.is_full
 
-    def _choose_slot(self, session_slot: SessionSlot, reusable: np.ndarray, shared: int) -> int:
+    def _choose_slot(self, session_slot: SessionSlot, prefix_lengths: np.ndarray, num_shared: int) -> int:
         """Return the slot for a session: the slot that it holds, a free slot, or the slot of a session that it evicts.
         `_has_slot` must have returned True."""
         if session_slot.slot is not None:
             return session_slot.slot
         if self.deterministic:
             return session_slot.order % self.slots
-        free = np.flatnonzero(self.free)
-        if shared and (fitting := free[reusable[free] == shared]).size:
-            return int(fitting[0])
-        if free.size:
-            return int(free[np.lexsort((self.used[free], self.stored[free] > 0))[0]])
+        free_slots = np.flatnonzero(self.free)
+        if num_shared and (fitting_slots := free_slots[prefix_lengths[free_slots] == num_shared]).size:
+            return int(fitting_slots[0])
+        if free_slots.size:
+            return int(free_slots[np.lexsort((self.used[free_slots], self.stored[free_slots] > 0))[0]])
         slot = self._find_longest_idle()
-        evicted = self.session_slots[slot] if slot is not None else None
-        assert slot is not None and evicted is not None
-        evicted.slot = None
+        evicted_session = self.session_slots[slot] if slot is not None else None
+        assert slot is not None and evicted_session is not None
+        evicted_session.slot = None
         self.stats.evictions += 1
         return slot
 
@@ -280,31 +280,31 @@ class SlotTable:
         """Return the slot that has been idle for longest, for eviction. It must have been idle for EVICT_AFTER seconds,
         unless no turn runs at all, because then a parent session may be waiting for its child session. None if there is
         no such slot."""
-        idle = np.flatnonzero(~self.running)
-        if not len(idle):
+        idle_slots = np.flatnonzero(~self.running)
+        if not len(idle_slots):
             return None
-        slot = int(idle[self.used[idle].argmin()])
+        slot = int(idle_slots[self.used[idle_slots].argmin()])
         may_evict = not self.running.any() or time.monotonic() - self.used[slot] >= EVICT_AFTER
         return slot if may_evict else None
 
     # -- pages
 
-    def _make_room(self, count: int, session_slot: SessionSlot, kept_slots: list[int]) -> bool:
-        """Free `count` pages by releasing slots outside `kept_slots`. Return False if that is impossible."""
-        if self.pages.fixed or self.pages.available >= count:
+    def _make_room(self, num_pages: int, session_slot: SessionSlot, kept_slots: list[int]) -> bool:
+        """Free `num_pages` pages by releasing slots outside `kept_slots`. Return False if that is impossible."""
+        if self.pages.fixed or self.pages.num_free >= num_pages:
             return True
         closed_slots = np.flatnonzero(self.free & (self.pages.held_pages() > 0))
         for slot in closed_slots[self.used[closed_slots].argsort()].tolist():
             if slot not in kept_slots:
                 self._release_slot(slot)
-            if self.pages.available >= count:
+            if self.pages.num_free >= num_pages:
                 return True
         youngest_first = self._find_younger(session_slot, kept_slots)
-        if self.pages.available + int(self.pages.held_pages()[youngest_first].sum()) < count:
+        if self.pages.num_free + int(self.pages.held_pages()[youngest_first].sum()) < num_pages:
             return False
         for slot in youngest_first:
             self._preempt_slot(slot)
-            if self.pages.available >= count:
+            if self.pages.num_free >= num_pages:
                 return True
         return False
 
@@ -313,12 +313,12 @@ class SlotTable:
         those of all idle sessions, because a parent session may be waiting for its child session. Idle sessions come
         first, younger ones before older ones."""
         is_idle = not self.running.any()
-        orders = {
+        session_orders = {
             slot: other.order
             for slot, other in enumerate(self.session_slots)
             if other is not None and slot not in kept_slots and (is_idle or other.order > session_slot.order)
         }
-        return sorted(orders, key=lambda slot: (bool(self.running[slot]), -orders[slot]))
+        return sorted(session_orders, key=lambda slot: (bool(self.running[slot]), -session_orders[slot]))
 
     def _preempt_slot(self, slot: int) -> None:
         """Take the slot and its pages from the session that holds it. A running turn is admitted again later, with its
@@ -326,9 +326,9 @@ class SlotTable:
         if self.running[slot]:
             request = self.stop(slot)
             length = int(self.lengths[slot])
-            start = len(request.prompt) - len(request.sampled)
+            turn_start = len(request.prompt) - len(request.sampled_logprobs)
             request.prompt = self.ids[slot, :length].copy()
-            request.sampled = self.logprobs[slot, start:length].copy()
+            request.sampled_logprobs = self.logprobs[slot, turn_start:length].copy()
             self.preempted.append(request)
         session_slot = self.session_slots[slot]
         assert session_slot is not None
@@ -340,8 +340,8 @@ class SlotTable:
         self.pages.release(slot)
         if self.snapshots is not None:
             self.snapshots.drop(slot)
-        for array in (self.stored, self.copyable, self.chunked, self.lengths):
-            array[slot] = 0
+        for slot_array in (self.stored, self.copyable, self.chunked, self.lengths):
+            slot_array[slot] = 0
 
     def reserve(self) -> None:
         """Reserve pages for the next tokens of all running slots. Preempt the youngest sessions if pages run out."""
@@ -359,7 +359,7 @@ class SlotTable:
             if not self.running[slot]:
                 continue
             length = int(self.lengths[slot]) + MARGIN + PAGE // 2
-            if self._make_room(self.pages.missing(slot, length), self._get_session_slot(slot), [slot]):
+            if self._make_room(self.pages.count_missing(slot, length), self._get_session_slot(slot), [slot]):
                 self.pages.reserve(slot, length)
             else:
                 self._preempt_slot(slot)
@@ -374,9 +374,9 @@ class SlotTable:
         assert session_slot is not None
         return session_slot
 
-    def recent(self, slots: np.ndarray, ends: np.ndarray, count: int) -> np.ndarray:
-        """Return the `count` tokens before each position [len(slots), count]; 0 before a sequence's start."""
-        positions = ends[:, None] - np.arange(count, 0, -1)
+    def recent(self, slots: np.ndarray, ends: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Return the `num_tokens` tokens before each position [len(slots), count]; 0 before a sequence's start."""
+        positions = ends[:, None] - np.arange(num_tokens, 0, -1)
         return np.where(positions >= 0, self.ids[slots[:, None], positions], 0)
 
     def marks(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -386,58 +386,58 @@ class SlotTable:
     # -- turns
 
     def _start_request(
-        self, request: SamplingRequest, slot: int, stored: int, *, is_continuation: bool = False
+        self, request: SamplingRequest, slot: int, num_stored: int, *, is_continuation: bool = False
     ) -> None:
-        prompt, params, size = request.prompt, request.params, len(request.prompt)
-        sampled_count = len(request.sampled)  # before a preemption
-        self.pages.reserve(slot, size + MARGIN)
-        self.logprobs[slot, size - sampled_count : size] = request.sampled
-        is_first_turn = bool(stored <= self.copyable[slot]) if self.deterministic else not is_continuation
-        self.changes += 1
-        self.ids[slot, :size] = prompt
+        prompt, params, length = request.prompt, request.params, len(request.prompt)
+        num_sampled = len(request.sampled_logprobs)  # before a preemption
+        self.pages.reserve(slot, length + MARGIN)
+        self.logprobs[slot, length - num_sampled : length] = request.sampled_logprobs
+        is_first_turn = bool(num_stored <= self.copyable[slot]) if self.deterministic else not is_continuation
+        self.num_changes += 1
+        self.ids[slot, :length] = prompt
         if self.rope_of is not None:
-            self.rope[slot, :, :size], next_position = self.rope_of(prompt)
-            self.rope[slot, :, size:] = np.arange(next_position, next_position + self.max_length - size)
-        self.lengths[slot] = size
-        self.hashes[slot] = self.marks(prompt, np.arange(size)).sum()
-        if not is_continuation or stored < self.head[slot]:
-            self.head[slot], self.mark[slot] = size - 1, self.hashes[slot]
-        self.stored[slot] = stored
-        self.copyable[slot] = min(int(self.copyable[slot]), stored)
+            self.rope[slot, :, :length], next_position = self.rope_of(prompt)
+            self.rope[slot, :, length:] = np.arange(next_position, next_position + self.max_length - length)
+        self.lengths[slot] = length
+        self.hashes[slot] = self.marks(prompt, np.arange(length)).sum()
+        if not is_continuation or num_stored < self.head[slot]:
+            self.head[slot], self.prompt_hashes[slot] = length - 1, self.hashes[slot]
+        self.stored[slot] = num_stored
+        self.copyable[slot] = min(int(self.copyable[slot]), num_stored)
         if self.deterministic:  # decoding rows, which run anyway, feed short replies token by token
-            self.chunked[slot] = size - 1 if is_first_turn or size - stored > 32 else 0
+            self.chunked[slot] = length - 1 if is_first_turn or length - num_stored > 32 else 0
         else:
-            self.chunked[slot] = size if size - stored > (1 if is_first_turn else self.ride) else 0
+            self.chunked[slot] = length if length - num_stored > (1 if is_first_turn else self.ride) else 0
         if self.snapshots is not None:
             # The last token of a prompt is fed alone, so that equal prompts can begin with the state before it.
-            self.chunked[slot] = size - 1 if self.chunked[slot] else 0
+            self.chunked[slot] = length - 1 if self.chunked[slot] else 0
             if is_first_turn:
-                self._pause_prefill_at(slot, size - 1)
-        self.limit[slot] = min(size - sampled_count + params.max_tokens, self.max_length)
+                self._pause_prefill_at(slot, length - 1)
+        self.limit[slot] = min(length - num_sampled + params.max_tokens, self.max_length)
         self.seed[slot] = params.seed & 0xFFFFFFFFFFFFFFFF
         self.temperature[slot] = params.temperature
         self.top_p[slot], self.top_k[slot], self.min_p[slot] = params.top_p, params.top_k, params.min_p
-        if (missing := len(params.stop_ids) - self.stops.shape[1]) > 0:
-            self.stops = np.pad(self.stops, ((0, 0), (0, missing)), constant_values=-1)
+        if (num_missing := len(params.stop_ids) - self.stops.shape[1]) > 0:
+            self.stops = np.pad(self.stops, ((0, 0), (0, num_missing)), constant_values=-1)
         self.stops[slot] = -1
         self.stops[slot, : len(params.stop_ids)] = params.stop_ids
         self.running[slot] = True
         self.used[slot] = time.monotonic()
         self.requests[slot] = request
 
-    def advance(self, slots: np.ndarray, counts: np.ndarray | int) -> None:
-        """Record that `counts` more tokens of these slots are in the cache."""
-        previous = self.stored[slots]
-        self.stored[slots] = stored_lengths = previous + counts
+    def advance(self, slots: np.ndarray, token_counts: np.ndarray | int) -> None:
+        """Record that `token_counts` more tokens of these slots are in the cache."""
+        old_lengths = self.stored[slots]
+        self.stored[slots] = stored_lengths = old_lengths + token_counts
         if self.deterministic:  # other sessions may not copy what decoding rows have computed
-            is_copyable = (self.copyable[slots] == previous) & (previous < self.chunked[slots])
+            is_copyable = (self.copyable[slots] == old_lengths) & (old_lengths < self.chunked[slots])
             stored_lengths = np.where(is_copyable, stored_lengths, self.copyable[slots])
         self.copyable[slots] = stored_lengths
         self.pages.leave_window(slots, self.stored[slots])
         if self.snapshots is not None and any(self.snapshots.stops):
-            self.snapshots.reach(slots, self.stored, self.copyable)
+            self.snapshots.take_due(slots, self.stored, self.copyable)
 
-    def expect(self, slots: np.ndarray) -> None:
+    def append_in_flight(self, slots: np.ndarray) -> None:
         """Append an in-flight token to the sequence of each slot, with the placeholder id -1 - slot, so that the next
         step can be planned before the token is known."""
         self.ids[slots, self.lengths[slots]] = -1 - slots
@@ -452,16 +452,16 @@ class SlotTable:
         self.logprobs[slots, positions] = logprobs
         np.maximum.at(self.lengths, slots, positions + 1)
         np.add.at(self.hashes, slots, self.marks(tokens, positions))
-        is_finished = (positions + 1 >= self.limit[slots]) | self.stopped(slots, tokens)
+        is_finished = (positions + 1 >= self.limit[slots]) | self.are_stops(slots, tokens)
         return slots[is_finished].tolist() if is_finished.any() else []
 
-    def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def are_stops(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Return a mask of the tokens that are stop tokens of their slots."""
         return (self.stops[slots] == tokens[:, None]).any(1)
 
     def finish(self, slot: int, version: int) -> tuple[SamplingRequest, Completion]:
         request = self.stop(slot)
-        turn_range = slice(len(request.prompt) - len(request.sampled), int(self.lengths[slot]))
+        turn_range = slice(len(request.prompt) - len(request.sampled_logprobs), int(self.lengths[slot]))
         tokens = self.ids[slot, turn_range].tolist()
         finish_reason = "stop" if tokens[-1] in request.params.stop_ids else "length"
         return request, Completion(tokens, self.logprobs[slot, turn_range].tolist(), finish_reason, version)

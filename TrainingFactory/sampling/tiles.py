@@ -42,64 +42,64 @@ class TileLayout:
     def key(self) -> tuple[int, ...]:
         return self.chunk_tokens, self.pieces, self.groups
 
-    def enter(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
+    def assign_tensors(self, step: StepContext, plan: StepPlan, tensors: list[torch.Tensor]) -> None:
         """Set the tiles of `step` from `tensors`, the device copies of `arrays`."""
-        remaining = iter(tensors)
+        tensor_iterator = iter(tensors)
         if plan.rows:
             step.rows = Tiles(plan.span or 1, plan.rows)
         if self.pieces:
-            step.pieces = Tiles(self.tokens, self.pieces, *islice(remaining, len(TileArrays._fields)))
+            step.pieces = Tiles(self.tokens, self.pieces, *islice(tensor_iterator, len(TileArrays._fields)))
         if self.groups and step.rows is not None:
-            step.groups = Tiles(self.tokens, self.groups, *islice(remaining, len(TileArrays._fields)))
-            step.rows.begins = next(remaining)
+            step.groups = Tiles(self.tokens, self.groups, *islice(tensor_iterator, len(TileArrays._fields)))
+            step.rows.begins = next(tensor_iterator)
 
 
 def plan_tiles(plan: StepPlan, table: SlotTable, heads: int) -> TileLayout:
     """Return the layout of a plan. `heads` is the number of query heads per key head."""
-    tokens, dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
-    layout = TileLayout(int(plan.counts.sum()), 0, 0, tokens, [])
+    tile_tokens, num_dense = max(1, QUERIES // heads), plan.rows * (plan.span or 1)
+    layout = TileLayout(int(plan.counts.sum()), 0, 0, tile_tokens, [])
     if len(plan.slots):
-        pieces = _make_chunk_tiles(plan, dense, tokens)
-        layout.pieces = len(pieces.slots)
-        max_size = 2 * max(layout.chunk_tokens, PIECES[1])  # larger sizes would waste too much on padding
-        sizes = [size for size in PIECES if layout.chunk_tokens <= size < max_size]
-        fitting_sizes = [size for size in sizes if layout.pieces <= size // 8]
-        fitting_sizes = (
-            [] if table.snapshots is not None else fitting_sizes
+        chunk_tiles = _make_chunk_tiles(plan, num_dense, tile_tokens)
+        layout.pieces = len(chunk_tiles.slots)
+        max_tokens = 2 * max(layout.chunk_tokens, PIECES[1])  # larger sizes would waste too much on padding
+        sizes = [size for size in PIECES if layout.chunk_tokens <= size < max_tokens]
+        usable_sizes = [size for size in sizes if layout.pieces <= size // 8]
+        usable_sizes = (
+            [] if table.snapshots is not None else usable_sizes
         )  # recurrent layers prefill each length by itself
-        if fitting_sizes:
-            layout.chunk_tokens, layout.pieces = fitting_sizes[0], fitting_sizes[0] // 8
-        layout.is_recorded = bool(fitting_sizes)
-        layout.arrays += _pad_tiles(pieces, layout.pieces, tokens)
+        if usable_sizes:
+            layout.chunk_tokens, layout.pieces = usable_sizes[0], usable_sizes[0] // 8
+        layout.is_recorded = bool(usable_sizes)
+        layout.arrays += _pad_tiles(chunk_tiles, layout.pieces, tile_tokens)
     if not plan.span and len(plan.dense) > 3:
-        groups, begins = _make_group_tiles(plan, table, tokens)
-        if groups is not None:
+        group_tiles, begins = _make_group_tiles(plan, table, tile_tokens)
+        if group_tiles is not None:
             layout.groups = plan.rows // 2
-            layout.arrays += [*_pad_tiles(groups, layout.groups, tokens), begins]
+            layout.arrays += [*_pad_tiles(group_tiles, layout.groups, tile_tokens), begins]
     return layout
 
 
-def pad_to(array: np.ndarray, size: int, value: int = 0) -> np.ndarray:
+def pad_to(array: np.ndarray, size: int, fill_value: int = 0) -> np.ndarray:
     """Return the array padded to a size; ten times as fast as np.pad."""
-    padded = np.full(size, value, array.dtype)
-    padded[: len(array)] = array
-    return padded
+    padded_array = np.full(size, fill_value, array.dtype)
+    padded_array[: len(array)] = array
+    return padded_array
 
 
-def _pad_tiles(tiles: TileArrays, count: int, tokens: int) -> TileArrays:
-    members = pad_to(tiles.members.ravel(), count * tokens, -1)
-    return TileArrays(members, pad_to(tiles.slots, count), pad_to(tiles.ends, count))
+def _pad_tiles(tiles: TileArrays, num_tiles: int, tile_tokens: int) -> TileArrays:
+    members = pad_to(tiles.members.ravel(), num_tiles * tile_tokens, -1)
+    return TileArrays(members, pad_to(tiles.slots, num_tiles), pad_to(tiles.ends, num_tiles))
 
 
-def _make_chunk_tiles(plan: StepPlan, start: int, tokens: int) -> TileArrays:
-    """Return tiles of the chunks, whose tokens are consecutive from `start` on."""
-    counts, tiles = plan.counts, -(-plan.counts // tokens)
-    chunk = np.repeat(np.arange(len(counts)), tiles)
-    starts = (np.arange(len(chunk)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tokens
-    column = np.arange(tokens)
-    members = (start + (counts.cumsum() - counts)[chunk] + starts)[:, None] + column
-    members[column >= (counts[chunk] - starts)[:, None]] = -1
-    return TileArrays(members, plan.slots[chunk], np.full(len(chunk), 1 << 30))
+def _make_chunk_tiles(plan: StepPlan, first_token: int, tile_tokens: int) -> TileArrays:
+    """Return tiles of the chunks, whose tokens are consecutive from `first_token` on."""
+    token_counts, tiles = plan.counts, -(-plan.counts // tile_tokens)
+    chunk_index = np.repeat(np.arange(len(token_counts)), tiles)
+    starts = (np.arange(len(chunk_index)) - np.repeat(tiles.cumsum() - tiles, tiles)) * tile_tokens
+    columns = np.arange(tile_tokens)
+    members = (first_token + (token_counts.cumsum() - token_counts)[chunk_index] + starts)[:, None] + columns
+    members[columns >= (token_counts[chunk_index] - starts)[:, None]] = -1
+    return TileArrays(members, plan.slots[chunk_index], np.full(len(chunk_index), 1 << 30))
 
 
 def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[TileArrays | None, np.ndarray]:
@@ -107,19 +107,19 @@ def _make_group_tiles(plan: StepPlan, table: SlotTable, tokens: int) -> tuple[Ti
     position at which the unshared keys of each row begin."""
     dense = plan.dense
     rows = dense[(table.head[dense] >= MIN_SHARED_PREFIX) & (table.stored[dense] >= table.head[dense])]
-    rows = rows[table.mark[rows].argsort(kind="stable")]
-    _, first_index, counts = np.unique(table.mark[rows], return_index=True, return_counts=True)
-    offset = np.arange(len(rows)) - np.repeat(first_index, counts)
+    rows = rows[table.prompt_hashes[rows].argsort(kind="stable")]
+    _, first_indices, counts = np.unique(table.prompt_hashes[rows], return_index=True, return_counts=True)
+    offsets = np.arange(len(rows)) - np.repeat(first_indices, counts)
     is_shared = np.repeat(counts, counts) > 1
-    rows, offset = rows[is_shared], offset[is_shared] % tokens
-    tile = (offset == 0).cumsum() - 1
-    leaders = rows[offset == 0]
+    rows, offsets = rows[is_shared], offsets[is_shared] % tokens
+    tile_index = (offsets == 0).cumsum() - 1
+    leaders = rows[offsets == 0]
     saved_tokens = table.head[rows].sum() - table.head[leaders].sum()
     min_saved = min(MIN_SAVED_SHARE * table.stored[dense].sum(), MIN_SAVED_TOKENS)
     if saved_tokens < min_saved or len(leaders) > plan.rows // 2:
         return None, EMPTY
     members = np.full((len(leaders), tokens), -1)
-    members[tile, offset] = rows
+    members[tile_index, offsets] = rows
     begins = np.zeros(plan.rows, np.int64)
     begins[rows] = table.head[rows]
     return TileArrays(members, leaders, table.head[leaders]), begins

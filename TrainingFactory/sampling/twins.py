@@ -12,9 +12,9 @@ import numpy as np
 class TwinRows(NamedTuple):
     """The U of N tokens that a forward computes, because rows with equal tokens and history are computed once."""
 
-    leaders: np.ndarray  # [rows] whether a row is the first of its kind
+    leading_rows: np.ndarray  # [rows] whether a row is the first of its kind
     is_leader: np.ndarray  # [N] whether a token belongs to a leader
-    source: np.ndarray  # [N] which of the U computed tokens equals each token
+    source_tokens: np.ndarray  # [N] which of the U computed tokens equals each token
 
 
 def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndarray) -> TwinRows | None:
@@ -22,11 +22,11 @@ def find_twins(histories: np.ndarray, prompt_hashes: np.ndarray, counts: np.ndar
     [rows] are hashes of the rows' sequences, `prompt_hashes` [N] are hashes of the tokens with their positions."""
     starts = counts.cumsum() - counts
     hashes = histories + np.add.reduceat(prompt_hashes, starts)
-    _, first_rows, group = np.unique(hashes, return_index=True, return_inverse=True)
+    _, first_rows, group_indices = np.unique(hashes, return_index=True, return_inverse=True)
     if len(first_rows) == len(counts):
         return None
-    leader_of_row = first_rows[group]
-    leaders = leader_of_row == np.arange(len(counts))
+    leading_row = first_rows[group_indices]
+    leaders = leading_row == np.arange(len(counts))
     is_leader = np.repeat(leaders, counts)
-    leader_token = np.arange(len(prompt_hashes)) + np.repeat(starts[leader_of_row] - starts, counts)  # [N]
+    leader_token = np.arange(len(prompt_hashes)) + np.repeat(starts[leading_row] - starts, counts)  # [N]
     return TwinRows(leaders, is_leader, (is_leader.cumsum() - 1)[leader_token])

@@ -19,7 +19,7 @@ from TrainingFactory import __version__
 from TrainingFactory.types import Completion, EngineSpec, SamplingParams, Weights
 
 # Environment variables of vLLM's processes, unless the user has set them.
-ENVIRONMENT = {
+ENVIRONMENT_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -27,16 +27,16 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # otherwise all engines of a machine would use the same cores
 }
 SEED_STRIDE = 0x9E3779B97F4A7C15  # seed offset per prompt token: requests of one turn draw different numbers
-GPU_SHARE = 0.5  # fraction of a GPU's memory, because the learner may use the same GPU
-CPU_CACHE = 2 * 2**30  # bytes for keys and values on a CPU
+GPU_MEMORY_SHARE = 0.5  # fraction of a GPU's memory, because the learner may use the same GPU
+CPU_CACHE_BYTES = 2 * 2**30  # bytes for keys and values on a CPU
 ADAPTER = "adapter_model.safetensors"
 SUPPORTED_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # LoRA ranks that vLLM supports
 
 
-def lora_options(rank: int) -> dict[str, Any]:
+def make_lora_options(rank: int) -> dict[str, Any]:
     """Return vLLM's engine arguments for LoRA adapters of this rank. Two versions of the adapter may be loaded at the
     same time."""
-    max_rank = next((supported for supported in SUPPORTED_RANKS if supported >= rank), None)
+    max_rank = next((supported_rank for supported_rank in SUPPORTED_RANKS if supported_rank >= rank), None)
     if max_rank is None:
         raise ValueError(f"lora.r is {rank}, but vLLM supports at most {SUPPORTED_RANKS[-1]}. Lower lora.r")
     # Eight in CPU memory, because running turns may use older versions whose folders are deleted.
@@ -49,7 +49,7 @@ class VllmEngine:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._lora = spec, bool(spec.options.get("enable_lora"))
         self._llm: Any = None
-        self._version = 0
+        self._policy_version = 0
         self._request_ids = itertools.count(1)
         self._unusable_reason = ""  # why the engine cannot sample; "": it can
         self._shapes: Any = None  # of the model's weights, read at the first push
@@ -59,17 +59,17 @@ class VllmEngine:
         self._load_lock = asyncio.Lock()
 
     async def start(self) -> dict[str, Any]:
-        os.environ |= {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
+        os.environ |= {name: value for name, value in ENVIRONMENT_DEFAULTS.items() if name not in os.environ}
         if (device := self._spec.device).startswith("cuda:"):
-            index, visible = int(device.removeprefix("cuda:")), os.environ.get("CUDA_VISIBLE_DEVICES", "")
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+            gpu_index, visible = int(device.removeprefix("cuda:")), os.environ.get("CUDA_VISIBLE_DEVICES", "")
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu_index] if visible else str(gpu_index)
         try:
             from vllm.v1.engine.async_llm import AsyncLLM  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ValueError(
                 f"sampling.engine is vllm, which needs: pip install 'training-factory[vllm]' ({error})"
             ) from error
-        self._llm = AsyncLLM.from_engine_args(engine_arguments(self._spec))
+        self._llm = AsyncLLM.from_engine_args(make_engine_arguments(self._spec))
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         self._reports_versions = hasattr(self._llm, "update_weight_version")  # not in earlier releases
         await self._llm.collective_rpc("tfactory_full_logprobs")
@@ -119,12 +119,12 @@ class VllmEngine:
     # -- requests
 
     def _check_length(self, token_ids: Sequence[int]) -> None:
-        size, max_prompt = len(token_ids), self._spec.max_length - 1
-        if not size:
+        num_tokens, max_tokens = len(token_ids), self._spec.max_length - 1
+        if not num_tokens:
             raise ValueError("the prompt is empty; it needs at least one token")
-        if size > max_prompt:
+        if num_tokens > max_tokens:
             raise ValueError(
-                f"the prompt has {size} tokens, but max_length={max_prompt + 1} allows at most {max_prompt}"
+                f"the prompt has {num_tokens} tokens, but max_length={max_tokens + 1} allows at most {max_tokens}"
             )
         if invalid := [token for token in token_ids if not 0 <= token < self._vocabulary]:
             raise ValueError(f"token id {invalid[0]} is not in the model's vocabulary of {self._vocabulary}")
@@ -140,7 +140,7 @@ class VllmEngine:
             stop_token_ids=list(params.stop_ids), ignore_eos=True,  # only the caller's stop ids end a turn
             logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY,
         )  # fmt: skip
-        version, has_adapter = self._version, self._adapter is not None
+        version, has_adapter = self._policy_version, self._adapter is not None
         output = (await self._request_output(prompt_ids, vllm_params)).outputs[0]
         if output.finish_reason not in ("stop", "length"):
             raise RuntimeError(f"vLLM ended a request by itself: {output.finish_reason}")
@@ -159,7 +159,7 @@ class VllmEngine:
         """Return vLLM's last output of a request with the current adapter. Cancelling aborts the request."""
         from vllm.v1.engine.exceptions import EngineDeadError  # pyright: ignore[reportMissingImports]
 
-        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._version)}
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": str(self._policy_version)}
         name, adapter, final_output = f"r{next(self._request_ids)}", self._adapter, None
         try:
             async for output in self._llm.generate(prompt, params, request_id=name, lora_request=adapter):
@@ -180,16 +180,16 @@ class VllmEngine:
         and values, and vLLM reports the version of each token. Requests with an adapter finish before the load."""
         from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
 
-        spec, file = self._spec, Path(weights.folder) / WEIGHTS
+        spec, weights_file = self._spec, Path(weights.folder) / WEIGHTS
         if self._shapes is None:
             self._shapes = await asyncio.to_thread(checkpoint_shapes, spec.model, spec.trust_remote_code)
-        await asyncio.to_thread(check_weights, file, self._shapes)
-        mode = "keep" if self._reports_versions and self._adapter is None else "wait"
-        await self._llm.pause_generation(mode=mode, clear_cache=True)
+        await asyncio.to_thread(check_weights, weights_file, self._shapes)
+        pause_mode = "keep" if self._reports_versions and self._adapter is None else "wait"
+        await self._llm.pause_generation(mode=pause_mode, clear_cache=True)
         try:
-            await self._llm.collective_rpc("tfactory_load", args=(str(file),))
+            await self._llm.collective_rpc("tfactory_load", args=(str(weights_file),))
         except Exception as error:  # the model may be a mix of both weights, and the next load would fail too
-            self._unusable_reason = f"could not load {file}: {error}"
+            self._unusable_reason = f"could not load {weights_file}: {error}"
             raise RuntimeError(f"vLLM {self._unusable_reason}") from error
         self._adapter = None
         self._base_folder = weights.folder
@@ -200,7 +200,7 @@ class VllmEngine:
     async def _set_version(self, version: int) -> None:
         if self._reports_versions:
             await self._llm.update_weight_version(str(version))
-        self._version = version
+        self._policy_version = version
 
     async def _load_adapter(self, weights: Weights) -> None:
         """Load an adapter under a new id, because vLLM then separates its prefix cache from other adapters'."""
@@ -212,24 +212,24 @@ class VllmEngine:
             raise ValueError("the engine was started without adapters: set enable_lora in its options")
         if weights.base != self._base_folder:
             await self._load_full(Weights(weights.version, weights.base))
-        file = Path(weights.folder) / ADAPTER  # the first adapter defines the names and shapes of all
-        self._adapter_shapes = await asyncio.to_thread(check_weights, file, self._adapter_shapes)
-        request = LoRARequest(f"v{weights.version}", next(self._request_ids), weights.folder)
+        weights_file = Path(weights.folder) / ADAPTER  # the first adapter defines the names and shapes of all
+        self._adapter_shapes = await asyncio.to_thread(check_weights, weights_file, self._adapter_shapes)
+        lora_request = LoRARequest(f"v{weights.version}", next(self._request_ids), weights.folder)
         is_first = self._adapter is None
         if is_first:  # let requests without an adapter finish: next to others they give wrong results
             await self._llm.pause_generation(mode="wait", clear_cache=True)
         try:
-            await self._llm.add_lora(request)
+            await self._llm.add_lora(lora_request)
         except Exception as error:
             self._unusable_reason = f"could not load the adapter {weights.folder}: {error}"
             raise RuntimeError(f"vLLM {self._unusable_reason}") from error
-        self._adapter = request
+        self._adapter = lora_request
         await self._set_version(weights.version)
         if is_first:
             await self._llm.resume_generation()
 
 
-def engine_arguments(spec: EngineSpec) -> Any:
+def make_engine_arguments(spec: EngineSpec) -> Any:
     """Return vLLM's engine arguments. The spec's `options` override all other arguments."""
     from vllm import AsyncEngineArgs  # pyright: ignore[reportMissingImports]
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
@@ -252,7 +252,7 @@ def engine_arguments(spec: EngineSpec) -> Any:
     if spec.pushed:
         arguments["load_format"] = "dummy"
     if on_cpu:
-        arguments |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_CACHE}
+        arguments |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
     else:
-        arguments["gpu_memory_utilization"] = GPU_SHARE
+        arguments["gpu_memory_utilization"] = GPU_MEMORY_SHARE
     return AsyncEngineArgs(**arguments | spec.options)

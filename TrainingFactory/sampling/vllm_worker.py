@@ -40,7 +40,7 @@ def _without_adapter_wrappers(model: Any) -> Iterator[None]:
     children = [
         (child, parent, name) for parent in model.modules() for name, child in parent.named_children()
     ]
-    wrappers = [row for row in children if isinstance(row[0], BaseLayerWithLoRA)]
+    wrappers = [child_row for child_row in children if isinstance(child_row[0], BaseLayerWithLoRA)]
     for wrapper, parent, name in wrappers:
         setattr(parent, name, wrapper.base_layer)
     try:

@@ -56,7 +56,7 @@ def resolve_config(
         notes.append(text)
         notify(text)
 
-    allocation = None if objects.allocation is None else Allocation.of(objects.allocation)
+    allocation = None if objects.allocation is None else Allocation.from_object(objects.allocation)
     try:
         if run is not None:
             check_original_model(run)

@@ -17,7 +17,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.names import expand
 from TrainingFactory.protocols import AnyReward, Tool, ToolSource
 from TrainingFactory.resolve.factories import resolve_ids
-from TrainingFactory.resolve.siblings import rows_of
+from TrainingFactory.resolve.siblings import get_rows
 from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.runs.folder import RunFolder, TrainingReport
 from TrainingFactory.runs.notebook_view import default_watcher, run_html
@@ -281,7 +281,7 @@ def _as_rows(rows: Any) -> Any:
     if isinstance(rows, str | Path):
         return None
     if hasattr(rows, "dataset_id"):
-        rows = rows_of(rows)
+        rows = get_rows(rows)
     return list(rows) if isinstance(rows, Iterator) else rows
 
 

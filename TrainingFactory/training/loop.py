@@ -12,7 +12,7 @@ from typing import Protocol
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.protocols import Algorithm, Policy, Sampler, Tracker
 from TrainingFactory.rollout import RolloutEngine
-from TrainingFactory.rollout.metrics import evaluation_metrics
+from TrainingFactory.rollout.metrics import compute_evaluation_metrics
 from TrainingFactory.runs.devices import device_failure
 from TrainingFactory.runs.findings import RunDoctor
 from TrainingFactory.runs.folder import (
@@ -326,7 +326,7 @@ class TrainingLoop:
         if heldout.append_record is not None:
             elapsed = {"seconds": time.perf_counter() - start_time}
             await in_thread(heldout.append_record, num_done, episodes, metrics | elapsed)
-        return evaluation_metrics(episodes) | metrics
+        return compute_evaluation_metrics(episodes) | metrics
 
     def _make_heldout_rows(self, dataset: TokenizedDataset) -> list[Sample]:
         groups = (dataset.fill_rows(i, self.algorithm.samples(dataset.group(i))) for i in range(len(dataset)))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from TrainingFactory.protocols import Episode, RewardFunction
 from TrainingFactory.rewards.adapt import as_group_reward
-from TrainingFactory.rollout.scoring import score, scoring_error
+from TrainingFactory.rollout.scoring import format_error, score
 from TrainingFactory.types import Reward
 
 FIRST_REPORT_SECONDS = 10.0  # until the first message
@@ -58,7 +58,7 @@ class RewardClock:
         """Report the error of the first scored episode immediately, because all later ones may fail for the same
         reason."""
         if not self._has_scored and isinstance(rewards[0], Exception):
-            self._notify(f"WARNING: the first episode could not be scored; {scoring_error(rewards[0])}")
+            self._notify(f"WARNING: the first episode could not be scored; {format_error(rewards[0])}")
         self._has_scored = True
 
     @contextmanager

@@ -76,14 +76,14 @@ class LocalAnswer(PlayedAnswer):
         return self.prompt.turn.prompt_ids
 
     async def _sample_completion(
-        self, ids: list[int], number: int, max_tokens: int | None = None
+        self, ids: list[int], turn_index: int, max_tokens: int | None = None
     ) -> Completion:
         """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
         whole, limit = Completion([], [], "length"), max(1, min(self._max_tokens, self.max_length - len(ids)))
         while whole.finish == "length" and len(whole.token_ids) < limit:
             params = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, limit - len(whole.token_ids)))
             self.rules = replace(self.rules, params=params)
-            chunk = await super()._sample_completion(ids + whole.token_ids, number)
+            chunk = await super()._sample_completion(ids + whole.token_ids, turn_index)
             sampled, logprobs = whole.token_ids + chunk.token_ids, whole.logprobs + chunk.logprobs
             whole = Completion(sampled, logprobs, chunk.finish, chunk.policy_version)
             shown_ids = sampled[:-1] if chunk.finish == "stop" else sampled

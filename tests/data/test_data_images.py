@@ -328,12 +328,12 @@ def test_trajectories_without_a_folder_hold_the_data() -> None:
 
 
 def test_fingerprints_depend_on_images() -> None:
-    from TrainingFactory.rollout.episode import _cache_scope
+    from TrainingFactory.rollout.episode import _hash_state
 
     one, other = seen_episode(), seen_episode()
     other.prompt[0].images[0] = PlacedImage(8, C)
     assert repr(CompactTrajectory.from_trajectory(one)) != repr(CompactTrajectory.from_trajectory(other))
-    assert _cache_scope(None, one.task) != _cache_scope(None, other.task)  # type: ignore[arg-type]
+    assert _hash_state(None, one.task) != _hash_state(None, other.task)  # type: ignore[arg-type]
 
 
 # Conversion

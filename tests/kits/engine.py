@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from TrainingFactory.sampling import NativeEngine
-from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
+from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.types import Completion, SamplingParams
 
 VOCABULARY = 97
@@ -153,7 +153,7 @@ class Informed(DraftTable):
             for prompt, completion in turns:
                 whole = prompt + completion.token_ids
                 for at in range(len(prompt), len(whole)):
-                    self.follows[tuple(whole[at - CONTEXT : at])] = whole[at:]
+                    self.follows[tuple(whole[at - CONTEXT_TOKENS : at])] = whole[at:]
 
     def guess(self, context: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
         tokens, lengths = np.zeros((len(context), most), np.int64), np.zeros(len(context), np.int64)

@@ -11,7 +11,7 @@ from typing import Any
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.registry.catalogue import Catalogue
-from TrainingFactory.resolve.model_names import model_provenance
+from TrainingFactory.resolve.model_names import describe_provenance
 from TrainingFactory.runs.folder import RunFolder, Status
 
 ALIASES = ("champion", "staging")
@@ -33,7 +33,7 @@ def made_run(
 ) -> RunFolder:
     """A finished run with checkpoints at these steps, each another model."""
     config = TrainingConfig(**{"environment": "search", "logging": {"output_dir": str(runs)}} | sections)
-    about = {"size": 3, "digest": "d", "files": {}, "model": model_provenance(config)}
+    about = {"size": 3, "digest": "d", "files": {}, "model": describe_provenance(config)}
     run = RunFolder.create(config, name, about, max(steps))
     for step in steps:
         folder = model_folder(run.checkpoint_folder(step), f"{name} {step}", adapter)

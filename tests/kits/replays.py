@@ -25,9 +25,9 @@ class PlainKernels:
     ) -> torch.Tensor:
         assert step.positions is not None and step.cache is not None
         cache, length = step.cache, step.cache.tables[layer.table].shape[1] * PAGE
-        slots = {row: row for row in range(step.tokens)}
+        slots = {row: row for row in range(step.num_dense)}
         if step.pieces is not None and step.pieces.members is not None and step.pieces.slots is not None:
-            tiles = step.pieces.members.unflatten(0, (step.pieces.count, -1)).tolist()
+            tiles = step.pieces.members.unflatten(0, (step.pieces.num_tiles, -1)).tolist()
             pairs = zip(step.pieces.slots.tolist(), tiles, strict=True)
             slots |= {token: slot for slot, tile in pairs for token in tile if token >= 0}
         out = torch.zeros_like(q)
@@ -94,7 +94,7 @@ def with_replays(engine: NativeEngine) -> ReplayedSteps:
     def watched() -> list[torch.Tensor]:
         states = runner.states.cache.tensors if runner.states.cache is not None else []
         used = [tensor for state in states for tensor in (state[:slots], state[slots + 1 :])]
-        return [*used, runner._latest[:slots], runner._ended[:slots]]
+        return [*used, runner._latest_tokens[:slots], runner._has_ended[:slots]]
 
     replays.watched = watched
     runner._graphs, engine._planner.few_shapes = replays, True

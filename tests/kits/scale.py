@@ -80,12 +80,12 @@ def vllm_place(scale: None) -> Iterator[Shared]:
     )  # torch takes seconds, and most tests do without
     from TrainingFactory.learning.publishing import Publisher
     from TrainingFactory.models import load_model
-    from TrainingFactory.sampling.vllm_engine import lora_options
+    from TrainingFactory.sampling.vllm_engine import make_lora_options
     from TrainingFactory.types import EngineSpec
 
     publisher = Publisher(make_learner(load_model("builtin:tiny", dtype="float32").model))
     shared = Shared(publisher.model_folder)
-    options = lora_options(4) | {"kv_cache_memory_bytes": 2**28, "distributed_executor_backend": IN_ONE}
+    options = make_lora_options(4) | {"kv_cache_memory_bytes": 2**28, "distributed_executor_backend": IN_ONE}
     spec = EngineSpec("vllm", shared.model, 512, slots=16, dtype="float32", options=options)
     places = LocalEngineLauncher(spec, {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
     shared.place = shared.run(places.make(0))

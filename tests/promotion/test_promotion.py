@@ -18,7 +18,7 @@ from TrainingFactory.evaluation.requests import RecordedEvaluation
 from TrainingFactory.evaluation.suites import load_suite
 from TrainingFactory.models import load_model
 from TrainingFactory.promotion.model_registry import ModelRegistry
-from TrainingFactory.promotion.promotion import Play, Promotion
+from TrainingFactory.promotion.promotion import Evaluator, Promotion
 from TrainingFactory.resolve.model_names import find_model
 from TrainingFactory.types import Completion, Message, Reward, ToolResult, Trajectory, Turn
 
@@ -49,7 +49,7 @@ def suite(gate: str = "", entries: str = ENTRIES) -> str:
     return "release.yaml"
 
 
-def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) -> Play:
+def scripted(won: Won, played: list[tuple[str, str | None, int]] | None = None) -> Evaluator:
     """Plays by a script, with one tool call an episode; what was played is told as (model, entry, tasks)."""
 
     def play(name: str, evaluation: RecordedEvaluation) -> None:
@@ -165,7 +165,7 @@ def test_guards(registry: ModelRegistry) -> None:
 def test_guards_have_a_direction(registry: ModelRegistry) -> None:
     champion = Promotion(registry, "agent:2", "champion", suite())
     champion.run(scripted(third))
-    outcomes = champion.sides[0].records[0].outcomes
+    outcomes = champion.models[0].records[0].outcomes
     longer = [
         each.model_copy(update={"episodes": [e.model_copy(update={"tokens": 9}) for e in each.episodes]})
         for each in outcomes

@@ -20,7 +20,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.promotion.model_registry import ModelRegistry
 from TrainingFactory.registry import store
-from TrainingFactory.registry.lineage import ancestors, tree_lines
+from TrainingFactory.registry.lineage import list_ancestors, render_tree
 from TrainingFactory.resolve import model_names
 from TrainingFactory.resolve.model_names import check_original_model, find_model, with_original_model
 from TrainingFactory.runs.folder import RunFolder
@@ -257,7 +257,7 @@ def test_a_full_disk_leaves_what_was_there(registry: ModelRegistry, monkeypatch:
         target.write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "_copy", full)
+    monkeypatch.setattr(store, "_copy_file", full)
     with pytest.raises(OSError, match=r"cannot copy .*: No space left on device. Nothing registered"):
         registry.register("agent", "sft@step-1")
     monkeypatch.undo()
@@ -272,10 +272,10 @@ def test_lineage_goes_back_to_the_base_model(registry: ModelRegistry, tmp_path: 
     version = registry.register("agent", "rl@step-1")
     registry.delete("agent:1")  # its children remember it
     shutil.rmtree(tmp_path / "sft")
-    nodes = ancestors(version.lineage)
+    nodes = list_ancestors(version.lineage)
     assert [(node["run"], node["step"]) for node in nodes] == [("sft", 2), ("rl", 1)]
     assert nodes[0]["version"] == "agent:1"
-    lines = tree_lines(version.lineage, str(version))
+    lines = render_tree(version.lineage, str(version))
     assert lines[0] == "builtin:tiny" and lines[-1].strip() == "└─ agent:2"
     text = "\n".join(lines)
     for part in (

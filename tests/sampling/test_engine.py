@@ -267,5 +267,5 @@ def test_what_rows_have_in_common_is_read_once_and_rightly() -> None:
     trunks = []
     for prompts in (alike, unlike, half, unlike):
         assert worst(model, sample_each(engine, prompts, max_tokens=6)) < 1e-4
-        trunks.append(engine._runner.shared_prefix(np.arange(4)))
+        trunks.append(engine._runner.find_shared_prefix(np.arange(4)))
     assert trunks == [128, 0, 96, 0]

@@ -72,7 +72,7 @@ def test_two_tokens_of_a_launch_are_what_two_launches_would_have_sampled() -> No
     def counted(plan: StepPlan) -> InFlightStep:
         nonlocal seconds
         flight = launch(plan)
-        seconds += len(flight.slots) - flight.first
+        seconds += len(flight.slots) - flight.num_first
         return flight
 
     engine._runner.launch = counted
@@ -117,7 +117,7 @@ def test_turns_are_cancelled_and_sessions_closed_while_a_step_is_under_way(kerne
 
 def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     table = SlotTable(16, 256)
-    table.head[:], table.stored[:], table.mark[:] = 100, 110, np.arange(16) // 4
+    table.head[:], table.stored[:], table.prompt_hashes[:] = 100, 110, np.arange(16) // 4
     table.stored[5] = 99  # has not all of the beginning in the cache
     plan = StepPlan(np.arange(12), 16, True, slots=np.array([13, 14]), counts=np.array([30, 3]))
     layout = plan_tiles(plan, table, 3)
@@ -134,7 +134,7 @@ def test_rows_that_begin_alike_and_chunks_are_laid_out_in_tiles() -> None:
     ]  # fmt: skip
     assert leaders[:3].tolist() == [0, 4, 8] and shared.tolist() == [100] * 3 + [0] * 5
     assert begins.tolist() == [100] * 5 + [0] + [100] * 6 + [0] * 4
-    table.mark[:] = np.arange(16)
+    table.prompt_hashes[:] = np.arange(16)
     assert plan_tiles(plan, table, 3).groups == 0
     sizes = {400: 512, 600: 603, 1200: 2048, 3000: 3003}  # 603 would leave most of 2048 unused
     for tokens, extra in sizes.items():

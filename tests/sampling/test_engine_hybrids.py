@@ -169,7 +169,7 @@ def test_states_take_part_of_the_memory(caplog: pytest.LogCaptureFixture) -> Non
         shape.row_bytes for shape in NativeEngine(model, slots=1, max_length=64)._runner.states.shapes
     )
     engine = NativeEngine(model, slots=60, max_length=64, cache_bytes=40 * state)
-    assert engine._table.slots == 12 and engine._table.snapshots and engine._table.snapshots.count == 7
+    assert engine._table.slots == 12 and engine._table.snapshots and engine._table.snapshots.size == 7
     assert "12 slots instead of 60" in caplog.text
     check(model, play(engine, grouped_prompts(1, 14, 20, 5), turns=1))
     with pytest.raises(ValueError, match=r"states of one sequence need .* sampling\.cache_gib"):
@@ -228,12 +228,12 @@ def test_snapshots_are_what_was_taken() -> None:
     for count in (1, 3, 8):
         slots = 4
         snapshots = Snapshots(slots, count)
-        rows, texts = [""] * snapshots.rows, [""] * slots  # what a row holds; what a slot has been fed
+        rows, texts = [""] * snapshots.num_rows, [""] * slots  # what a row holds; what a slot has been fed
 
         def copy(rows: list[str] = rows, snapshots: Snapshots = snapshots) -> None:
-            for source, target in snapshots.copies:
+            for source, target in snapshots.row_copies:
                 rows[target] = "" if source == EMPTY_STATE else rows[source]
-            snapshots.copies = []
+            snapshots.row_copies = []
 
         for _ in range(600):
             slot, other, what = rng.randrange(slots), rng.randrange(slots), rng.randrange(4)
@@ -242,7 +242,7 @@ def test_snapshots_are_what_was_taken() -> None:
                 texts[slot] += rng.choice("abc") * rng.randrange(1, 3)
                 rows[slot] = texts[slot]
             elif what == 1 and texts[slot]:
-                snapshots.take(slot, len(texts[slot]))
+                snapshots.take_snapshot(slot, len(texts[slot]))
             else:
                 stored = torch.tensor([len(text) for text in texts]).numpy()
                 at = int(snapshots.usable(stored - rng.randrange(3), stored).clip(0)[slot])
@@ -299,9 +299,9 @@ def test_the_estimate_of_states_is_their_size(key: str) -> None:
     assert row_bytes(config, 4) == state
     assert attention_layers(config) == len(runner.shapes)
     snapshots = runner.table.snapshots
-    assert snapshots is not None and snapshots.rows == 3 * slots + 1
+    assert snapshots is not None and snapshots.num_rows == 3 * slots + 1
     shape = runner.shapes[0]
     if key != "kimi_linear":  # latent attention has one vector for all heads
         cache = len(runner.shapes) * shape.token_bytes * 64 * (slots + 1)
         assert cache_bytes(config, slots, 64, 4) == cache
-    assert state_bytes(config, slots, 4) == snapshots.rows * state
+    assert state_bytes(config, slots, 4) == snapshots.num_rows * state

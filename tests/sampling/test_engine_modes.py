@@ -27,7 +27,7 @@ from tests.kits.engine import (
 )
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.cache.store import LayerCache
-from TrainingFactory.sampling.cache.view import FusedRMSNorm, can_fuse_norm, join_weights, shared_view
+from TrainingFactory.sampling.cache.view import FusedRMSNorm, can_fuse_norm, join_weights, make_view
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.sampling.runner import Runner
 from TrainingFactory.types import Completion, SamplingParams, Weights
@@ -269,14 +269,14 @@ def test_experts_have_no_deterministic_mode_and_other_modules_none_at_all() -> N
 
 def test_norms_are_one_call_where_that_gives_the_same() -> None:
     model = tiny("gqa_tied")
-    view = shared_view(model, "eager")
+    view = make_view(model, "eager")
     ids = torch.arange(12)[None]
     kinds = {type(module).__name__ for module in view.modules()}
     assert "FusedRMSNorm" in kinds and "Qwen3RMSNorm" not in kinds
     with torch.no_grad():
         torch.testing.assert_close(view(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
     assert not any(isinstance(module, FusedRMSNorm) for module in model.modules())
-    half = shared_view(tiny("gqa_tied").bfloat16(), "eager")
+    half = make_view(tiny("gqa_tied").bfloat16(), "eager")
     assert not any(isinstance(module, FusedRMSNorm) for module in half.modules())
 
 

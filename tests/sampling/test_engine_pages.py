@@ -72,7 +72,7 @@ def test_siblings_share_the_pages_of_their_prompt() -> None:
     table = engine._table.pages.tables[0]
     assert len(np.unique(table.entries[:8, :3])) == 3, "three pages for eight siblings"
     assert len(np.unique(table.entries[:8, 3])) == 8, "a separate page for the tokens after the prompt"
-    assert engine._table.pages.used == 3 + 8
+    assert engine._table.pages.used_pages == 3 + 8
     check_pages(engine)
 
 
@@ -144,7 +144,7 @@ def test_page_tables_keep_their_books() -> None:
         slot, action = rng.randrange(6), rng.random()
         if action < 0.4:
             lengths[slot] = min(8 * PAGE, lengths[slot] + rng.randrange(1, 50))
-            if pages.missing(slot, lengths[slot]) <= pages.available:
+            if pages.count_missing(slot, lengths[slot]) <= pages.num_free:
                 pages.reserve(slot, lengths[slot])
             else:
                 pages.release(slot)
@@ -153,11 +153,11 @@ def test_page_tables_keep_their_books() -> None:
             source = rng.randrange(6)
             usable = int(pages.usable(np.array(lengths))[source])
             length = rng.randint(0, usable) if usable == lengths[source] else 0
-            if source != slot and length and pages.usable(np.full(6, length))[source] and pages.available > 1:
+            if source != slot and length and pages.usable(np.full(6, length))[source] and pages.num_free > 1:
                 pages.release(slot)
                 pages.share(source, slot, length, length)
                 lengths[slot] = length
-        elif action < 0.8 and pages.available > 1:
+        elif action < 0.8 and pages.num_free > 1:
             length = rng.randint(0, lengths[slot])
             if pages.usable(np.full(6, length))[slot]:
                 pages.truncate(slot, length)
@@ -239,13 +239,15 @@ async def test_pages_that_have_left_the_window_are_released() -> None:
 
 def test_latent_attention_caches_the_compressed_vectors() -> None:
     engine = NativeEngine(family("deepseek_v3"), slots=2, max_length=64)
-    assert {(shape.heads, shape.key_size, shape.latent) for shape in engine._runner.shapes} == {(1, 24, True)}
+    assert {(shape.heads, shape.key_size, shape.is_latent) for shape in engine._runner.shapes} == {
+        (1, 24, True)
+    }
     assert engine._runner.shapes[0].token_bytes == 24 * 4
 
 
 def test_layers_that_share_keys_and_values_have_one_cache() -> None:
     engine = NativeEngine(family("gemma4_text"), slots=2, max_length=64)
-    shared = [shape.source for shape in engine._runner.shapes]
+    shared = [shape.source_layer for shape in engine._runner.shapes]
     assert shared[:2] == [None, None] and None not in shared[2:]
 
 
@@ -287,9 +289,9 @@ def test_a_page_is_reserved_for_the_copy_of_a_shared_one() -> None:
     assert pages.copied(0, 2 * PAGE - 1) == 0
     pages.share(0, 1, 2 * PAGE, 2 * PAGE)
     assert pages.copied(0, 2 * PAGE - 1) == 1 and pages.copied(0, 2 * PAGE) == 0
-    free = pages.available
+    free = pages.num_free
     pages.truncate(0, 2 * PAGE - 1)
-    assert pages.available == free - 1 and pages.take_copies()[0].targets
+    assert pages.num_free == free - 1 and pages.take_copies()[0].targets
 
 
 async def test_a_long_episode_of_many_turns_fits_exactly() -> None:

@@ -46,11 +46,11 @@ def test_every_token_is_found_in_the_first_row_of_its_kind() -> None:
         twins = find_twins(histories, marks, counts)
         assert twins is not None
         leaders = [sums.index(value) for value in sums]
-        assert twins.leaders.tolist() == [leader == row for row, leader in enumerate(leaders)]
+        assert twins.leading_rows.tolist() == [leader == row for row, leader in enumerate(leaders)]
         kept = np.flatnonzero(twins.is_leader)
         rows = zip(leaders, counts, strict=True)
         expected = [starts[leader] + i for leader, count in rows for i in range(count)]
-        assert kept[twins.source].tolist() == expected
+        assert kept[twins.source_tokens].tolist() == expected
     assert find_twins(np.arange(3, dtype=np.uint64), np.zeros(3, np.uint64), np.ones(3, np.int64)) is None
 
 

@@ -21,7 +21,7 @@ from TrainingFactory.data.trajectories import load_trajectories, save_trajectori
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.envs.process.environment import _parse_message
 from TrainingFactory.rollout.episode import announce_placeholders
-from TrainingFactory.rollout.folding import ContextTurn, _without_results
+from TrainingFactory.rollout.folding import ContextTurn, _replace_results
 from TrainingFactory.rollout.metrics import rollout_metrics
 from TrainingFactory.tools import AsyncToolExecutor, tool
 from TrainingFactory.tools.cache.cache import ToolCache
@@ -199,7 +199,7 @@ def test_processes_send_images_as_parts_and_folding_drops_them() -> None:
         _parse_message(
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "/etc/passwd"}}]}
         )
-    turn = _without_results(ContextTurn(Message("assistant", "x"), [message]), "a long placeholder")
+    turn = _replace_results(ContextTurn(Message("assistant", "x"), [message]), "a long placeholder")
     assert shown(turn.replies[0]) == ["a long placeholder"]
 
 

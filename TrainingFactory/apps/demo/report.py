@@ -14,7 +14,7 @@ from TrainingFactory.apps.reports.pages import render
 from TrainingFactory.common.charts import Chart, chart_with_mean
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.data.trajectories import load_trajectories
-from TrainingFactory.rollout.metrics import evaluation_metrics
+from TrainingFactory.rollout.metrics import compute_evaluation_metrics
 from TrainingFactory.runs.episode_texts import conversation_lines, conversation_with_images
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.notebook_view import table_html
@@ -44,7 +44,7 @@ class DemoStats:
 
     @classmethod
     def of(cls, episodes: Sequence[Trajectory]) -> DemoStats:
-        metrics = evaluation_metrics(episodes)
+        metrics = compute_evaluation_metrics(episodes)
         counts = Counter(sum(len(turn.message.tool_calls) for turn in episode.turns) for episode in episodes)
         low, high = metrics.get("success_low", 0.0), metrics.get("success_high", 0.0)
         shares = metrics.get("success", 0.0), low, high, metrics.get("tool_success")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from TrainingFactory.data.disk import read_small_file, remove_folder, sync
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
-from TrainingFactory.registry.lineage import ancestors
+from TrainingFactory.registry.lineage import list_ancestors
 from TrainingFactory.runs.folder import ENVIRONMENT, RunFolder, check_run_name, list_runs
 
 LABELS_FOLDER = "labels"  # folder beside the runs: gold labels by run name, see docs/JUDGES.md
@@ -42,7 +42,7 @@ def find_references(run: RunFolder, runs_folder: Path) -> RunReferences:
         use = f"run {other_run.name} uses {', '.join(descriptions)}"
         (references.copies if _is_complete(other_run) else references.needed_by).append(use)
     for version in Catalogue(registry_path(runs_folder)).versions():
-        if any(node.get("path") == str(folder) for node in ancestors(version.lineage)):
+        if any(node.get("path") == str(folder) for node in list_ancestors(version.lineage)):
             references.copies.append(f"registered model {version} was trained by it")
     return references
 

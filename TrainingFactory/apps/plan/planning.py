@@ -28,7 +28,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.sampling.sizing import SNAPSHOTS
+from TrainingFactory.sampling.sizing import SNAPSHOTS_PER_SLOT
 
 MAX_SPLITS = 64  # maximum number of learner counts to try
 GIB = 2**30
@@ -252,7 +252,7 @@ class RunPlanner:
                 - sampler_weights
                 - sum(learner_bytes(self.shape, config, self.needs, 1, self.images).values())
             )
-        slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (1 + SNAPSHOTS) * row_bytes(
+        slot_bytes = sampler_bytes(self.shape, 1, 1, length)["cache"] + (1 + SNAPSHOTS_PER_SLOT) * row_bytes(
             self.shape, 2
         )
         slots = min(config.sampling.slots, int(spare_bytes / slot_bytes))

@@ -23,7 +23,7 @@ from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import EnvironmentFactory
 from TrainingFactory.resolve.factories import Notify, resolve_ids
 from TrainingFactory.rewards.workers.process import FinishedEpisode
-from TrainingFactory.rollout.scoring import OpenEpisode, score, scoring_error
+from TrainingFactory.rollout.scoring import OpenEpisode, format_error, score
 from TrainingFactory.tools import AsyncToolExecutor
 from TrainingFactory.types import Completion, Message, Task, ToolCall, Trajectory, Turn
 
@@ -125,7 +125,7 @@ class RewardService:
             reward = await self._score(request.trajectory())
         except Exception as error:  # rewards are user code
             self.num_failed += 1
-            raise ApiError(scoring_error(error), "response", status=500, code="unscored") from error
+            raise ApiError(format_error(error), "response", status=500, code="unscored") from error
         self.num_scored += 1
         return reward
 

@@ -42,7 +42,7 @@ def follow_alias(
     notify: Callable[[str], None] = log.warning,
 ) -> Iterator[None]:
     """Make the server follow the alias in its model's name; do nothing if the name has no alias."""
-    name_match = VERSION_NAME.fullmatch(resolved.requested)
+    name_match = VERSION_NAME.fullmatch(resolved.query)
     if resolved.version is None or name_match is None or name_match["alias"] is None:
         yield
         return
@@ -53,7 +53,7 @@ def follow_alias(
 
     if samples_elsewhere(make_config(str(resolved.version))):
         raise ValueError(
-            f"{resolved.requested}: only engines in this process can follow an alias; name a version, such as AGENT:3"
+            f"{resolved.query}: only engines in this process can follow an alias; name a version, such as AGENT:3"
         )
     follower = Follower(server, catalogue, resolved.version.model, name_match["alias"], make_config, notify)
     follower.report_problem(None)

@@ -29,7 +29,7 @@ from TrainingFactory.common.texts import pluralize, valid_text
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_small_file
 from TrainingFactory.evaluation.records import read_records
-from TrainingFactory.registry.lineage import ancestors, describe_node, origin, parent_of, tools_of
+from TrainingFactory.registry.lineage import describe_node, get_parent, list_ancestors, origin, read_tools
 from TrainingFactory.runs import folder as run_files
 from TrainingFactory.runs.annotations import ANNOTATIONS, read_annotations
 from TrainingFactory.runs.folder import CONFIG, ENVIRONMENT, FINDINGS, METRICS, STATUS, RunFolder, is_run
@@ -266,7 +266,7 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     with problems.reading(ENVIRONMENT):
         run_info = run.run_info
         view.about = {key: value for key, value in run_info.items() if key != "model"}
-        parent, base_row = parent_of({"about": run_info}), {"name": row.model, "what": BASE_MODEL, "rows": []}
+        parent, base_row = get_parent({"about": run_info}), {"name": row.model, "what": BASE_MODEL, "rows": []}
         view.lineage = make_lineage_rows(parent) if parent else [base_row]
     with problems.reading(STATUS):
         view.reason = run.status.reason
@@ -286,13 +286,13 @@ def make_run_view(run: RunFolder, runs: Runs) -> shapes.RunView:
     with problems.reading("tools"):
         for name in (SPECS_FILE, run_files.TRAJECTORIES):
             read_new_lines(run.path / name, FilePosition(), 1)  # raises for a file that is not a regular one
-        view.tools = tools_of(run)["names"]
+        view.tools = read_tools(run)["names"]
     view.notes = problems.texts
     return view
 
 
 def make_lineage_rows(node: shapes.Json) -> list[shapes.Json]:
-    descriptions = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in ancestors(node)]
+    descriptions = [(ancestor.get("run"), *describe_node(ancestor)) for ancestor in list_ancestors(node)]
     run_rows = [{"name": run, "what": title, "rows": rows} for run, title, rows in descriptions if run]
     return [{"name": origin(node), "what": BASE_MODEL, "rows": []}, *run_rows]
 

@@ -146,7 +146,7 @@ def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, An
         if resolve_model_name(resolved.name) == BUILTIN and lora.get("enabled"):
             return {"name": str(_save_builtin(folder / "base"))}
         # Further keys that factories.yaml has for a name are resolved later, from the name.
-        return resolved.section if resolved.requested == name else {"name": name}
+        return resolved.section if resolved.query == name else {"name": name}
     if not lora.get("enabled", True):
         raise ValueError(
             f"use_lora is false, but {name} is an adapter. Remove use_lora, or merge the adapter first: "

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from TrainingFactory.sampling.cache.latent import absorb_keys, expand_values, is_latent
 from TrainingFactory.sampling.cache.store import LayerCache, LayerShape, PagedCache
-from TrainingFactory.sampling.cache.view import ATTENTION, unsupported_model
+from TrainingFactory.sampling.cache.view import ATTENTION, model_error
 
 MakeMask = Callable[
     [torch.Tensor, int, int | None], torch.Tensor
@@ -70,7 +70,7 @@ class Tiles:
     """Tiles of the GPU attention kernel: in each, up to `tokens` tokens attend to the keys of one slot."""
 
     tokens: int
-    count: int
+    num_tiles: int
     members: torch.Tensor | None = None  # [count * tokens] flat tokens, negative: none; None: row i, slot i
     slots: torch.Tensor | None = None  # [count]
     ends: torch.Tensor | None = None  # [count] first key that is not read
@@ -83,9 +83,9 @@ class StepContext:
 
     cache: PagedCache | None = None  # None: the probe that records the shapes
     cache_positions: torch.Tensor | None = None  # [tables, N] positions of the pool to write
-    source: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
+    source_tokens: torch.Tensor | None = None  # [N] the computed token for each of them; None: token i for i
     dense: AttentionPart | None = None
-    tokens: int = 0  # tokens of the dense part
+    num_dense: int = 0  # tokens of the dense part
     chunks: AttentionPart | None = None
     shapes: list[LayerShape] = field(default_factory=list)  # filled by the probe
     keys: list[torch.Tensor] = field(default_factory=list)  # by the probe too, to find layers that share them
@@ -97,22 +97,22 @@ class StepContext:
     pieces: Tiles | None = None  # the chunks
 
 
-def part_attention(
+def compute_part_attention(
     query: torch.Tensor, layer: LayerCache, cache: PagedCache, part: AttentionPart, scale: Any,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Compute the attention of one part of a forward from its queries: [1, H, n, d] -> [n, H, dv]"""
     q = query[0].transpose(0, 1).unflatten(1, (layer.keys.shape[2], -1))  # [n, Hkv, G, d]
     shape = layer.shape
-    trunk = part.trunk if shape.plain else 0
+    trunk_length = part.trunk if shape.is_plain else 0
     k, v = (
-        cache.gather(layer, states, part.slots, trunk, part.width).transpose(
+        cache.gather(layer, states, part.slots, trunk_length, part.width).transpose(
             1, 2
         )  # [P, Hkv, width - trunk, d]
         for states in (layer.keys, layer.values)
     )
-    mask = part.mask(q.shape[2], shape.window)[..., trunk:]
-    if trunk:
+    mask = part.mask(q.shape[2], shape.window)[..., trunk_length:]
+    if trunk_length:
         return trunk_attention(q, k, v, mask, layer, cache, part, scale).flatten(1, 2)
     if shape.softcap is None and sinks is None:
         output = scaled_dot_product_attention(part.fold(q), k, v, attn_mask=mask, scale=scale)
@@ -145,18 +145,18 @@ def trunk_attention(
     """Attend to the rows' shared prefix once and to the rest per row; merge both by their log-sum-exps. CPU only."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     slot = slice(part.trunk_slot, part.trunk_slot + 1)
-    prefix = (
+    prefix_states = (
         cache.gather(layer, states, slot, 0, part.trunk).transpose(1, 2)
         for states in (layer.keys, layer.values)
     )
     all_queries = q.transpose(0, 1).flatten(1, 2)[None]  # [1, Hkv, n * G, d]
-    shared, shared_sum = flash(all_queries, *prefix, scale=scale)
-    shared = shared[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
-    shared_sum = shared_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
-    suffix, suffix_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
-    suffix, suffix_sum = part.unfold(suffix), part.unfold(suffix_sum[..., None])
-    weight = torch.sigmoid(shared_sum - suffix_sum)  # float32, like the merge
-    return torch.lerp(suffix.float(), shared.float(), weight).to(suffix.dtype)
+    prefix_output, prefix_sum = flash(all_queries, *prefix_states, scale=scale)
+    prefix_output = prefix_output[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)  # [n, Hkv, G, d]
+    prefix_sum = prefix_sum[0].unflatten(1, (q.shape[0], -1)).transpose(0, 1)[..., None]  # [n, Hkv, G, 1]
+    suffix_output, suffix_sum = flash(part.fold(q), k, v, attn_mask=mask, scale=scale)
+    suffix_output, suffix_sum = part.unfold(suffix_output), part.unfold(suffix_sum[..., None])
+    prefix_weight = torch.sigmoid(prefix_sum - suffix_sum)  # float32, like the merge
+    return torch.lerp(suffix_output.float(), prefix_output.float(), prefix_weight).to(suffix_output.dtype)
 
 
 def slot_attention(
@@ -172,8 +172,8 @@ def slot_attention(
 ) -> tuple[torch.Tensor, None]:
     """Write keys and values to the cache and attend, as transformers' attention function; return [1, N, H, dv]."""
     if tfactory_step is None:
-        raise unsupported_model(
-            _type_of(module), "it does not pass keyword arguments to its attention function"
+        raise model_error(
+            _get_model_type(module), "it does not pass keyword arguments to its attention function"
         )
     if is_latent(module):
         latent_query = absorb_keys(module, query)
@@ -195,21 +195,21 @@ def _attention(
     layer_index: Any = module.layer_idx
     layer = step.cache.by_layer[layer_index]
     if step.cache.owners[layer_index] == layer_index:
-        layer.write(step.cache_positions[layer.table], key, value, step.source)
+        layer.write(step.cache_positions[layer.table], key, value, step.source_tokens)
     if step.attend is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return step.attend(query[0].transpose(0, 1).contiguous(), layer, step, scale, sinks).unsqueeze(0)
-    parts = []
+    part_outputs = []
     if step.dense is not None:
-        queries = query[:, :, : step.tokens]
-        parts.append(part_attention(queries, layer, step.cache, step.dense, scaling, sinks))
+        queries = query[:, :, : step.num_dense]
+        part_outputs.append(compute_part_attention(queries, layer, step.cache, step.dense, scaling, sinks))
     if step.chunks is not None:
-        queries = query[:, :, step.tokens :]
-        parts.append(part_attention(queries, layer, step.cache, step.chunks, scaling, sinks))
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0)
+        queries = query[:, :, step.num_dense :]
+        part_outputs.append(compute_part_attention(queries, layer, step.cache, step.chunks, scaling, sinks))
+    return (part_outputs[0] if len(part_outputs) == 1 else torch.cat(part_outputs)).unsqueeze(0)
 
 
-def _type_of(module: torch.nn.Module) -> str:
+def _get_model_type(module: torch.nn.Module) -> str:
     return getattr(module.config, "model_type", type(module).__name__)
 
 
@@ -219,27 +219,27 @@ def _probe(
 ) -> torch.Tensor:  # fmt: skip
     """Record the shapes of the layer's keys and values. Raise ValueError if the engine does not support its kind of
     attention."""
-    model_type = _type_of(module)
+    model_type = _get_model_type(module)
     if kwargs.get("position_bias") is not None:
-        raise unsupported_model(model_type, "its attention has a position bias")
+        raise model_error(model_type, "its attention has a position bias")
     if attention_mask is not None:
-        raise unsupported_model(model_type, "it builds its own attention mask")
+        raise model_error(model_type, "it builds its own attention mask")
     layer_index: Any = getattr(module, "layer_idx", None)
     if not isinstance(layer_index, int) or any(shape.layer >= layer_index for shape in step.shapes):
-        raise unsupported_model(model_type, "its attention layers are not numbered in call order")
+        raise model_error(model_type, "its attention layers are not numbered in call order")
     shape = LayerShape(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], key.dtype, key.device)
     shape.layer = layer_index
-    shape.window = _window_of(module, layer_index, kwargs)
-    shape.softcap, shape.sinks, shape.latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
-    earlier = zip(step.shapes, step.keys, strict=True)
-    shape.source = next((before.layer for before, earlier_key in earlier if earlier_key is key), None)
+    shape.window = _get_window(module, layer_index, kwargs)
+    shape.softcap, shape.sinks, shape.is_latent = kwargs.get("softcap"), sinks is not None, is_latent(module)
+    layer_keys = zip(step.shapes, step.keys, strict=True)
+    shape.source_layer = next((owner.layer for owner, earlier_key in layer_keys if earlier_key is key), None)
     step.shapes.append(shape)
     step.keys.append(key)
     # Zeros of the right shape, because the probe ignores the values.
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
 
-def _window_of(module: torch.nn.Module, layer_index: int, kwargs: dict[str, Any]) -> int | None:
+def _get_window(module: torch.nn.Module, layer_index: int, kwargs: dict[str, Any]) -> int | None:
     """Return the layer's sliding window: the argument that the layer passes to its attention function, else the value
     in its config. None: the layer has no window."""
     if kwargs.get("sliding_window") is not None:

@@ -27,7 +27,7 @@ def _with_latent_cache(attention_class: type[nn.Module]) -> type[nn.Module]:
     return type(attention_class.__name__, (LatentAttention, attention_class), {})
 
 
-def latent_class(module: nn.Module) -> type[nn.Module] | None:
+def get_latent_class(module: nn.Module) -> type[nn.Module] | None:
     """Return a subclass of the module's class that caches compressed vectors; None if the module has no latent
     attention."""
     if hasattr(type(module), "expand_kv") and isinstance(getattr(module, "kv_b_proj", None), nn.Module):
@@ -39,7 +39,7 @@ def is_latent(module: nn.Module) -> bool:
     return isinstance(module, LatentAttention)
 
 
-def _expansion_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_expansion(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the matrices [H, key size, r] and [H, value size, r] that expand the compressed vectors."""
     layer = module.kv_b_proj
     if type(layer) is nn.Linear:
@@ -47,18 +47,18 @@ def _expansion_weights(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
     else:  # adapters and quantized layers: the output for each unit vector
         states = module.kv_a_layernorm.weight
         weight = layer(torch.eye(module.kv_lora_rank, dtype=states.dtype, device=states.device)).t()
-    by_head = weight.unflatten(0, (module.num_heads, -1))
-    return by_head[:, : module.qk_nope_head_dim], by_head[:, module.qk_nope_head_dim :]
+    head_weights = weight.unflatten(0, (module.num_heads, -1))
+    return head_weights[:, : module.qk_nope_head_dim], head_weights[:, module.qk_nope_head_dim :]
 
 
 def absorb_keys(module: Any, query: torch.Tensor) -> torch.Tensor:
     """Apply the expansion of the keys to the queries: [1, H, N, key size + rotated] -> [1, H, N, r + rotated]"""
-    keys, _ = _expansion_weights(module)
-    unrotated, rotated = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
-    return torch.cat((unrotated[0] @ keys, rotated[0]), -1)[None]
+    keys, _ = _split_expansion(module)
+    unrotated_query, rotated_query = query.split([keys.shape[1], query.shape[-1] - keys.shape[1]], -1)
+    return torch.cat((unrotated_query[0] @ keys, rotated_query[0]), -1)[None]
 
 
 def expand_values(module: Any, output: torch.Tensor) -> torch.Tensor:
     """Apply the expansion of the values to the attention output: [1, N, H, r] -> [1, N, H, value size]"""
-    _, values = _expansion_weights(module)
+    _, values = _split_expansion(module)
     return (output[0].transpose(0, 1) @ values.transpose(1, 2)).transpose(0, 1)[None]

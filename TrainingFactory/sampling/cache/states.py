@@ -34,8 +34,8 @@ class StateCache:
 
     def __init__(self, shapes: Sequence[StateShape], rows: int) -> None:
         self.layers: dict[int, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
-        for layer, (conv, recurrent) in shapes:
-            self.layers[layer] = _make_zeros(conv, rows), _make_zeros(recurrent, rows)
+        for layer, (conv_state, recurrent_state) in shapes:
+            self.layers[layer] = _make_zeros(conv_state, rows), _make_zeros(recurrent_state, rows)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -43,16 +43,16 @@ class StateCache:
 
     def copy(self, snapshots: Snapshots) -> None:
         """Execute the pending copies of `snapshots` in every layer."""
-        copies, snapshots.copies = snapshots.copies, []
+        copies, snapshots.row_copies = snapshots.row_copies, []
         if not copies:
             return
         device = self.tensors[0].device
         for batch in independent_copies(copies):
             empty = torch.tensor([target for source, target in batch if source == EMPTY_STATE], device=device)
-            pairs = [pair for pair in batch if pair[0] != EMPTY_STATE]
-            sources, targets = torch.tensor(pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
+            row_pairs = [pair for pair in batch if pair[0] != EMPTY_STATE]
+            sources, targets = torch.tensor(row_pairs, dtype=torch.long, device=device).view(-1, 2).unbind(1)
             for states in self.tensors:
-                if pairs:
+                if row_pairs:
                     states.index_copy_(0, targets, states.index_select(0, sources))
                 if len(empty):
                     states.index_fill_(0, empty, 0)
@@ -62,18 +62,18 @@ def independent_copies(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int
     """Split an ordered list of copies (source, target) into batches of independent copies: in a batch, no row is the
     target of two copies, and no copy reads a row that an earlier one writes."""
     batches: list[list[tuple[int, int]]] = [[]]
-    targets = set[int]()
+    target_rows = set[int]()
     for source, target in copies:
-        if source in targets or target in targets:
+        if source in target_rows or target in target_rows:
             batches.append([])
-            targets.clear()
+            target_rows.clear()
         batches[-1].append((source, target))
-        targets.add(target)
+        target_rows.add(target)
     return batches
 
 
-def _make_zeros(like: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    return None if like is None else like.new_zeros(rows, *like.shape[1:])
+def _make_zeros(tensor: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    return None if tensor is None else tensor.new_zeros(rows, *tensor.shape[1:])
 
 
 class StateRows(NamedTuple):
@@ -110,7 +110,7 @@ class ModelStates:
         if snapshots is None:
             return
         if self.cache is None or allocate:
-            self.cache = StateCache(self.shapes, snapshots.rows)
+            self.cache = StateCache(self.shapes, snapshots.num_rows)
         self.cache.copy(snapshots)
 
     def begin(self, cache: StateCache | None, rows: list[StateRows]) -> None:
@@ -159,8 +159,8 @@ class RecurrentLayer:
         if step.cache is None:
             states = RowStates(self.layer_idx)
             result = self._call(hidden_states, states, args, kwargs)
-            conv, recurrent = (None if state is None else state[:0] for state in states.tensors)
-            step.shapes.append(StateShape(self.layer_idx, (conv, recurrent)))
+            conv_state, recurrent_state = (None if state is None else state[:0] for state in states.tensors)
+            step.shapes.append(StateShape(self.layer_idx, (conv_state, recurrent_state)))
             return result
         outputs: list[torch.Tensor] = []
         result: Any = None
@@ -169,12 +169,12 @@ class RecurrentLayer:
             result = self._run(inputs, rows, step.cache.layers[self.layer_idx], args, kwargs)
             outputs.append((result[0] if isinstance(result, tuple) else result).flatten(0, 1))
         if len(outputs) == 1 and len(outputs[0]) == hidden_states.shape[1]:
-            flat = outputs[0][None]
+            flat_output = outputs[0][None]
         else:
-            flat = outputs[0].new_zeros(1, hidden_states.shape[1], outputs[0].shape[1])
+            flat_output = outputs[0].new_zeros(1, hidden_states.shape[1], outputs[0].shape[1])
             for rows, output in zip(step.rows, outputs, strict=True):
-                flat[0, rows.tokens] = output
-        return (flat, *result[1:]) if isinstance(result, tuple) else flat
+                flat_output[0, rows.tokens] = output
+        return (flat_output, *result[1:]) if isinstance(result, tuple) else flat_output
 
     def _run(
         self, inputs: torch.Tensor, rows: StateRows, cached: Sequence[torch.Tensor | None], args: Any, kwargs: Any
@@ -191,8 +191,8 @@ class RecurrentLayer:
         starts = [None if state is None or rows.is_new else _read_rows(state, rows.slots) for state in cached]
         states = RowStates(self.layer_idx, *starts)
         result = self._call(inputs, states, args, kwargs)
-        for cache, old, new in zip(cached, starts, states.tensors, strict=True):
-            if cache is None or new is None or (new is old and isinstance(rows.slots, slice)):
+        for cache, old_state, new in zip(cached, starts, states.tensors, strict=True):
+            if cache is None or new is None or (new is old_state and isinstance(rows.slots, slice)):
                 continue  # the layer has updated the cache in place
             if isinstance(rows.slots, slice):
                 cache[rows.slots] = new.to(cache.dtype)
@@ -232,18 +232,18 @@ def dense_rows(slots: np.ndarray, unused: int, device: torch.device) -> StateRow
 
 
 def chunk_rows(
-    chunks: np.ndarray, counts: np.ndarray, starts: np.ndarray, begin: int, device: torch.device
+    chunks: np.ndarray, token_counts: np.ndarray, starts: np.ndarray, first_token: int, device: torch.device
 ) -> list[StateRows]:
-    """Return the rows that prefill the slots `chunks`, with `counts` tokens each from position `starts` on. Their
-    tokens begin at flat index `begin`. Rows of equal length share an entry, unless only some of them begin their
-    sequence."""
+    """Return the rows that prefill the slots `chunks`, with `token_counts` tokens each from position `starts` on.
+    Their tokens begin at flat index `first_token`. Rows of equal length share an entry, unless only some of them begin
+    their sequence."""
     rows: list[StateRows] = []
-    token_starts = begin + counts.cumsum() - counts
+    token_starts = first_token + token_counts.cumsum() - token_counts
     groups: dict[tuple[int, bool], list[int]] = {}
     for index in range(len(chunks)):
-        groups.setdefault((int(counts[index]), int(starts[index]) == 0), []).append(index)
-    for (count, is_new), indices in groups.items():
-        tokens = (token_starts[indices][:, None] + np.arange(count)).ravel()
+        groups.setdefault((int(token_counts[index]), int(starts[index]) == 0), []).append(index)
+    for (num_tokens, is_new), indices in groups.items():
+        tokens = (token_starts[indices][:, None] + np.arange(num_tokens)).ravel()
         group_slots = torch.from_numpy(chunks[indices]).to(device)
         flat_tokens: slice | torch.Tensor = slice(int(tokens[0]), int(tokens[-1]) + 1)
         if len(tokens) != tokens[-1] + 1 - tokens[0]:

@@ -11,14 +11,14 @@ import torch
 
 from TrainingFactory.sampling.cache.pages import PAGE, CachePages
 
-GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no size
+GPU_MEMORY_SHARE, CPU_MEMORY_SHARE = 0.9, 0.5  # of the free memory, if the engine is given no size
 
 
 @dataclass(slots=True)
 class LayerShape:
     """Shape and properties of an attention layer's keys and values, which the engine's probe run records."""
 
-    queries: int  # query heads
+    num_queries: int  # query heads
     heads: int
     key_size: int
     value_size: int
@@ -28,17 +28,17 @@ class LayerShape:
     window: int | None = None  # sliding window, in tokens
     softcap: float | None = None  # largest absolute score
     sinks: bool = False  # an additional score per head that takes probability
-    latent: bool = False  # values are the first `value_size` numbers of the keys
-    source: int | None = None  # layer whose keys and values this one reads; None: its own
+    is_latent: bool = False  # values are the first `value_size` numbers of the keys
+    source_layer: int | None = None  # layer whose keys and values this one reads; None: its own
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         return self.window is None and self.softcap is None and not self.sinks
 
     @property
     def token_bytes(self) -> int:
-        size = self.key_size if self.latent else self.key_size + self.value_size
-        return 0 if self.source is not None else self.heads * size * self.dtype.itemsize
+        num_values = self.key_size if self.is_latent else self.key_size + self.value_size
+        return 0 if self.source_layer is not None else self.heads * num_values * self.dtype.itemsize
 
 
 @dataclass(slots=True)
@@ -55,14 +55,14 @@ class LayerCache:
         cache_positions: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        source: torch.Tensor | None,
+        source_tokens: torch.Tensor | None,
     ) -> None:
-        """Write keys and values [1, Hkv, N, d] to `cache_positions` of the pool. `source` is the token to write at each
-        of these positions; None: token i at the i-th position."""
-        pairs = ((self.keys, keys),) if self.shape.latent else ((self.keys, keys), (self.values, values))
-        for cache, new_states in pairs:
+        """Write keys and values [1, Hkv, N, d] to `cache_positions` of the pool. `source_tokens` is the token to write
+        at each of these positions; None: token i at the i-th position."""
+        tensors = ((self.keys, keys),) if self.shape.is_latent else ((self.keys, keys), (self.values, values))
+        for cache, new_states in tensors:
             tokens = new_states[0].transpose(0, 1).flatten(1)
-            tokens = tokens if source is None else tokens.index_select(0, source)
+            tokens = tokens if source_tokens is None else tokens.index_select(0, source_tokens)
             cache.flatten(0, 1).flatten(1).index_copy_(0, cache_positions, tokens)
 
 
@@ -78,18 +78,18 @@ class PagedCache:
         self.by_layer: dict[int, LayerCache] = {}
         self.owners: dict[int, int] = {}  # the layer that writes the keys and values of each layer
         for shape in shapes:
-            self.owners[shape.layer] = shape.layer if shape.source is None else shape.source
-            if shape.source is not None:
-                self.by_layer[shape.layer] = self.by_layer[shape.source]
-                self.layers.append(self.by_layer[shape.source])
+            self.owners[shape.layer] = shape.layer if shape.source_layer is None else shape.source_layer
+            if shape.source_layer is not None:
+                self.by_layer[shape.layer] = self.by_layer[shape.source_layer]
+                self.layers.append(self.by_layer[shape.source_layer])
                 continue
             table = windows.index(shape.window)
-            size = pages.tables[table].num_pages + 1
-            keys = _make_zeros((size, PAGE, shape.heads, shape.key_size), shape)
+            num_pages = pages.tables[table].num_pages + 1
+            keys = _make_zeros((num_pages, PAGE, shape.heads, shape.key_size), shape)
             values = (
                 keys[..., : shape.value_size]
-                if shape.latent
-                else _make_zeros((size, PAGE, shape.heads, shape.value_size), shape)
+                if shape.is_latent
+                else _make_zeros((num_pages, PAGE, shape.heads, shape.value_size), shape)
             )
             self.layers.append(LayerCache(keys, values, table, shape))
             self.by_layer[shape.layer] = self.layers[-1]
@@ -101,7 +101,7 @@ class PagedCache:
             for table in pages.tables
         ]
         for table in pages.tables:
-            table.changed.clear()
+            table.changed_slots.clear()
 
     def upload(self) -> None:
         """Copy the changed entries of the page tables to the device."""
@@ -113,14 +113,14 @@ class PagedCache:
                     self.tables[index] = entries
                 else:
                     self.tables[index].copy_(entries)
-                table.changed.clear()
+                table.changed_slots.clear()
         for device_table, table in zip(self.tables, self.pages.tables, strict=True):
-            if table.changed and device_table.device.type != "cpu":
-                slots = np.fromiter(table.changed, np.int64)
+            if table.changed_slots and device_table.device.type != "cpu":
+                slots = np.fromiter(table.changed_slots, np.int64)
                 rows = torch.from_numpy(np.column_stack((slots, table.entries[slots])))
                 rows = rows.pin_memory().to(device_table.device, non_blocking=True)
                 device_table.index_copy_(0, rows[:, 0], rows[:, 1:].int())
-            table.changed.clear()
+            table.changed_slots.clear()
 
     def copy_pages(self) -> None:
         """Execute the pending page copies on the device. Slots that share or exchange prefixes request them."""
@@ -130,7 +130,7 @@ class PagedCache:
             device = self.tables[index].device
             sources, targets = (torch.tensor(pages, device=device) for pages in copies)
             for layer in {id(layer): layer for layer in self.layers if layer.table == index}.values():
-                for cache in (layer.keys,) if layer.shape.latent else (layer.keys, layer.values):
+                for cache in (layer.keys,) if layer.shape.is_latent else (layer.keys, layer.values):
                     cache.index_copy_(0, targets, cache.index_select(0, sources))
 
     def gather(
@@ -145,24 +145,24 @@ class PagedCache:
         return states.index_select(0, pages.flatten()).unflatten(0, pages.shape).flatten(1, 2)
 
 
-def _make_zeros(size: Sequence[int], shape: LayerShape) -> torch.Tensor:
+def _make_zeros(tensor_shape: Sequence[int], shape: LayerShape) -> torch.Tensor:
     """Return a tensor of zeros. On a CPU, the operating system commits its memory only when it is first written."""
     if shape.device.type != "cpu":
-        return torch.zeros(*size, dtype=shape.dtype, device=shape.device)
-    count = int(np.prod(size)) * shape.dtype.itemsize
-    return torch.from_numpy(np.zeros(count, np.uint8)).view(shape.dtype).view(*size)
+        return torch.zeros(*tensor_shape, dtype=shape.dtype, device=shape.device)
+    num_bytes = int(np.prod(tensor_shape)) * shape.dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(shape.dtype).view(*tensor_shape)
 
 
-def layer_windows(shapes: Sequence[LayerShape]) -> list[int | None]:
+def list_windows(shapes: Sequence[LayerShape]) -> list[int | None]:
     """Return the distinct sliding windows of the layers, one for each page table. None, for layers without a window,
     comes first."""
     windows = {shape.window for shape in shapes}
     return sorted(windows, key=lambda window: -1 if window is None else window)
 
 
-def free_memory(device: torch.device) -> int:
+def get_free_memory(device: torch.device) -> int:
     """Return the free bytes of a device that an engine may use by default."""
     if device.type == "cuda":
         cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + cached_bytes))
-    return int(CPU_SHARE * psutil.virtual_memory().available)
+        return int(GPU_MEMORY_SHARE * (torch.cuda.mem_get_info(device)[0] + cached_bytes))
+    return int(CPU_MEMORY_SHARE * psutil.virtual_memory().available)

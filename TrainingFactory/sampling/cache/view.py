@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from TrainingFactory.models.recurrent import PASSIVE_LAYERS, unsupported_types
-from TrainingFactory.sampling.cache.latent import latent_class
+from TrainingFactory.sampling.cache.latent import get_latent_class
 from TrainingFactory.sampling.cache.states import recurrent_class
 
 ATTENTION = "tfactory_pages"  # name of the engine's attention function in transformers
@@ -25,11 +25,11 @@ ALTERNATIVES = (
 )
 
 
-def unsupported_model(model_type: str, reason: str) -> ValueError:
+def model_error(model_type: str, reason: str) -> ValueError:
     return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
 
 
-def causal_model(model: Any) -> PreTrainedModel:
+def unwrap_model(model: Any) -> PreTrainedModel:
     """Return the transformers model inside `model`, with PEFT's LoRA layers in place and unmerged."""
     if isinstance(model, PreTrainedModel):
         return model
@@ -39,7 +39,7 @@ def causal_model(model: Any) -> PreTrainedModel:
         raise ValueError(f"the native engine samples transformers and PEFT models, but got a {class_name}")
     if model.active_peft_config.is_prompt_learning:
         adapter_type = model.active_peft_config.peft_type
-        raise unsupported_model(
+        raise model_error(
             model.config.model_type, f"{adapter_type} adapters add virtual tokens outside its layers"
         )
     return unwrap()
@@ -58,27 +58,27 @@ class FusedRMSNorm(nn.Module):
 @torch.no_grad()
 def can_fuse_norm(module: nn.Module) -> bool:
     """Return whether the module is an unmodified RMSNorm whose output on test inputs equals that of `FusedRMSNorm`."""
-    weight, kind = module._parameters.get("weight"), type(module)
+    weight, cls = module._parameters.get("weight"), type(module)
     if not hasattr(module, "variance_epsilon") or weight is None or weight.dim() != 1:
         return False
-    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not kind.__name__.endswith("RMSNorm"):
+    if weight.dtype != torch.float32 or weight.device.type != "cpu" or not cls.__name__.endswith("RMSNorm"):
         return False
     if module._forward_hooks or module._forward_pre_hooks or module._modules or "forward" in module.__dict__:
         return False
-    size, norm_copy = len(weight), kind.__new__(kind)
+    width, norm_copy = len(weight), cls.__new__(cls)
     # Different weights, and small numbers that show the effect of epsilon.
-    test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, size))}
+    test_weights = {"weight": nn.Parameter(torch.linspace(0.5, 1.5, width))}
     norm_copy.__dict__.update(module.__dict__, _parameters=test_weights)
-    states = torch.linspace(-3, 3, 2 * size).view(2, -1)
+    states = torch.linspace(-3, 3, 2 * width).view(2, -1)
     states = torch.cat([states, states * 1e-3])
     try:
-        expected = rms_norm(states, (size,), norm_copy.weight, float(norm_copy.variance_epsilon))  # pyright: ignore
-        return torch.allclose(norm_copy(states), expected, 1e-6, 1e-6)
+        fused = rms_norm(states, (width,), norm_copy.weight, float(norm_copy.variance_epsilon))  # pyright: ignore
+        return torch.allclose(norm_copy(states), fused, 1e-6, 1e-6)
     except Exception:  # an unknown class
         return False
 
 
-def shared_view(
+def make_view(
     model: PreTrainedModel, attention: str, fused: Callable[[nn.Module], type[nn.Module] | None] | None = None
 ) -> PreTrainedModel:
     """Return a module tree in eval mode with the same weights and the given attention function. `fused` returns the
@@ -96,10 +96,10 @@ def shared_view(
     def view(module: nn.Module) -> nn.Module:
         if id(module) in modules:
             return modules[id(module)]
-        kind = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
+        cls = (fused and fused(module)) or (FusedRMSNorm if can_fuse_norm(module) else module.__class__)
         if attention == ATTENTION:
-            kind = recurrent_class(module) or latent_class(module) or kind
-        view_module = modules[id(module)] = kind.__new__(kind)
+            cls = recurrent_class(module) or get_latent_class(module) or cls
+        view_module = modules[id(module)] = cls.__new__(cls)
         # The dict of parameters is shared, so that parameters replaced by the learner are replaced here too. The
         # dict of buffers is not: a forward may replace rotary tables, and here they are inference tensors.
         view_module.__dict__.update(module.__dict__)
@@ -108,7 +108,7 @@ def shared_view(
         )  # wrappers such as Accelerate's are bound to the learner's modules
         view_module.__dict__["_buffers"] = dict(module._buffers)
         view_module.__dict__["training"] = False
-        view_module.__dict__["plain"] = module.__class__
+        view_module.__dict__["plain_class"] = module.__class__
         if isinstance(config := module.__dict__.get("config"), PreTrainedConfig):
             view_module.__dict__["config"] = copy_config(config)
         view_module.__dict__["_modules"] = {
@@ -126,49 +126,47 @@ def join_weights(layers: Sequence[Any]) -> torch.Tensor | None:
     layer is not plain."""
     if any(type(layer) is not nn.Linear or layer.bias is not None for layer in layers):
         return None
-    weights, size = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
-    first, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
+    weights, num_rows = [layer.weight for layer in layers], sum(layer.out_features for layer in layers)
+    lead, end_addresses = weights[0], [weight.data_ptr() + weight.nbytes for weight in weights]
     are_contiguous = all(
         end == weight.data_ptr() for end, weight in zip(end_addresses, weights[1:], strict=False)
     )
-    available_bytes = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
+    available_bytes = lead.untyped_storage().nbytes() - lead.storage_offset() * lead.itemsize
     with torch.inference_mode(False), torch.no_grad():  # because the learner trains these weights
-        if are_contiguous and available_bytes >= size * first.shape[1] * first.itemsize:
-            return first.detach().as_strided((size, first.shape[1]), first.stride())
-        joined = torch.cat(weights)
+        if are_contiguous and available_bytes >= num_rows * lead.shape[1] * lead.itemsize:
+            return lead.detach().as_strided((num_rows, lead.shape[1]), lead.stride())
+        joined_weight = torch.cat(weights)
         for weight, weight_part in zip(
-            weights, joined.split([len(weight) for weight in weights]), strict=True
+            weights, joined_weight.split([len(weight) for weight in weights]), strict=True
         ):
             weight.data = weight_part
-        return joined
+        return joined_weight
 
 
 def check_model(model: PreTrainedModel) -> None:
     """Raise ValueError if the config shows that the engine does not support the model. The engine's probe run detects
     other unsupported models."""
     config = model.config
-    kind = config.model_type
+    arch = config.model_type
     if config.is_encoder_decoder:
-        raise unsupported_model(kind, "it is an encoder-decoder")
+        raise model_error(arch, "it is an encoder-decoder")
     if not model._can_set_attn_implementation():
-        raise unsupported_model(kind, "its attention does not go through transformers' attention interface")
+        raise model_error(arch, "its attention does not go through transformers' attention interface")
     if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
-        raise unsupported_model(
-            kind, "its forward has no `logits_to_keep`, so it is not a causal language model"
-        )
-    if unsupported := unsupported_types(model, LAYER_TYPES):
-        raise unsupported_model(
-            kind,
-            f"it has {' and '.join(unsupported)} layers; full and sliding attention and recurrent layers with "
+        raise model_error(arch, "its forward has no `logits_to_keep`, so it is not a causal language model")
+    if unsupported_layers := unsupported_types(model, LAYER_TYPES):
+        raise model_error(
+            arch,
+            f"it has {' and '.join(unsupported_layers)} layers; full and sliding attention and recurrent layers with "
             "transformers' cache are supported",
         )
 
 
-def has_state_or_keys(model: PreTrainedModel) -> set[int]:
+def find_cached_layers(model: PreTrainedModel) -> set[int]:
     """Return the indices of layers that attend to other tokens or carry a state, unlike MLPs."""
     text_config = model.config.get_text_config()
     layer_types = getattr(text_config, "layer_types", None) or [None] * text_config.num_hidden_layers
-    return {index for index, kind in enumerate(layer_types) if kind not in PASSIVE_LAYERS}
+    return {index for index, layer_type in enumerate(layer_types) if layer_type not in PASSIVE_LAYERS}
 
 
 def routes_tokens(model: PreTrainedModel) -> bool:

@@ -23,16 +23,16 @@ CHANNELS = 512  # of a program of the convolution
 
 @triton.jit
 def _convolve(
-    x, weight, states, slots, out, first, x_stride, C, W: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr
+    x, weight, states, slots, out, first_slot, x_stride, C, W: tl.constexpr, LISTED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Append a row's inputs to its convolution state, and convolve."""
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row) if LISTED else first + row
+    slot = tl.load(slots + row) if LISTED else first_slot + row
     in_bounds, tap = channel < C, tl.arange(0, W)
     offset = slot.to(tl.int64) * C * W + channel[:, None] * W + tap[None, :]
     inputs = tl.load(x + row * x_stride + channel, in_bounds, 0)
-    previous = tl.load(states + offset + 1, in_bounds[:, None] & (tap < W - 1)[None, :], 0)
-    window = tl.where((tap < W - 1)[None, :], previous, inputs[:, None].to(previous.dtype))
+    old_inputs = tl.load(states + offset + 1, in_bounds[:, None] & (tap < W - 1)[None, :], 0)
+    window = tl.where((tap < W - 1)[None, :], old_inputs, inputs[:, None].to(old_inputs.dtype))
     tl.debug_barrier()  # other threads still read what this one writes
     tl.store(states + offset, window, in_bounds[:, None])
     weights = tl.load(weight + channel[:, None] * W + tap[None, :], in_bounds[:, None], 0)
@@ -47,12 +47,12 @@ def _normalize(x):
 
 @triton.jit
 def _update(
-    qkv, z, b, a, decays, dt_bias, weight, states, slots, out, first, epsilon, scale, z_stride, b_stride, a_stride,
+    qkv, z, b, a, decays, dt_bias, weight, states, slots, out, first_slot, epsilon, scale, z_stride, b_stride, a_stride,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """Update the state [D, E] of a row's head, query it, and norm and gate the result."""
     row, head, d, e = tl.program_id(0), tl.program_id(1), tl.arange(0, D), tl.arange(0, E)
-    slot = tl.load(slots + row) if LISTED else first + row
+    slot = tl.load(slots + row) if LISTED else first_slot + row
     channels: tl.constexpr = 2 * (H // G) * D + H * E
     base = qkv + row * channels
     query = _normalize(tl.load(base + head // G * D + d).to(tl.float32)) * scale
@@ -60,9 +60,9 @@ def _update(
     value = tl.load(base + 2 * (H // G) * D + head * E + e)
     raw_rate = tl.load(b + row * b_stride + head)
     rate = tl.sigmoid(raw_rate.to(tl.float32)).to(raw_rate.dtype).to(tl.float32)
-    step = tl.load(a + row * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
-    step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    decay = tl.exp(-tl.exp(tl.load(decays + head).to(tl.float32)) * step)
+    time_step = tl.load(a + row * a_stride + head).to(tl.float32) + tl.load(dt_bias + head).to(tl.float32)
+    time_step = tl.where(time_step > 20.0, time_step, tl.log(1.0 + tl.exp(tl.minimum(time_step, 20.0))))
+    decay = tl.exp(-tl.exp(tl.load(decays + head).to(tl.float32)) * time_step)
     offset = (slot.to(tl.int64) * H + head) * D * E + d[:, None] * E + e[None, :]
     state = tl.load(states + offset).to(tl.float32) * decay
     delta = (value.to(tl.float32) - tl.sum(state * key[:, None], 0)) * rate
@@ -91,18 +91,18 @@ def decode(
     """Return the layer's output [P, 1, N] for one token of each row [P, 1, N], and update the states of the slots."""
     tokens = states[:, 0]
     qkv, z, b, a = project(tokens, layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
-    rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
-    first = 0 if isinstance(slots, torch.Tensor) else slots.start
-    convolved = qkv.new_empty(rows, channels)
-    _convolve[(rows, triton.cdiv(channels, CHANNELS))](
-        qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first, qkv.stride(0), channels,
+    num_rows, channels, has_list = len(tokens), layer.conv_dim, not isinstance(slots, slice)
+    first_slot = 0 if isinstance(slots, torch.Tensor) else slots.start
+    convolved = qkv.new_empty(num_rows, channels)
+    _convolve[(num_rows, triton.cdiv(channels, CHANNELS))](
+        qkv, layer.conv1d.weight, conv, slots if has_list else None, convolved, first_slot, qkv.stride(0), channels,
         conv.shape[2], has_list, CHANNELS,
     )  # fmt: skip
-    heads, keys, values = recurrent.shape[1:]
-    output = qkv.new_empty(rows, heads * values)
-    _update[(rows, heads)](
+    num_heads, keys, values = recurrent.shape[1:]
+    output = qkv.new_empty(num_rows, num_heads * values)
+    _update[(num_rows, num_heads)](
         convolved, z, b, a, layer.A_log, layer.dt_bias, layer.norm.weight, recurrent, slots if has_list else None,
-        output, first, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
-        heads, layer.num_v_heads // layer.num_k_heads, keys, values, has_list, num_warps=8,
+        output, first_slot, layer.norm.variance_epsilon, keys**-0.5, z.stride(0), b.stride(0), a.stride(0),
+        num_heads, layer.num_v_heads // layer.num_k_heads, keys, values, has_list, num_warps=8,
     )  # fmt: skip
     return project(output, layer.out_proj)[0][:, None]

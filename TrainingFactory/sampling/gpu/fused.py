@@ -21,12 +21,12 @@ class FusedLayer(nn.Module):
     """Decoder layer that runs nine kernels, plus eleven with LoRA. A projection that is neither a plain linear layer
     nor a LoRA layer is called as a module."""
 
-    plain: Any  # the replaced class
+    plain_class: Any  # the replaced class
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         step: StepContext = kwargs["tfactory_step"]
         if step.attend is None:  # the probe
-            return self.plain.forward(self, hidden_states, **kwargs)
+            return self.plain_class.forward(self, hidden_states, **kwargs)
         assert step.cache is not None and step.cache_positions is not None
         attention: Any = self.self_attn
         mlp: Any = self.mlp
@@ -112,17 +112,17 @@ def use_float32_logits(head: Any) -> None:
         head.__class__ = Float32Head
 
 
-def fused_class(module: nn.Module) -> type[nn.Module] | None:
+def get_fused_class(module: nn.Module) -> type[nn.Module] | None:
     """Return the fused class for a decoder layer; None if the module is no supported decoder layer or has hooks or a
     wrapped forward."""
     if not type(module).__name__.endswith("DecoderLayer"):
         return None
-    modules: list[Any] = [module, *module.children()]
+    submodules: list[Any] = [module, *module.children()]
     has_silu = type(module.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")  # pyright: ignore
-    return FusedLayer if has_silu and not _is_patched(modules) else None
+    return FusedLayer if has_silu and not _is_patched(submodules) else None
 
 
-def norm_class(module: nn.Module) -> type[nn.Module] | None:
+def get_norm_class(module: nn.Module) -> type[nn.Module] | None:
     """Return the one-kernel class for a norm with weights around zero; None for other modules."""
     is_norm = type(module).__name__ in ZERO_CENTRED_NORMS
     return ZeroCentredNorm if is_norm and not _is_patched([module]) else None
@@ -134,8 +134,8 @@ def _is_patched(parts: Sequence[Any]) -> bool:
 
 # Model types -> the function that returns the classes of modules
 REPLACEMENTS = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), fused_class),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), norm_class),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), get_fused_class),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), get_norm_class),
 }
 
 

@@ -16,20 +16,20 @@ log = logging.getLogger(__name__)
 ROWS = (16, 64, 128, 256)  # and multiples of 256: unused rows cost less than recording more graphs
 SPANS = (8, 4, 2)  # tokens per row, if rows have more than one to feed
 FREE_TOKENS = 128  # reading the weights takes most of the time of a forward up to this size
-Step = Callable[[list[torch.Tensor]], torch.Tensor]
+RunStep = Callable[[list[torch.Tensor]], torch.Tensor]
 
 
-def graph_rows(rows: int, max_rows: int) -> int:
+def round_up_rows(rows: int, max_rows: int) -> int:
     """Round a number of rows up to a size with a CUDA graph, because each size needs a graph."""
-    return min(max_rows, next((size for size in ROWS if size >= rows), -(-rows // 256) * 256))
+    return min(max_rows, next((num_rows for num_rows in ROWS if num_rows >= rows), -(-rows // 256) * 256))
 
 
-def graph_span(following: np.ndarray, rows: int, max_rows: int) -> int:
-    """Return the number of tokens to feed per row; 0 means one. `following` [D] is the number of known or draft tokens
-    that each row has after its next token. The result is the largest span in which a third of the additional tokens is
-    useful, or whose additional tokens cost next to nothing."""
+def choose_span(following_counts: np.ndarray, rows: int, max_rows: int) -> int:
+    """Return the number of tokens to feed per row; 0 means one. `following_counts` [D] is the number of known or draft
+    tokens that each row has after its next token. The result is the largest span in which a third of the additional
+    tokens is useful, or whose additional tokens cost next to nothing."""
     for span in SPANS:
-        useful = int(np.minimum(following, span - 1).sum())
+        useful = int(np.minimum(following_counts, span - 1).sum())
         if span <= max_rows and useful and (useful * 3 >= rows * (span - 1) or rows * span <= FREE_TOKENS):
             return span
     return 0
@@ -38,41 +38,41 @@ def graph_span(following: np.ndarray, rows: int, max_rows: int) -> int:
 class DecodeGraphs:
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.failure = ""  # why the model cannot be recorded
+        self.failure_reason = ""  # why the model cannot be recorded
         self._addresses: Hashable = None
         # graph, packed inputs, result
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, torch.Tensor, torch.Tensor]] = {}
-        self._pool: Any = None
+        self._memory_pool: Any = None
         self.recorded, self.seconds = 0, 0.0  # recordings so far, and the time they took
         self.replayed = 0  # steps that ran as a graph
 
-    def check(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
+    def drop_stale_graphs(self, model: torch.nn.Module, cache: list[torch.Tensor]) -> None:
         """Drop all graphs if weights moved, adapters were switched or the cache grew, because graphs contain memory
         addresses."""
         tensors = (*model.parameters(), *cache)
         addresses = (tuple(tensor.data_ptr() for tensor in tensors), active_adapters(model))
         if addresses != self._addresses:
             self._graphs.clear()
-            self._pool = None  # the memory pool is released with the last graph that uses it
+            self._memory_pool = None  # the memory pool is released with the last graph that uses it
             self._addresses = addresses
 
     def run(
-        self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: Step
+        self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: RunStep
     ) -> torch.Tensor | None:
         """Run `step` on the arrays as a graph, recorded on the first call with this key; None if that fails. The
         warm-up before the recording uses `dry`: arrays of the same sizes, with which the step has no lasting effect."""
         recording = self._graphs.get(key)
-        if recording is None and not self.failure:
+        if recording is None and not self.failure_reason:
             recording = self._record(key, arrays, dry, step)
         if recording is None:
             return None
-        graph, inputs, result = recording
+        graph, inputs, output = recording
         inputs.copy_(pack_arrays(arrays).pin_memory(), non_blocking=True)
         graph.replay()
         self.replayed += 1
-        return result
+        return output
 
-    def _record(self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: Step) -> Any:
+    def _record(self, key: Hashable, arrays: list[np.ndarray], dry: list[np.ndarray], step: RunStep) -> Any:
         start_time, inputs = time.perf_counter(), pack_arrays(arrays).to(self.device)
         tensors = unpack_arrays(inputs, arrays)
         try:
@@ -83,14 +83,14 @@ class DecodeGraphs:
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # thread_local: allocations by a learner in another thread must not fail this recording.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                result = step(tensors)
+            with torch.cuda.graph(graph, pool=self._memory_pool, capture_error_mode="thread_local"):
+                output = step(tensors)
         except RuntimeError as error:
             log.warning("Sampling without CUDA graphs, which is slower: recording the step failed: %s", error)
-            self.failure = str(error) or type(error).__name__
+            self.failure_reason = str(error) or type(error).__name__
             return None
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = (graph, inputs, result)
+        self._memory_pool = self._memory_pool or graph.pool()
+        self._graphs[key] = (graph, inputs, output)
         self.recorded, self.seconds = self.recorded + 1, self.seconds + time.perf_counter() - start_time
         return self._graphs[key]
 

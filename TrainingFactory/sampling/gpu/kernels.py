@@ -113,7 +113,7 @@ def _rotate(
 )
 def _attend(
     q, keys, values, out, sums, positions, members, slots, begins, ends, pages, sinks, tokens, per_slot, stride,
-    scale, window, part, splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
+    scale, window, split_index, splits, T, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, P: tl.constexpr, CAP: tl.constexpr, FIXED: tl.constexpr, LISTED: tl.constexpr,
     BEGINS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, PARTIAL: tl.constexpr,
 ):  # fmt: skip
@@ -133,15 +133,15 @@ def _attend(
     end = tl.minimum(end, tl.max(position) + 1)
     if WINDOW:
         begin = tl.maximum(begin, tl.min(tl.where(is_token, position, 1 << 30)) + 1 - window)
-    share = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
-    begin = (begin + split * share).to(tl.int32)
-    end = tl.minimum(end, begin + share).to(tl.int32)
+    tokens_per_split = tl.cdiv(tl.cdiv(end - begin, splits), N) * N
+    begin = (begin + split * tokens_per_split).to(tl.int32)
+    end = tl.minimum(end, begin + tokens_per_split).to(tl.int32)
     query = (token * H + head * G + m % G) * D
     query_offset = token * stride + (head * G + m % G) * D
     rows = tl.load(q + query_offset[:, None] + d[None, :], is_token[:, None], 0)
     first_page = slot.to(tl.int64) * per_slot  # of the page table, or of the pool if pages are fixed
     base = first_page * P * (K * D) + head * D
-    top = tl.full([M], float("-inf"), tl.float32)
+    max_score = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     output_sum = tl.zeros([M, D], tl.float32)
     for start in range(begin, end, N):
@@ -160,19 +160,19 @@ def _attend(
         if WINDOW:
             is_visible = is_visible & (key[None, :] > position[:, None] - window)
         scores = tl.where(is_visible, scores, float("-inf"))
-        high = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(high == float("-inf"), 0.0, high)
-        weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(top - safe)
+        new_max = tl.maximum(max_score, tl.max(scores, 1))
+        safe = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights, decay = tl.exp2(scores - safe[:, None]), tl.exp2(max_score - safe)
         v = tl.load(values + cached[:, None] + d[None, :], in_bounds[:, None], 0)
         output_sum = output_sum * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        total, top = total * decay + tl.sum(weights, 1), high
+        total, max_score = total * decay + tl.sum(weights, 1), new_max
     if SINKS:  # only without PARTIAL, where `_merge` adds them
         sink = tl.load(sinks + head * G + m % G).to(tl.float32) * 1.4426950408889634
-        total += tl.exp2(sink - tl.where(top == float("-inf"), 0.0, top))
+        total += tl.exp2(sink - tl.where(max_score == float("-inf"), 0.0, max_score))
     output_sum = output_sum / tl.where(total > 0, total, 1.0)[:, None]
     if PARTIAL:
-        query += (part + split) * tokens * H * D
-        tl.store(sums + query // D, top + tl.log2(total), is_token)
+        query += (split_index + split) * tokens * H * D
+        tl.store(sums + query // D, max_score + tl.log2(total), is_token)
     tl.store(out + query[:, None] + d[None, :], output_sum.to(out.dtype.element_ty), is_token[:, None])
 
 
@@ -184,9 +184,9 @@ def _merge(
     """Merge partial attention outputs by their log-sum-exps. Part 0 may be a group's shared prefix."""
     token, head, d = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, D)
     in_bounds, row = head < H, tl.program_id(0) * H + tl.arange(0, BLOCK)
-    first: tl.constexpr = 1 if GROUPED else 0
+    first_part: tl.constexpr = 1 if GROUPED else 0
     top = tl.full([BLOCK], float("-inf"), tl.float32)
-    for part in range(first, count):
+    for part in range(first_part, count):
         top = tl.maximum(top, tl.load(sums + part * tokens * H + row, in_bounds, 0.0))
     total, output_sum = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)
     if GROUPED:
@@ -195,7 +195,7 @@ def _merge(
         top = tl.maximum(top, group)
         total = tl.exp2(group - top)
         output_sum = total[:, None] * tl.load(parts + row[:, None] * D + d[None, :], grouped[:, None], 0.0)
-    for part in range(first, count):
+    for part in range(first_part, count):
         weight = tl.exp2(tl.load(sums + part * tokens * H + row, in_bounds, 0.0) - top)
         offset = (part * tokens * H + row)[:, None] * D + d[None, :]
         output_sum += weight[:, None] * tl.load(parts + offset, in_bounds[:, None], 0.0)
@@ -214,9 +214,9 @@ def _mass(logits, temperature, tops, masses, V, SCALED: tl.constexpr, CHUNK: tl.
     if SCALED:
         row_temperature = tl.load(temperature + row).to(tl.float32)
         x = x / tl.where(row_temperature > 0, row_temperature, 1.0)
-    top = tl.max(x)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(tops + row * chunks + chunk, top)
+    chunk_max = tl.max(x)
+    safe = tl.where(chunk_max == float("-inf"), 0.0, chunk_max)
+    tl.store(tops + row * chunks + chunk, chunk_max)
     tl.store(masses + row * chunks + chunk, tl.sum(tl.exp(x - safe)))
 
 
@@ -227,30 +227,30 @@ def _choose(
 ):  # fmt: skip
     """Draw the chunk of the vocabulary, then the token in it, with float64 sums, like `picking.draw`."""
     row, c, index = tl.program_id(0), tl.arange(0, BLOCK), tl.arange(0, CHUNK)
-    high = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
-    top = tl.max(high)
-    mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(high - top)
+    chunk_maxima = tl.load(tops + row * chunks + c, c < chunks, float("-inf"))
+    top = tl.max(chunk_maxima)
+    mass = tl.load(masses + row * chunks + c, c < chunks, 0.0) * tl.exp(chunk_maxima - top)
     mass = tl.where(c < chunks, mass, 0.0).to(tl.float64)
-    ends = tl.cumsum(mass)
-    total = tl.max(ends)
-    point = tl.load(uniform + row) * total
-    chunk = tl.minimum(tl.sum((ends <= point).to(tl.int32)), chunks - 1)
-    mass_before = tl.max(tl.where(c < chunk, ends, 0.0))
-    share = (point - mass_before) / tl.sum(tl.where(c == chunk, mass, 0.0))
+    chunk_ends = tl.cumsum(mass)
+    total = tl.max(chunk_ends)
+    target_mass = tl.load(uniform + row) * total
+    chunk = tl.minimum(tl.sum((chunk_ends <= target_mass).to(tl.int32)), chunks - 1)
+    mass_before = tl.max(tl.where(c < chunk, chunk_ends, 0.0))
+    mass_share = (target_mass - mass_before) / tl.sum(tl.where(c == chunk, mass, 0.0))
     below_one = tl.full([], 1.0, tl.float64) - tl.full([], 2.0**-40, tl.float64)
-    share = tl.minimum(tl.maximum(share, 0.0), below_one)
+    mass_share = tl.minimum(tl.maximum(mass_share, 0.0), below_one)
     row_temperature = 1.0
     if SCALED:
         row_temperature = tl.load(temperature + row).to(tl.float32)
-        chunk = tl.where(row_temperature > 0, chunk, tl.argmax(high, 0))
+        chunk = tl.where(row_temperature > 0, chunk, tl.argmax(chunk_maxima, 0))
     in_bounds = chunk * CHUNK + index < V
     x = tl.load(logits + row.to(tl.int64) * V + chunk * CHUNK + index, in_bounds, float("-inf")).to(
         tl.float32
     )
     if SCALED:
         x = x / tl.where(row_temperature > 0, row_temperature, 1.0)
-    inner = tl.cumsum(tl.exp(x - tl.max(x)).to(tl.float64))
-    token = tl.sum((inner <= share * tl.max(inner)).to(tl.int32))
+    token_ends = tl.cumsum(tl.exp(x - tl.max(x)).to(tl.float64))
+    token = tl.sum((token_ends <= mass_share * tl.max(token_ends)).to(tl.int32))
     if SCALED:
         token = tl.where(row_temperature > 0, token, tl.argmax(x, 0))
     token = tl.minimum(token, CHUNK - 1)
@@ -275,20 +275,20 @@ def norm(x: torch.Tensor, module: Any, add: torch.Tensor | None = None) -> tuple
 
 def zero_centred_norm(x: torch.Tensor, module: Any) -> torch.Tensor:
     """Return the RMSNorm of x [..., E] with the weights 1 + `module.weight`."""
-    rows, output = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
-    block = triton.next_power_of_2(rows.shape[1])
-    _zero_centred_norm[(len(rows),)](
-        rows, module.weight, output, rows.shape[1], rows.stride(0), module.eps, block,
+    flat_x, output = x.reshape(-1, x.shape[-1]), x.new_empty(x.shape)
+    block = triton.next_power_of_2(flat_x.shape[1])
+    _zero_centred_norm[(len(flat_x),)](
+        flat_x, module.weight, output, flat_x.shape[1], flat_x.stride(0), module.eps, block,
         num_warps=4 if block <= 2048 else 8,
     )  # fmt: skip
     return output
 
 
-def gate(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def gate(first: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
     """Return silu(first) * second; both may be columns of one tensor."""
-    output, size = first.new_empty(first.shape), first.numel()
-    _gate[(triton.cdiv(size, 1024),)](first, second, output, size, first.shape[1], first.stride(0), 1024)
-    return output
+    gated, size = first.new_empty(first.shape), first.numel()
+    _gate[(triton.cdiv(size, 1024),)](first, up_states, gated, size, first.shape[1], first.stride(0), 1024)
+    return gated
 
 
 def norm_rotate_and_cache(
@@ -311,27 +311,27 @@ def attend(
 ) -> torch.Tensor:
     """Compute the attention outputs [N, H, D] of the queries [N, H, D] over the cache."""
     output = q.new_empty(q.shape)
-    dense = step.tokens
+    dense = step.num_dense
     if step.rows is not None:
-        rows, groups = step.rows, step.groups
+        rows, group_tiles = step.rows, step.groups
         if (
             layer.shape.window is not None
         ):  # a row's window has its own begin, and other rows may have released it
-            rows, groups = replace(rows, begins=None), None
-        programs = layer.keys.shape[2] * rows.count
+            rows, group_tiles = replace(rows, begins=None), None
+        programs = layer.keys.shape[2] * rows.num_tiles
         splits = min(8, triton.next_power_of_2(triton.cdiv(PROGRAMS, programs))) if programs < PROGRAMS else 1
-        first = int(groups is not None)
+        first = int(group_tiles is not None)
         if first + splits == 1:
             _run_tiles(q, layer, step, rows, scale, output, sinks)
         else:
-            parts = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
-            sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
-            if groups is not None:
-                _run_tiles(q, layer, step, groups, scale, parts, None, sums)
-            _run_tiles(q, layer, step, rows, scale, parts, None, sums, first, splits)
+            partial_outputs = q.new_empty(first + splits, dense, *q.shape[1:], dtype=torch.float32)
+            log_sums = q.new_empty(first + splits, dense, q.shape[1], dtype=torch.float32)
+            if group_tiles is not None:
+                _run_tiles(q, layer, step, group_tiles, scale, partial_outputs, None, log_sums)
+            _run_tiles(q, layer, step, rows, scale, partial_outputs, None, log_sums, first, splits)
             _merge[(dense,)](
-                parts, sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
-                triton.next_power_of_2(q.shape[1]), groups is not None, sinks is not None,
+                partial_outputs, log_sums, output, rows.begins, sinks, dense, rows.tokens, first + splits, *q.shape[1:],
+                triton.next_power_of_2(q.shape[1]), group_tiles is not None, sinks is not None,
             )  # fmt: skip
     if step.pieces is not None:
         _run_tiles(q, layer, step, step.pieces, scale, output, sinks)
@@ -340,24 +340,24 @@ def attend(
 
 def _run_tiles(
     q: torch.Tensor, layer: LayerCache, step: StepContext, tiles: Tiles, scale: float, out: torch.Tensor,
-    sinks: torch.Tensor | None, sums: torch.Tensor | None = None, part: int = 0, splits: int = 1,
+    sinks: torch.Tensor | None, sums: torch.Tensor | None = None, part_index: int = 0, splits: int = 1,
 ) -> None:  # fmt: skip
     assert step.cache is not None
     heads, head_size = layer.keys.shape[2:]
     pages, shape = step.cache.tables[layer.table], layer.shape
     has_members = tiles.members is not None
-    rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
+    num_rows = max(16, triton.next_power_of_2(tiles.tokens * (q.shape[1] // heads)))
     # Tuned on an H200: many small programs for rows of one token, which are bound by memory, unless rows are long.
-    few_rows, is_long = rows == 16, pages.shape[1] * PAGE >= LONG
-    max_values = 2048 if q.element_size() > 2 else 4096 if few_rows and not is_long else 8192
+    has_few_rows, is_long = num_rows == 16, pages.shape[1] * PAGE >= LONG
+    max_values = 2048 if q.element_size() > 2 else 4096 if has_few_rows and not is_long else 8192
     block_keys = min(64, max(16, max_values // head_size))
-    _attend[(tiles.count, heads, splits)](
+    _attend[(tiles.num_tiles, heads, splits)](
         q, layer.keys, layer.values, out, sums, step.positions, tiles.members, tiles.slots, tiles.begins,
-        tiles.ends, pages, sinks, step.tokens, pages.shape[1], q.stride(0),
-        scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part, splits, tiles.tokens,
-        q.shape[1], heads, head_size, rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
+        tiles.ends, pages, sinks, step.num_dense, pages.shape[1], q.stride(0),
+        scale / shape.softcap if shape.softcap else scale * LOG2E, shape.window or 0, part_index, splits, tiles.tokens,
+        q.shape[1], heads, head_size, num_rows, block_keys, PAGE, shape.softcap or 0.0, step.cache.fixed, has_members,
         tiles.begins is not None, shape.window is not None, sinks is not None, sums is not None,
-        num_warps=2 if few_rows and not is_long else 4, num_stages=2 if few_rows and is_long else 3,
+        num_warps=2 if has_few_rows and not is_long else 4, num_stages=2 if has_few_rows and is_long else 3,
     )  # fmt: skip
 
 
@@ -367,12 +367,12 @@ def sample_tokens(
     """Draw tokens as `picking.pick` does without filters, in one pass over the logits [M, V]."""
     rows, vocabulary = logits.shape
     chunks = triton.cdiv(vocabulary, CHUNK)
-    tops, masses = logits.new_empty(2, rows, chunks, dtype=torch.float32)
+    chunk_maxima, chunk_sums = logits.new_empty(2, rows, chunks, dtype=torch.float32)
     output = logits.new_empty(2, rows, dtype=torch.float64)
     is_scaled = temperature is not None
-    _mass[(rows, chunks)](logits, temperature, tops, masses, vocabulary, is_scaled, CHUNK)
+    _mass[(rows, chunks)](logits, temperature, chunk_maxima, chunk_sums, vocabulary, is_scaled, CHUNK)
     _choose[(rows,)](
-        logits, temperature, uniform, tops, masses, output, vocabulary, chunks, is_scaled, CHUNK,
+        logits, temperature, uniform, chunk_maxima, chunk_sums, output, vocabulary, chunks, is_scaled, CHUNK,
         triton.next_power_of_2(chunks),
     )  # fmt: skip
     return output
