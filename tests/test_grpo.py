@@ -12,7 +12,7 @@ import torch
 
 from tests.kits.learner import trained_values
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.policy_loss import kl_terms
+from TrainingFactory.algorithms.policy_loss import estimate_kl
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.types import Completion, Message, Reward, Sample, Status, Task, Trajectory, Turn
@@ -216,7 +216,7 @@ def test_the_estimators_of_the_distance() -> None:
     weights = logprobs.exp().detach()  # how often each token is sampled
     gap = logprobs - reference
     onto_reference, from_reference = (logprobs.exp() * gap).sum(), -(reference.exp() * gap).sum()
-    k1, k2, k3 = (kl_terms(logprobs, reference, each) for each in ("k1", "k2", "k3"))
+    k1, k2, k3 = (estimate_kl(logprobs, reference, each) for each in ("k1", "k2", "k3"))
     assert k1.tolist() == pytest.approx(gap.tolist())
     assert float((weights * k1).sum().detach()) == pytest.approx(float(onto_reference.detach()))
     assert float((weights * k3).sum().detach()) == pytest.approx(float(onto_reference.detach()))

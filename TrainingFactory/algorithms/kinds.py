@@ -41,5 +41,5 @@ KINDS = {
 
 def make_algorithm(name: str, options: dict[str, Any]) -> Algorithm:
     """Return the named algorithm; `options` are the keyword arguments of its class."""
-    module, _, class_name = KINDS[name].class_path.partition(":")
-    return getattr(import_module(f"TrainingFactory.algorithms.{module}"), class_name)(**options)
+    module_name, _, class_name = KINDS[name].class_path.partition(":")
+    return getattr(import_module(f"TrainingFactory.algorithms.{module_name}"), class_name)(**options)

@@ -24,7 +24,7 @@ import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
-from TrainingFactory.sampling.cache.view import causal_model, routes_tokens, unsupported_model
+from TrainingFactory.sampling.cache.view import get_causal_lm, routes_tokens, unsupported_model
 from TrainingFactory.sampling.compaction import exchange, find_exchanges
 from TrainingFactory.sampling.drafts import CONTEXT, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
@@ -96,7 +96,7 @@ class NativeEngine:
         vision: Vision | None = None,  # of a model that sees images
     ) -> None:
         self._model, self._source, self._vision = model, source, vision
-        causal = causal_model(model)
+        causal = get_causal_lm(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
             raise unsupported_model(causal.config.model_type, reason)

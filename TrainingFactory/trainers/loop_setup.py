@@ -318,9 +318,9 @@ def _forecast_stop(
 ) -> StopForecast:
     """Warn if the checkpoints will not fit on the disk. Forecast how long it takes to stop the run, from the size of a
     checkpoint and the time of earlier updates."""
-    from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
+    from TrainingFactory.learning.checkpoints import count_checkpoint_bytes  # torch
 
-    run, sizes = training.run, checkpoint_bytes(policy.learner)
+    run, sizes = training.run, count_checkpoint_bytes(policy.learner)
     used_bytes = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
     space = CheckpointSpace(training.config.logging, steps, *sizes)
     warning = space.warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))

@@ -87,8 +87,8 @@ def tokens(seed: int, size: int = 60) -> TrainedTokens:
     values = near(0.0, 1.0)
     return TrainedTokens(
         near(old, 0.2).requires_grad_(), zeros, sampled, near(0.0, 1.0), zeros, torch.arange(size) // 10, zeros[:6],
-        torch.zeros(0, 2), 100, 7, 0, old=old, values=values.requires_grad_(), old_values=values.detach(),
-        returns=near(values.detach(), 1.0), reference=near(old, 0.2),
+        torch.zeros(0, 2), 100, 7, 0, old_logprobs=old, values=values.requires_grad_(), old_values=values.detach(),
+        returns=near(values.detach(), 1.0), reference_logprobs=near(old, 0.2),
     )  # fmt: skip
 
 
@@ -175,7 +175,7 @@ def mean_gradient(
     flat, zeros = now.flatten(), torch.zeros(now.numel(), dtype=torch.double)
     trained = TrainedTokens(
         flat, zeros, sampled.flatten(), (chances * rewards)[number], zeros, number, torch.zeros(len(now)),
-        torch.zeros(0, 2), 1, 1, 0, old=flat.detach(), values=zeros, old_values=zeros, returns=zeros,
+        torch.zeros(0, 2), 1, 1, 0, old_logprobs=flat.detach(), values=zeros, old_values=zeros, returns=zeros,
     )  # fmt: skip
     return -torch.autograd.grad(algorithm.loss(trained)[0], logits)[0]
 

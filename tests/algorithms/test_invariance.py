@@ -146,7 +146,7 @@ def test_the_model_is_asked_for_sampled_tokens_alone(name: str, monkeypatch: pyt
     batch = batch_for(learner, algorithm, rows_of(name), 250)
 
     def states(*given: Any) -> torch.Tensor:
-        seen.append(Learner.states(learner, *given))
+        seen.append(Learner.compute_states(learner, *given))
         seen[-1].retain_grad()
         return seen[-1]
 

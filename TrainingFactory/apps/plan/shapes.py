@@ -166,8 +166,8 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from TrainingFactory.learning.lora import adapter_sizes
-    from TrainingFactory.learning.routers import expert_modules
+    from TrainingFactory.learning.lora import count_adapter_weights
+    from TrainingFactory.learning.routers import find_expert_modules
 
     options = json.loads(config_json)
     try:
@@ -180,7 +180,7 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(f"model.name: {name} has latent attention, which plans and forecasts do not support")
     total = sum(weight.numel() for weight in model.parameters())
-    experts = expert_modules(model).values()
+    experts = find_expert_modules(model).values()
     routed = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
     count = max((module.num_experts for module in experts), default=1)
     idle = routed - routed * active_experts(text) // count if experts else 0
@@ -192,7 +192,7 @@ def _counted_shape(name: str, config_json: str) -> ModelShape:
     return ModelShape(
         name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
         max(1, keys // width), width, text.vocab_size, is_tied, total, total - idle,
-        *adapter_sizes(model), *_recurrent_sizes(text),
+        *count_adapter_weights(model), *_recurrent_sizes(text),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ def unsupported_model(model_type: str, reason: str) -> ValueError:
     return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
 
 
-def causal_model(model: Any) -> PreTrainedModel:
+def get_causal_lm(model: Any) -> PreTrainedModel:
     """Return the transformers model inside `model`, with PEFT's LoRA layers in place and unmerged."""
     if isinstance(model, PreTrainedModel):
         return model
