@@ -174,7 +174,7 @@ def measure_encoding(loaded: LoadedModel, count: int, device: str) -> dict[str, 
         with Timer(device) as prepare:
             for row in rows:
                 vision._inputs(model, vision_tokens(row))
-        vision.forget()
+        vision.clear_cache()
         with Timer(device) as alone, torch.no_grad():
             for row in rows:
                 vision.model_inputs(model, row[None])
@@ -273,7 +273,7 @@ def measure_updates(kind: str, size: str, device: str, image_tokens: int, count:
         batch = make_batch(rows, config.training.token_budget, learner.sharing)
         for _ in range(2):  # the first compiles
             if loaded.vision is not None:
-                loaded.vision.forget()
+                loaded.vision.clear_cache()
             with Timer(device) as timer:
                 learner.update(batch, algorithm.loss)
         found[name] = {
@@ -318,7 +318,7 @@ def main() -> None:
     for count in asked.episodes:
         for kind in ("images", "text"):
             assert loaded.vision is not None
-            loaded.vision.forget()
+            loaded.vision.clear_cache()
             found = measure_sampling(loaded.model, loaded.vision, tokens, count, device, kind == "images")
             note("sample", {"kind": kind} | found)
             free(device)

@@ -188,10 +188,16 @@ def trained_tokens(seed: int, size: int = 40) -> TrainedTokens:
 def test_metrics_are_means_over_the_tokens_of_the_step() -> None:
     """By hand; the loss itself is compared with TRL's."""
     trained = trained_tokens(1)
-    assert trained.reference is not None
+    assert trained.reference_logprobs is not None
     _, figures = GRPO(clip_low=0.2, clip_high=0.5, kl=0.3).loss(trained)
     now, sampled, advantage, reference = (
-        part.tolist() for part in (trained.logprobs, trained.sampled, trained.advantages, trained.reference)
+        part.tolist()
+        for part in (
+            trained.logprobs,
+            trained.sampled_logprobs,
+            trained.advantages,
+            trained.reference_logprobs,
+        )
     )
     ratios = [math.exp(n - s) for n, s in zip(now, sampled, strict=True)]
     bound = [r > 1.5 if a > 0 else r < 0.8 or r > 3 for r, a in zip(ratios, advantage, strict=True)]

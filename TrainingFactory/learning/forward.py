@@ -16,7 +16,7 @@ from TrainingFactory.learning.tree.attention import ATTENTION, TreePlan, tree_at
 from TrainingFactory.learning.tree.flex import pad_to_blocks
 from TrainingFactory.learning.tree.layers import fused_layers
 from TrainingFactory.learning.tree.recurrent import segmented_layers, set_segments
-from TrainingFactory.models.recurrent import unsupported_types
+from TrainingFactory.models.recurrent import find_unsupported_types
 from TrainingFactory.types import Sample
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def check_head(model: PreTrainedModel) -> None:
 def get_sharing_problem(model: PreTrainedModel) -> str | None:
     """Return the reason why a forward over a prefix tree would differ from one over rows; None if both are equal.
     Checks the layer types, then runs a probe."""
-    if unsupported := unsupported_types(model, SHAREABLE_LAYER_TYPES):
+    if unsupported := find_unsupported_types(model, SHAREABLE_LAYER_TYPES):
         return f"it has {' and '.join(unsupported)} layers"
     model.eval()
     with short_windows(model):

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, score_rows
-from TrainingFactory.models.saved import WEIGHTS, to_checkpoint_names
+from TrainingFactory.models.saved import WEIGHTS_FILE, to_checkpoint_names
 from TrainingFactory.types import Sample, Weights
 
 KEPT_VERSIONS = 2  # versions: the one that all engines have, and the one that they are loading
@@ -109,7 +109,7 @@ class Publisher:
         def write(folder: Path) -> None:
             self._skeleton.config.save_pretrained(folder)
             renamed = to_checkpoint_names(self._skeleton, weights)
-            save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS)
+            save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS_FILE)
 
         self._write_folder(folder, write)
 

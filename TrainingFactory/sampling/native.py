@@ -184,7 +184,7 @@ class NativeEngine:
             self._table.forget()
             self._runner.refresh()
             if self._vision is not None and self._vision.is_trained:
-                self._vision.forget()
+                self._vision.clear_cache()
             self.policy_version = weights.version
         finally:
             with self._lock:

@@ -123,8 +123,8 @@ def test_the_loss_is_the_formula(value_clip: float | None, kl_in: Any) -> None:
     loss.backward()
     now, entropy, sampled, advantage, reference, old_values, values, returns = (
         part.detach().double().numpy()  # pyright: ignore[reportOptionalMemberAccess]
-        for part in (trained.logprobs, trained.entropy, trained.sampled, trained.advantages, trained.reference,
-                     trained.old_values, trained.values, trained.returns)
+        for part in (trained.logprobs, trained.entropy, trained.sampled_logprobs, trained.advantages,
+                     trained.reference_logprobs, trained.old_values, trained.values, trained.returns)
     )  # fmt: skip
     total = value_loss = kl = clipped = 0.0
     slopes, value_slopes = [], []

@@ -33,7 +33,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.compatibility import COLUMNS, PATH, Cell, read_compatibility
+from TrainingFactory.models.compatibility import COLUMNS, COMPATIBILITY_FILE, Cell, read_compatibility
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, Message, Sample, SamplingParams, ToolCall, ToolSpec
@@ -407,7 +407,7 @@ def versions() -> dict[str, str]:
 
 def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
     """Check the families and write both files. Results that are not checked here keep their recorded values."""
-    recorded = read_compatibility() if PATH.is_file() else None
+    recorded = read_compatibility() if COMPATIBILITY_FILE.is_file() else None
     old_cells = {family.key: family.cells for family in recorded.families} if recorded else {}
     packages = (recorded.versions if recorded else {}) | versions()
     columns = columns or tuple(COLUMNS)
@@ -425,14 +425,14 @@ def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
             f"{family.key:18}", *(f"{name}: {cells[name].status}" for name in COLUMNS), sep="  ", flush=True
         )
         write_results(packages, results)
-    print(f"wrote {PATH} and {PAGE}")
+    print(f"wrote {COMPATIBILITY_FILE} and {PAGE}")
 
 
 def write_results(packages: dict[str, str], results: dict[str, dict[str, Cell]]) -> None:
     entries = [entry(family, results[family.key]) for family in FAMILIES if family.key in results]
     text = json.dumps({"versions": packages, "families": entries}, indent=1, ensure_ascii=False)
     text = re.sub(r'\{\s+("status": .*)\s+("note": .*)\s+\}', r"{\1 \2}", text)  # a result on one line
-    PATH.write_text(text + "\n", encoding="utf-8")
+    COMPATIBILITY_FILE.write_text(text + "\n", encoding="utf-8")
     read_compatibility.cache_clear()
     PAGE.write_text(compat_page(read_compatibility()), encoding="utf-8")
 

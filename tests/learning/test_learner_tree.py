@@ -39,7 +39,7 @@ def seen(packed: Pack) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("block", [16, 128])
 def test_blocks_are_counted_right(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_flex, "BLOCK", block)
+    monkeypatch.setattr(tree_flex, "BLOCK_SIZE", block)
     (packed,) = pack(ragged_rows(seed), 100_000)
     size = -(-len(packed.token_ids) // block) * block
     table = np.zeros((size, size), np.int64)

@@ -18,7 +18,7 @@ from tests.kits.engine import KINDS, plain_logprobs, tiny
 from tests.kits.forks import FORKED, fork
 from tests.kits.learner import make_learner
 from TrainingFactory.learning.publishing import Publisher
-from TrainingFactory.models.saved import check_weights, checkpoint_shapes
+from TrainingFactory.models.saved import check_weights, read_checkpoint_shapes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,7 +31,7 @@ def test_the_names_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (Path(weights.folder), tmp_path))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    check_weights(Path(weights.folder) / "model.safetensors", checkpoint_shapes(publisher.model_folder))
+    check_weights(Path(weights.folder) / "model.safetensors", read_checkpoint_shapes(publisher.model_folder))
     tokens, logprobs = weights.canary
     expected = plain_logprobs(model, [tokens[0]], list(tokens[1:]))  # at temperature 1
     assert logprobs == pytest.approx(expected, abs=1e-4)

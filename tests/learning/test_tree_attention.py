@@ -133,7 +133,7 @@ def test_flex_attention_equals_dense_attention(
 )
 def test_blocks_within_reach(limit: AttentionRange, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is listed as full has no masked pair, one that is not listed no visible one."""
-    monkeypatch.setattr(tree_flex, "BLOCK", 16)
+    monkeypatch.setattr(tree_flex, "BLOCK_SIZE", 16)
     (packed,) = pack(ragged_rows(0), 100_000)
     packed = pad_to_blocks(packed)
     mask = make_block_mask(packed, CPU, limit)

@@ -123,7 +123,7 @@ def test_tree_equals_rows(family: str) -> None:
     expected = gradients(model)
     assert get_sharing_problem(model) is None
     with tree_mode(model):
-        states = run_tree(model, packed)[forward._row_positions(packed)]
+        states = run_tree(model, packed)[forward._get_row_positions(packed)]
         logits = get_output_head(model)(states)
         (logits * torch.cat(loss_weights)).sum().backward()
     torch.testing.assert_close(logits, torch.cat(row_logits), rtol=1e-4, atol=1e-4)

@@ -177,7 +177,7 @@ def test_the_tower_runs_once_per_image_within_its_budget() -> None:
         return vision.encoded_count - before
 
     assert run(lambda: play([0, 1, 0, 1, 0])) == 2
-    vision.forget()
+    vision.clear_cache()
     vision._cache_bytes = 1  # only the last image stays
     assert run(lambda: play([0, 0, 1, 0])) == 3
 

@@ -26,13 +26,13 @@ from TrainingFactory.assembly.states import (
     STATE_TYPES,
     RecurrentSizes,
     attention_layers,
+    find_recurrent_layers,
     recurrent_layer,
-    recurrent_layers,
 )
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.names import BUILTIN_VL, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.tiny import builtin_tokenizer, tiny_vl_config
-from TrainingFactory.models.tower_shape import ImageUse, TowerShape, described_tower
+from TrainingFactory.models.tower_shape import ImageUse, TowerShape, measure_described_tower
 
 FIGURES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 MODEL_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -121,7 +121,7 @@ class ModelShape(NamedTuple):
         recurrent layer does not depend on the context."""
         weights = 2 * self.block * self.num_hidden_layers
         attention = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
-        return tokens * (weights + attention + self.recurrent.flops * recurrent_layers(self))
+        return tokens * (weights + attention + self.recurrent.flops * find_recurrent_layers(self))
 
     def encode(self, tokens: float) -> float:
         """Return the FLOPs of the vision tower for `tokens` image tokens, without its attention."""
@@ -211,7 +211,7 @@ def planned_shape(config: TrainingConfig, size: str | None) -> ModelShape:
 
 def _recurrent_sizes(text_config: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
     """Return the layer types of a hybrid model and the sizes of its recurrent layers; empty values for other models."""
-    if not recurrent_layers(text_config):
+    if not find_recurrent_layers(text_config):
         return (), RecurrentSizes()
     return tuple(text_config.layer_types), recurrent_layer(text_config, 2)
 
@@ -238,13 +238,15 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     is_plain = not has_experts and not any(dimensions.get(key) for key in LAYER_KEYS)
     is_plain = is_plain and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
     if not is_plain and "model_type" in dimensions:
-        return counted_shape(name, dimensions)._replace(tower=described_tower(model_config))
+        return counted_shape(name, dimensions)._replace(tower=measure_described_tower(model_config))
     if not is_plain:
         description = "experts" if has_experts else "layers of different kinds"
         raise ValueError(f"model.name: config.json of {name} has {description} but no model_type")
     if missing := [key for key in DIMENSIONS if key not in dimensions]:
         raise ValueError(f"model.name: config.json of {name} has no {', '.join(missing)}; set --model-size")
-    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(model_config))
+    return ModelShape(
+        name, *(dimensions[key] for key in DIMENSIONS), tower=measure_described_tower(model_config)
+    )
 
 
 def learner_bytes(
@@ -263,6 +265,6 @@ def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dic
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""
     parts = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
-    if recurrent_layers(shape):
+    if find_recurrent_layers(shape):
         parts["states"] = state_bytes(shape, rows, 2) / gpus
     return parts

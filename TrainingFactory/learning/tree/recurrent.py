@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import TreeNode
-from TrainingFactory.models.recurrent import RowStates, cache_argument, recurrent_layers
+from TrainingFactory.models.recurrent import RowStates, find_recurrent_layers, get_cache_argument
 
 MAX_PADDING_TOKENS = 64  # a leaf is padded by more tokens only if they are less than half of its own
 
@@ -100,11 +100,11 @@ def _make_batch(
 def segmented_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run the recurrent layers over the segments set by `set_segments` inside the block. A nested block changes
     nothing."""
-    layers = [layer for layer in recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
+    layers = [layer for layer in find_recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
     previous_forwards = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.__dict__["tfactory_segments"] = []
-        layer.forward = partial(_forward, layer, layer.forward, cache_argument(type(layer)))
+        layer.forward = partial(_forward, layer, layer.forward, get_cache_argument(type(layer)))
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def segmented_layers(model: PreTrainedModel) -> Iterator[None]:
 def set_segments(model: PreTrainedModel, nodes: Sequence[TreeNode]) -> None:
     """Set the tree for the recurrent layers in the next forward and in its backward pass, which may run the layers
     again."""
-    if layers := recurrent_layers(model):
+    if layers := find_recurrent_layers(model):
         batches = plan_segments(nodes, model.device)
         for layer in layers:
             layer.__dict__["tfactory_segments"] = batches

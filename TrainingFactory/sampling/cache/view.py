@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from TrainingFactory.models.recurrent import PASSIVE_LAYERS, unsupported_types
+from TrainingFactory.models.recurrent import PASSIVE_LAYERS, find_unsupported_types
 from TrainingFactory.sampling.cache.latent import latent_class
 from TrainingFactory.sampling.cache.states import recurrent_class
 
@@ -156,7 +156,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise unsupported_model(
             kind, "its forward has no `logits_to_keep`, so it is not a causal language model"
         )
-    if unsupported := unsupported_types(model, LAYER_TYPES):
+    if unsupported := find_unsupported_types(model, LAYER_TYPES):
         raise unsupported_model(
             kind,
             f"it has {' and '.join(unsupported)} layers; full and sliding attention and recurrent layers with "
