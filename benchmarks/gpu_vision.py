@@ -173,7 +173,7 @@ def measure_encoding(loaded: LoadedModel, count: int, device: str) -> dict[str, 
     for _ in range(2):  # the first warms up
         with Timer(device) as prepare:
             for row in rows:
-                vision._inputs(model, vision_tokens(row))
+                vision._make_inputs(model, vision_tokens(row))
         vision.clear_cache()
         with Timer(device) as alone, torch.no_grad():
             for row in rows:

@@ -226,11 +226,11 @@ def _describe_identity(learner: Learner) -> dict[str, Any]:
 def _describe_differences(saved_model: dict[str, Any], current_model: dict[str, Any]) -> list[str]:
     if saved_model["architecture"] != current_model["architecture"]:
         return [f"it holds a {saved_model['architecture']}, the model is a {current_model['architecture']}"]
-    old, new, differences = saved_model["trained"], current_model["trained"], []
-    for name in sorted(old | new):
-        if old.get(name) != new.get(name):
-            shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"
-            differences.append(f"{name} is {shapes}")
+    saved_shapes, model_shapes, differences = saved_model["trained"], current_model["trained"], []
+    for name in sorted(saved_shapes | model_shapes):
+        saved_shape, shape = (shapes.get(name, "not trained") for shapes in (saved_shapes, model_shapes))
+        if saved_shape != shape:
+            differences.append(f"{name} is {saved_shape} in it and {shape} in the model")
     if not differences and saved_model["frozen"] != current_model["frozen"]:
         differences.append(
             "the adapter was trained on a base model with other weights (a builtin:tiny run started before version "

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning.tree.attention import ATTENTION, TreePlan, tree_attention
+from TrainingFactory.learning.tree.attention import ATTENTION_NAME, TreePlan, tree_attention
 from TrainingFactory.learning.tree.flex import pad_to_blocks
 from TrainingFactory.learning.tree.layers import fused_layers
 from TrainingFactory.learning.tree.recurrent import segmented_layers, set_segments
@@ -47,7 +47,7 @@ def tree_mode(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]
     config = model.config.get_text_config()
     previous_attention = config._attn_implementation
     row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous_attention
-    config._attn_implementation = ATTENTION if is_enabled else row_attention
+    config._attn_implementation = ATTENTION_NAME if is_enabled else row_attention
     use_fused = is_enabled and model.device.type == "cuda"
     try:
         with (
@@ -146,8 +146,8 @@ def check_head(model: PreTrainedModel) -> None:
 def get_sharing_problem(model: PreTrainedModel) -> str | None:
     """Return the reason why a forward over a prefix tree would differ from one over rows; None if both are equal.
     Checks the layer types, then runs a probe."""
-    if unsupported := find_unsupported_types(model, SHAREABLE_LAYER_TYPES):
-        return f"it has {' and '.join(unsupported)} layers"
+    if unsupported_types := find_unsupported_types(model, SHAREABLE_LAYER_TYPES):
+        return f"it has {' and '.join(unsupported_types)} layers"
     model.eval()
     with short_windows(model):
         return _find_probe_problem(model)

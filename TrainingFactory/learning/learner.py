@@ -258,8 +258,8 @@ class Learner:
         hidden = self.compute_states(pack, causal_lm) if states is None else states
         vocab_size = causal_lm.config.get_text_config().vocab_size
         assert (pack.target < vocab_size).all(), "token id outside the model's vocabulary"
-        pairs, inverse = np.unique(pack.source * vocab_size + pack.target, return_inverse=True)
-        source, target, index = self._to_device(pairs // vocab_size, pairs % vocab_size, inverse)
+        pair_keys, inverse = np.unique(pack.source * vocab_size + pack.target, return_inverse=True)
+        source, target, index = self._to_device(pair_keys // vocab_size, pair_keys % vocab_size, inverse)
         outputs = compute_token_logprobs(
             hidden, get_output_head(causal_lm), source, target, vocab_size, self.temperature
         )

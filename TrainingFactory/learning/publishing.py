@@ -38,13 +38,13 @@ class Publisher:
     `publish_adapters`, full weights are always published."""
 
     def __init__(self, learner: Learner, publish_adapters: bool = True) -> None:
-        self._learner, self._causal = learner, learner.causal_lm
-        if getattr(self._causal, "is_quantized", False):  # third-party object
+        self._learner, self._causal_lm = learner, learner.causal_lm
+        if getattr(self._causal_lm, "is_quantized", False):  # third-party object
             raise ValueError(
                 "model.quantization is not supported for engines in other processes, which load unquantized weights. "
                 "Remove it, or use sampling.engine=native without Ray"
             )
-        model_bytes = sum(param.numel() * param.element_size() for param in self._causal.parameters())
+        model_bytes = sum(param.numel() * param.element_size() for param in self._causal_lm.parameters())
         fits_in_memory = (
             SHARED_MEMORY.is_dir()
             and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * model_bytes
@@ -59,9 +59,9 @@ class Publisher:
             self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
         self._root_folder = Path(learner.processes.broadcast_text(temp_folder))
         with torch.device("meta"):
-            self._skeleton = type(self._causal)(copy.deepcopy(self._causal.config))
+            self._skeleton = type(self._causal_lm)(copy.deepcopy(self._causal_lm.config))
         config = self._skeleton.config
-        config.architectures, config.dtype = [type(self._causal).__name__], learner.dtype
+        config.architectures, config.dtype = [type(self._causal_lm).__name__], learner.dtype
         self.dtype = str(config.dtype).removeprefix("torch.")
         self.model_folder = str(self._root_folder / "model")
         self.adapter_rank = _get_adapter_rank(learner.model) if publish_adapters else None
@@ -106,12 +106,12 @@ class Publisher:
                 if self._is_writer:
                     weights[name] = weight.cpu()
 
-        def write(folder: Path) -> None:
+        def write_files(folder: Path) -> None:
             self._skeleton.config.save_pretrained(folder)
             renamed = to_checkpoint_names(self._skeleton, weights)
             save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS_FILE)
 
-        self._write_folder(folder, write)
+        self._write_folder(folder, write_files)
 
     def _write_folder(self, folder: Path, write_files: Callable[[Path], object]) -> None:
         """Write to a temporary folder and rename it, on rank 0. On failure raise OSError on all ranks."""

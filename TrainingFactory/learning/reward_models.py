@@ -74,10 +74,10 @@ class RewardScorer:
         vision: Vision | None = None,
     ) -> None:
         self.kind: Kind = kind
-        self._model, self._causal, self._head, self._chat = model.eval(), get_causal_lm(model), head, chat
+        self._model, self._causal_lm, self._head, self._chat = model.eval(), get_causal_lm(model), head, chat
         self._token_budget, self._score_together, self._vision = token_budget, score_together, vision
         sees_whole_images = vision is not None and vision.sees_whole_images
-        self._sharing = get_sharing_problem(self._causal) is None and not sees_whole_images
+        self._sharing = get_sharing_problem(self._causal_lm) is None and not sees_whole_images
         self._lock = threading.Lock()
 
     @classmethod
@@ -143,8 +143,8 @@ class RewardScorer:
             samples = [row for rows in rows_by_episode for row in rows]
             row_scores: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
-                with tree_mode(self._causal, self._sharing):
-                    states = (run_tree if self._sharing else run_rows)(self._causal, pack, self._vision)
+                with tree_mode(self._causal_lm, self._sharing):
+                    states = (run_tree if self._sharing else run_rows)(self._causal_lm, pack, self._vision)
                 positions = torch.from_numpy(pack.place).to(states.device)
                 outputs = self._head(states.index_select(0, positions)).tolist()
                 for row_index, score in zip(pack.row.tolist(), outputs, strict=True):
@@ -155,7 +155,7 @@ class RewardScorer:
     def _make_rows(self, trajectory: Trajectory) -> list[Sample]:
         rendered = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
         rows = to_samples(rendered, turns="all" if self.kind == "process" else "last", tokens="last")
-        max_tokens = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
+        max_tokens = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
         num_tokens = max(len(row.token_ids) for row in rows)
         if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(

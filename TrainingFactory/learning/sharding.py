@@ -94,16 +94,18 @@ class ShardedProcesses(Processes):
 
     def take_local_packs(self, packs: Sequence[Pack]) -> list[Pack]:
         sorted_packs = sorted(packs, key=lambda pack: len(pack.token_ids), reverse=True)
-        own_packs = sorted_packs[self.rank :: self.world_size]
+        local_packs = sorted_packs[self.rank :: self.world_size]
         return (
-            own_packs if len(own_packs) * self.world_size >= len(packs) else [*own_packs, _make_dummy_pack()]
+            local_packs
+            if len(local_packs) * self.world_size >= len(packs)
+            else [*local_packs, _make_dummy_pack()]
         )
 
     def exchange_fields(self, packs: Sequence[Pack], field_names: Sequence[str]) -> None:
-        own_packs = {id(pack) for pack in self.take_local_packs(packs)}
+        local_pack_ids = {id(pack) for pack in self.take_local_packs(packs)}
         field_sizes = [len(pack.target) for pack in packs for _ in field_names]
         arrays = [
-            getattr(pack, field_name) if id(pack) in own_packs else np.zeros(len(pack.target))
+            getattr(pack, field_name) if id(pack) in local_pack_ids else np.zeros(len(pack.target))
             for pack in packs
             for field_name in field_names
         ]
@@ -143,8 +145,8 @@ class ShardedProcesses(Processes):
         self._select_device()
         if not isinstance(sharded, DTensor):
             return tensor
-        local = tensor.to(sharded.device)
-        return distribute_tensor(local, sharded.device_mesh, sharded.placements, src_data_rank=None)
+        local_tensor = tensor.to(sharded.device)
+        return distribute_tensor(local_tensor, sharded.device_mesh, sharded.placements, src_data_rank=None)
 
     def gather_state(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Gather the weights one by one into rank 0's CPU memory. For a PEFT model, gather only the adapter."""

@@ -101,16 +101,16 @@ def _make_annotated_batch(
     return learner.annotate(learner.processes.pack_batch(pack_rows, token_budget), needs)
 
 
-def split_minibatches(samples: Sequence[Sample], count: int, seed: int = 0) -> list[list[Sample]]:
+def split_minibatches(samples: Sequence[Sample], num_parts: int, seed: int = 0) -> list[list[Sample]]:
     """Split the rows at random into parts of about equally many episodes. Rows of one pair or episode stay together."""
-    if count == 1:
+    if num_parts == 1:
         return [list(samples)]
     rows_by_pair: dict[int, list[Sample]] = {}
     for sample in samples:
         rows_by_pair.setdefault(sample.pair, []).append(sample)
     groups = list(rows_by_pair.values())
     random.Random(seed).shuffle(groups)
-    return [[sample for group in groups[index::count] for sample in group] for index in range(count)]
+    return [[sample for group in groups[index::num_parts] for sample in group] for index in range(num_parts)]
 
 
 def merge_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:

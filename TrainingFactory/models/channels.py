@@ -35,12 +35,12 @@ def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
         header, has_body, after_header = message_text.partition(BODY_TAG)
         body = _END_TAG.split(after_header)[0]
         recipient_match, channel_match = _RECIPIENT.search(header), _CHANNEL.search(header)
-        receiver = recipient_match[1] if recipient_match else "user"
+        recipient = recipient_match[1] if recipient_match else "user"
         if not has_body:  # a header that was cut
             continue
-        if receiver not in ("user", "self", "assistant"):
-            calls += _parse_calls(receiver.removeprefix("functions."), body, tools)
-        elif receiver == "self" or (channel_match and channel_match[1] == "analysis"):
+        if recipient not in ("user", "self", "assistant"):
+            calls += _parse_calls(recipient.removeprefix("functions."), body, tools)
+        elif recipient == "self" or (channel_match and channel_match[1] == "analysis"):
             thoughts.append(body.strip())
         else:
             contents.append(body.strip())

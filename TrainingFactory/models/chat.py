@@ -228,10 +228,10 @@ class TemplateChatFormat:
         """Compose a turn from thought, text and calls, each rendered alone, for templates that cannot combine them."""
         think_start, think_end = self.family.think
         message_break = self.family.message_break
-        parts = [Message("assistant", message.content)] if message.content else []
-        parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
+        turn_parts = [Message("assistant", message.content)] if message.content else []
+        turn_parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
         opens_thinking = self._opens_thinking
-        bodies = [self._render_with_template(part, texts, opens_thinking) for part in parts]
+        bodies = [self._render_with_template(part, texts, opens_thinking) for part in turn_parts]
         if len(bodies) > 1:
             bodies[0] = bodies[0].replace(*self.family.preamble, 1)
         text = (message_break or "\n").join(
@@ -332,11 +332,13 @@ class TemplateChatFormat:
         """Return an error text for the first canary turn that does not parse back as written; "" if all do."""
         tags = f"{self.family.think[1]} </tool_call> "
         call = ToolCall("probe_tool", {"text": f'{tags}"quoted"\n\\ é', "n": 5, "deep": {"x": ["y", True]}})
-        spec = ToolSpec("probe_tool", "", {"type": "object", "properties": {"text": {"type": "string"}}})
+        probe_spec = ToolSpec(
+            "probe_tool", "", {"type": "object", "properties": {"text": {"type": "string"}}}
+        )
         for calls in ([call], [call, ToolCall("probe_tool", {})]):
             for content, reasoning in (("", None), ("Some text.", None), ("Some text.", "A thought.")):
                 try:
-                    self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[spec])
+                    self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[probe_spec])
                 except RoundTripError as error:
                     return f"{error}; {TOOLS_ADVICE}"
                 except ValueError as error:  # some templates accept only one call per turn
@@ -363,10 +365,10 @@ class TemplateChatFormat:
         """Return the stop tokens of a turn, the template's own first."""
         control_texts = self._encoder.control_texts
         end_text = self._turns.end_text
-        family_stops = [control_texts.get(text) for text in self.family.stop_texts]
-        template_stops = [control_texts[end_text]] if end_text else self._find_reply_starts()
-        candidate_ids = (*template_stops, eos_id, self._calls_end_id, *family_stops, *extra_ids)
-        return tuple(dict.fromkeys(stop for stop in candidate_ids if stop is not None))
+        family_stop_ids = [control_texts.get(text) for text in self.family.stop_texts]
+        template_stop_ids = [control_texts[end_text]] if end_text else self._find_reply_starts()
+        candidate_ids = (*template_stop_ids, eos_id, self._calls_end_id, *family_stop_ids, *extra_ids)
+        return tuple(dict.fromkeys(stop_id for stop_id in candidate_ids if stop_id is not None))
 
     def _find_reply_starts(self) -> list[int]:
         """Return the control tokens that begin the message after a turn. They serve as stop tokens if the template has

@@ -54,7 +54,7 @@ def _describe_cause(error: Exception, location: str, options: dict[str, Any], fi
     if damage_text := describe_damaged_file(folder):
         return damage_text
     patterns = TOKENIZER_FILES if filename == "tokenizer.json" and folder.is_dir() else ()
-    if patterns and not any(gguf_file for pattern in patterns for gguf_file in folder.glob(pattern)):
+    if patterns and not any(file for pattern in patterns for file in folder.glob(pattern)):
         return (
             f"{folder} has no tokenizer (such as tokenizer.json): copy the model's tokenizer files into it, or write "
             "them with tokenizer.save_pretrained"

@@ -254,7 +254,7 @@ def _make_source(
     if dataset is not None:
         return DatasetSource(dataset, order, algorithm)
     assert setup is not None
-    if KINDS[config.training.algorithm].demonstrations:
+    if KINDS[config.training.algorithm].accepts_demonstrations:
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,
             "max_length": setup.max_length,

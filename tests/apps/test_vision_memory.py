@@ -52,7 +52,7 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
         "gemma4_moe",
     ):  # their tower adds a token of its own, or pads
         return
-    inputs = vision._inputs(loaded.model, tokens)
+    inputs = vision._make_inputs(loaded.model, tokens)
     pixels = inputs["pixel_values"]
     patch = loaded.model.config.vision_config.patch_size
     patches = len(pixels) if pixels.dim() == 2 else pixels.numel() / 3 / patch**2
@@ -66,7 +66,7 @@ def test_a_trained_tower_keeps_what_is_estimated() -> None:
     tower = measure_loaded_tower(loaded.model)
     assert tower is not None and loaded.vision is not None
     tokens = find_image(loaded.vision.ids(picture(2, 256, 256))[0])
-    inputs = loaded.vision._inputs(loaded.model, tokens)
+    inputs = loaded.vision._make_inputs(loaded.model, tokens)
     weights = {weight.untyped_storage().data_ptr() for weight in loaded.model.parameters()}
     kept: dict[int, int] = {}
 

@@ -37,7 +37,7 @@ def visible_pairs(packed: Pack, limit: AttentionRange | None) -> torch.Tensor:
         if parent >= 0:
             table[query] |= table[parent]
     distance = packed.positions[:, None] - packed.positions
-    if limit is not None and limit.chunked:
+    if limit is not None and limit.is_chunked:
         chunks = packed.positions // limit.size
         table &= chunks[:, None] == chunks
     elif limit is not None:
@@ -68,7 +68,7 @@ def random_inputs(packed: Pack, rng: random.Random) -> list[torch.Tensor]:
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-LIMITS = [None, *(AttentionRange(size, chunked) for size in (2, 30, 75) for chunked in (False, True))]
+LIMITS = [None, *(AttentionRange(size, is_chunked) for size in (2, 30, 75) for is_chunked in (False, True))]
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
@@ -110,7 +110,7 @@ def test_a_window_that_no_row_exceeds_costs_nothing() -> None:
     assert plan.get_plan(AttentionRange(longest - 1)) is not plan.get_plan(None)
 
 
-@pytest.mark.parametrize("limit", [AttentionRange(40), AttentionRange(60, chunked=True)], ids=str)
+@pytest.mark.parametrize("limit", [AttentionRange(40), AttentionRange(60, is_chunked=True)], ids=str)
 def test_flex_attention_equals_dense_attention(
     limit: AttentionRange, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +129,7 @@ def test_flex_attention_equals_dense_attention(
 
 
 @pytest.mark.parametrize(
-    "limit", [AttentionRange(7), AttentionRange(40), AttentionRange(60, chunked=True)], ids=str
+    "limit", [AttentionRange(7), AttentionRange(40), AttentionRange(60, is_chunked=True)], ids=str
 )
 def test_blocks_within_reach(limit: AttentionRange, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is listed as full has no masked pair, one that is not listed no visible one."""

@@ -16,7 +16,7 @@ from TrainingFactory.learning.tree.flex import attend_on_gpu, make_block_mask
 from TrainingFactory.learning.tree.parts import attend, plan_parts
 from TrainingFactory.learning.tree.reach import AttentionRange, plan_ranged_parts
 
-ATTENTION = "tfactory_tree"
+ATTENTION_NAME = "tfactory_tree"
 # Arguments that some models pass to their attention function and that would change its result.
 UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")
 
@@ -61,8 +61,8 @@ def tree_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention outputs [1, N, H, dv]. Attention dropout is not applied."""
-    if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]:
-        raise ValueError(f"tree attention does not support {unsupported[0]}")
+    if unsupported_arguments := [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]:
+        raise ValueError(f"tree attention does not support {unsupported_arguments[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
         query = _rescale_queries(module, query, tfactory_tree)
@@ -83,7 +83,7 @@ def _get_configured_range(module: Any) -> AttentionRange | None:
     if layer_type == "sliding_attention":
         return AttentionRange(config.sliding_window)
     if layer_type == "chunked_attention":
-        return AttentionRange(config.attention_chunk_size, chunked=True)
+        return AttentionRange(config.attention_chunk_size, is_chunked=True)
     return None
 
 
@@ -100,4 +100,4 @@ def _rescale_queries(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.
 
 
 # No mask function is registered: transformers then builds no mask for this attention.
-AttentionInterface.register(ATTENTION, tree_attention)
+AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
 Attend = Callable[..., tuple[torch.Tensor, None]]
 Matrix = tuple[torch.Tensor, torch.Tensor | None]  # and its bias
-SUPPORTED_MODELS = {"llama", "mistral", "qwen2", "qwen3"}
+SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
@@ -88,7 +88,7 @@ def fused_layers(model: PreTrainedModel, attend: Attend, jit: Jit = compile_once
     """Replace the forward of each supported decoder layer by the fused one inside the block. Layers that other code has
     patched are skipped."""
     config = model.config.get_text_config()
-    is_supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
+    is_supported = config.model_type in SUPPORTED_MODEL_TYPES and config.hidden_act == "silu"
     base_model: Any = model.base_model
     text_model = getattr(
         base_model, "language_model", getattr(base_model, "text_model", base_model)

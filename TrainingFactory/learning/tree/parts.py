@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from TrainingFactory.data.packing import TreeNode
 from TrainingFactory.learning.tree.capped import compute_capped_attention, compute_capped_gradients
 
-FLASH = torch.ops.aten
+ATEN_OPS = torch.ops.aten
 FREE_PADDING = 256  # padding tokens that cost no more than one further part
 
 
@@ -86,10 +86,10 @@ def plan_node_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePar
     """Return the parts in which the tokens of a node attend to each other. Nodes of similar length share a part."""
     parts = []
     for indices in _group_nodes(nodes):
-        padded, _ = pad_rows([_get_token_range(nodes[index]) for index in indices], device)
+        padded_rows, _ = pad_rows([_get_token_range(nodes[index]) for index in indices], device)
         length = max(nodes[index].length for index in indices)
         causal_mask = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(TreePart(padded, padded, True, causal_mask if length > 1 else None))
+        parts.append(TreePart(padded_rows, padded_rows, True, causal_mask if length > 1 else None))
     return parts
 
 
@@ -214,7 +214,7 @@ class _Attention(torch.autograd.Function):
             inputs += [part_q, part_k, part_v]
             mask = part.get_mask(num_groups, q.dtype)
             if softcap is None:
-                part_output, part_lse = FLASH._scaled_dot_product_flash_attention_for_cpu(
+                part_output, part_lse = ATEN_OPS._scaled_dot_product_flash_attention_for_cpu(
                     part_q, part_k, part_v, attn_mask=mask, scale=scale
                 )
             else:
@@ -257,7 +257,7 @@ class _Attention(torch.autograd.Function):
             part_output = _fold_heads(queries.pad_states(output))
             gradient_inputs = _fold_heads(grad), part_q, part_k, part_v, part_output, part_lse
             if ctx.softcap is None:
-                part_grads = FLASH._scaled_dot_product_flash_attention_for_cpu_backward(
+                part_grads = ATEN_OPS._scaled_dot_product_flash_attention_for_cpu_backward(
                     *gradient_inputs, 0.0, False, attn_mask=mask, scale=ctx.scale
                 )
             else:

@@ -25,15 +25,15 @@ MAX_PIECE_TOKENS = 512  # tokens of a piece, unless the window is shorter or mor
 
 @dataclass(frozen=True, slots=True)
 class AttentionRange:
-    """Attention range: a query attends to the last `size` positions, its own included, or with `chunked` to the earlier
-    positions of its chunk of `size` positions."""
+    """Attention range: a query attends to the last `size` positions, its own included, or with `is_chunked` to the
+    earlier positions of its chunk of `size` positions."""
 
     size: int
-    chunked: bool = False
+    is_chunked: bool = False
 
     def get_first_visible(self, positions: np.ndarray) -> np.ndarray:
         """Return the first position that a query at each of these positions sees."""
-        return positions - positions % self.size if self.chunked else positions - (self.size - 1)
+        return positions - positions % self.size if self.is_chunked else positions - (self.size - 1)
 
     def split_nodes(self, nodes: list[TreeNode]) -> list[TreeNode]:
         """Split the nodes into pieces so short that every token of a piece attends to all earlier tokens of the
@@ -43,7 +43,7 @@ class AttentionRange:
         last_piece: list[int] = []  # of each node
         for node in nodes:
             offsets = np.arange(node.depth, node.depth + node.length)
-            offsets = (offsets % self.size if self.chunked else offsets) % piece_length
+            offsets = (offsets % self.size if self.is_chunked else offsets) % piece_length
             starts = [0, *(start for start in np.flatnonzero(offsets == 0).tolist() if start)]
             parent = last_piece[node.parent] if node.parent >= 0 else -1
             for start, end in zip(starts, [*starts[1:], node.length], strict=True):

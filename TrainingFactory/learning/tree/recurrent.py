@@ -46,9 +46,9 @@ class SegmentBatch(NamedTuple):
 def plan_segments(nodes: Sequence[TreeNode], device: torch.device) -> list[SegmentBatch]:
     segments = _make_segments(nodes)
     groups: dict[tuple[int, bool, int], list[int]] = {}  # by level, whether rows begin here, and length
-    by_length = sorted(range(len(segments)), key=lambda index: -len(segments[index].tokens))
+    sorted_indices = sorted(range(len(segments)), key=lambda index: -len(segments[index].tokens))
     longest_leaf: dict[tuple[int, bool], int] = {}  # of the current group of leaves
-    for index in by_length:
+    for index in sorted_indices:
         segment = segments[index]
         length, leaf_key = len(segment.tokens), (segment.level, segment.parent < 0)
         if not segment.has_children:
