@@ -180,7 +180,9 @@ def measure_encoding(loaded: LoadedModel, count: int, device: str) -> dict[str, 
                 vision.model_inputs(model, row[None])
         with Timer(device) as together, torch.no_grad():
             for start in range(0, count, TOGETHER):
-                vision.model_inputs(model, np.concatenate(rows[start : start + TOGETHER])[None], fresh=True)
+                vision.model_inputs(
+                    model, np.concatenate(rows[start : start + TOGETHER])[None], bypass_cache=True
+                )
     found |= {"prepare_s": prepare.seconds, "images_per_second": count / alone.seconds}
     return found | {"images_per_second_together": count / together.seconds, **alone.peak}
 

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 class AlgorithmKind:
     class_path: str  # module:class in this package
     samples: bool = False  # on-policy: trains on episodes that it samples, not on a dataset
-    get_form: Callable[[Any], Form] | None = (
-        None  # dataset format, depending on the algorithm's config section
-    )
+    get_form: Callable[[Any], Form] | None = None  # dataset format, by the algorithm's section
     accepts_demonstrations: bool = False  # can train on demonstrations by the environment's expert
     # Smallest group of episodes per task, depending on the algorithm's config section.
     get_min_group: Callable[[Any], int] = lambda _: 1

@@ -67,7 +67,7 @@ def run_tree(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -
     ids, positions, image_inputs = pack.token_ids, pack.positions, {}
     if vision is not None:
         positions = _compute_rotary_positions(pack, vision) if vision.has_rope else positions
-        (ids,), image_inputs = vision.model_inputs(model, ids[None], fresh=vision.is_trained)
+        (ids,), image_inputs = vision.model_inputs(model, ids[None], bypass_cache=vision.is_trained)
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (ids, positions))
     return get_decoder(model)(
         input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False,
@@ -99,7 +99,7 @@ def run_rows(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -
     if vision is not None:
         ids[~is_token] = 0  # not an image
         rope_positions = np.stack([vision.rope(row)[0] for row in ids], 1) if vision.has_rope else None
-        ids, kwargs = vision.model_inputs(model, ids, fresh=vision.is_trained)
+        ids, kwargs = vision.model_inputs(model, ids, bypass_cache=vision.is_trained)
         if rope_positions is not None:
             kwargs["position_ids"] = torch.from_numpy(rope_positions).to(model.device)  # [3, n, T]
     input_ids = torch.from_numpy(ids).to(model.device)

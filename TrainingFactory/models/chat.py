@@ -36,7 +36,7 @@ from TrainingFactory.models.message_images import (
 )
 from TrainingFactory.models.outlines import Outlines, Texts
 from TrainingFactory.models.renderings import RenderingEncoder, Segments
-from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
+from TrainingFactory.models.round_trip import RoundTripError, describe_difference, is_same_turn
 from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.models.turn_parser import TurnParser
 from TrainingFactory.types import Message, PlacedImage, ToolCall, ToolSpec, Turn
@@ -79,7 +79,7 @@ class TemplateChatFormat:
         self._locator = ImageLocator(vision, self._encoder)
         self._turns = AssistantTurns(self._template, control_texts)
         detector = FamilyDetector(self._template, self._turns, control_texts)
-        self._call_style, self.family = detector.find(requested_family)
+        self._call_style, self.family = detector.find_style_and_family(requested_family)
         style = self._call_style
         self._renders_one_call = style is not None and probes.renders_one_call(self._template, style)
         self._render_turn_cached = cache_short_texts(self._render_turn)
@@ -145,7 +145,7 @@ class TemplateChatFormat:
                         f"the chat template drops a {outline['role']} message of this conversation"
                     )
             segments = self._renderings.split_and_cache(cache_key, text)
-        return self._renderings.fill(segments, texts, collect_images(conversation))
+        return self._renderings.fill_segments(segments, texts, collect_images(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
@@ -158,7 +158,7 @@ class TemplateChatFormat:
             content, *later_contents = self._outlines.render_contents(message)
             texts += [content, message.name or "tool"]
             texts_after_images += later_contents
-        ids = self._renderings.fill(
+        ids = self._renderings.fill_segments(
             self._render_continuation(messages), texts + texts_after_images, collect_images(messages)
         )
         # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
@@ -187,7 +187,7 @@ class TemplateChatFormat:
             except ValueError as error:
                 first_error = first_error or error
                 continue
-            ids = self._renderings.fill(self._renderings.split_turn(body), texts)
+            ids = self._renderings.fill_segments(self._renderings.split_turn(body), texts)
             end_text = self._turns.end_text
             end_id = self._encoder.control_texts[end_text] if end_text else self.stop_ids[0]
             if ids[-1:] not in ([end_id], [self._calls_end_id]):
@@ -195,7 +195,7 @@ class TemplateChatFormat:
             if not exact:
                 return ids
             parsed_message = self.parse(ids, prompt_ids, tools)
-            if same_turn(parsed_message, message):
+            if is_same_turn(parsed_message, message):
                 return ids
             difference = describe_difference(self.family.name, message, parsed_message)
             first_error = first_error or RoundTripError(difference)

@@ -84,7 +84,7 @@ class TextEncoder:
                 "tokenizer.json fits the tokenizer_class in tokenizer_config.json and belongs to a language model"
             )
 
-    def split(self, text: str) -> list[str | ControlToken]:
+    def split_at_controls(self, text: str) -> list[str | ControlToken]:
         """Split a template's own text at its control tokens."""
         parts: list[str | ControlToken] = []
         end = 0

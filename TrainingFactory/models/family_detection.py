@@ -23,7 +23,7 @@ class FamilyDetector:
         self._template, self._turns = template, turns
         self._control_texts = control_texts
 
-    def find(self, requested_family: Family | None) -> tuple[CallStyle | None, Family]:
+    def find_style_and_family(self, requested_family: Family | None) -> tuple[CallStyle | None, Family]:
         """Return the template's style of tool calls and the family that parses them. Prefer a style that the family can
         parse."""
         styles = probes.find_call_styles(self._template)

@@ -25,7 +25,7 @@ from TrainingFactory.models.model_files import (
     read_tokenizer,
 )
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
-from TrainingFactory.models.quantization import check_quantization, keep_trainable, quantization_options
+from TrainingFactory.models.quantization import check_quantization, keep_trainable, make_quantization_options
 from TrainingFactory.models.templates import set_chat_template
 from TrainingFactory.models.tiny import builtin_model, builtin_tokenizer
 from TrainingFactory.models.untrained_tags import remove_untrained_tags
@@ -100,7 +100,7 @@ def load_model(
         pretrained_parts = PretrainedParts(model, tokenizer, image_processor=image_processor)
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        quantization_kwargs = quantization_options(quantization, torch_dtype, torch_device)
+        quantization_kwargs = make_quantization_options(quantization, torch_dtype, torch_device)
         weight_options = {"dtype": torch_dtype, **quantization_kwargs}
         with_vision = (
             composite.was_trained_with_vision(adapter or resolved_name) if vision is None else vision

@@ -32,19 +32,21 @@ class ImageLocator:
         self._vision, self._encoder = vision, encoder
         self._image_id = None if vision is None else encoder.control_texts[vision.placeholder]
 
-    def split(self, text: str) -> list[str | ControlToken]:
+    def split_at_images(self, text: str) -> list[str | ControlToken]:
         """Split a template's own text at its control tokens and image placeholders."""
-        parts = self._encoder.split(text)
+        parts = self._encoder.split_at_controls(text)
         if self._vision is None:
             return parts
-        before, after = (self._encoder.split(part) for part in (self._vision.before, self._vision.after))
-        image_parts = [*before, ControlToken(IMAGE), *after]
+        parts_before, parts_after = (
+            self._encoder.split_at_controls(part) for part in (self._vision.prefix, self._vision.suffix)
+        )
+        image_parts = [*parts_before, ControlToken(IMAGE), *parts_after]
         return list(
             chain.from_iterable(image_parts if part == (self._image_id,) else [part] for part in parts)
         )
 
     def count_images(self, text: str) -> int:
-        return self.split(text).count(ControlToken(IMAGE))
+        return self.split_at_images(text).count(ControlToken(IMAGE))
 
     def require_image(self, render: Callable[[], str]) -> None:
         """Raise ValueError unless the rendering of a message with one image shows that image once."""

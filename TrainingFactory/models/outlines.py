@@ -144,7 +144,7 @@ class Outlines:
 
         def restore(value: Any) -> Any:
             if isinstance(value, str):
-                parts = self._template.marks.split(value)
+                parts = self._template.marks.split_at_marks(value)
                 return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
             if isinstance(value, dict):
                 return {restore(key): restore(child) for key, child in value.items()}

@@ -21,7 +21,7 @@ def check_quantization(quantization: str, name: str) -> None:
         raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")
 
 
-def quantization_options(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def make_quantization_options(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     if quantization == "none":
         return {}
     from transformers import BitsAndBytesConfig

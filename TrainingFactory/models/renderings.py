@@ -27,24 +27,24 @@ class RenderingEncoder:
         self._encoder, self._marks, self._locator = encoder, marks, image_locator
         self._cache: dict[Key, Segments] = {}
         # turns of a dataset have different texts but few different outlines
-        self.split_turn = cache_short_texts(self.split)
+        self.split_turn = cache_short_texts(self.split_rendering)
 
     def get_cached(self, key: Key) -> Segments | None:
         return self._cache.get(key)
 
     def split_and_cache(self, key: Key, text: str) -> Segments:
-        segments = self.split(text)
+        segments = self.split_rendering(text)
         if len(self._cache) >= MAX_CACHED_RENDERINGS:
             self._cache.clear()
         if len(key) <= MAX_KEY_CHARS:
             self._cache[key] = segments
         return segments
 
-    def split(self, text: str) -> Segments:
+    def split_rendering(self, text: str) -> Segments:
         """Split a rendering at its control tokens; the text between two of them is encoded as one string."""
         parts, segments = list[Any](), Segments()
-        for part in self._marks.split(text):
-            parts += [part] if isinstance(part, int) else self._locator.split(part)
+        for part in self._marks.split_at_marks(text):
+            parts += [part] if isinstance(part, int) else self._locator.split_at_images(part)
         for part_kind, group in groupby(parts, _get_part_kind):
             run = list(group)
             if part_kind == "image":
@@ -61,7 +61,7 @@ class RenderingEncoder:
                 segments.append(tuple(self._encoder.encode_plain("".join(run))) if has_no_marks else run)
         return segments
 
-    def fill(self, segments: Segments, texts: Texts, images: Sequence[Image] = ()) -> list[int]:
+    def fill_segments(self, segments: Segments, texts: Texts, images: Sequence[Image] = ()) -> list[int]:
         """Return the token ids of a rendering with these texts in place of its marks, and these images."""
         ids: list[int] = []
         remaining_images = iter(images)

@@ -13,16 +13,16 @@ class RoundTripError(ValueError):
     """Raised for a message whose tokens this model's parser would read as a different message."""
 
 
-def same_turn(parsed_message: Message, written_message: Message) -> bool:
+def is_same_turn(parsed_message: Message, written_message: Message) -> bool:
     """Return whether two turns have the same thought, text and calls. Texts that differ only in how accents are encoded
     are equal, because many tokenizers normalize text to NFC."""
 
-    def comparable_parts(message: Message) -> list[str]:
+    def normalize_message(message: Message) -> list[str]:
         texts = [message.content.strip(), (message.reasoning or "").strip()]
         calls = [json.dumps(_normalize([call.name, call.arguments])) for call in message.tool_calls]
         return [*map(_normalize, texts), *calls]
 
-    return comparable_parts(parsed_message) == comparable_parts(written_message)
+    return normalize_message(parsed_message) == normalize_message(written_message)
 
 
 def _normalize(value: Any) -> Any:

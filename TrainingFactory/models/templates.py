@@ -74,7 +74,7 @@ class Marks:
     def find_numbers(self, text: str) -> set[int]:
         return set(map(int, self._pattern.findall(text)))
 
-    def split(self, text: str) -> list[str | int]:
+    def split_at_marks(self, text: str) -> list[str | int]:
         """Split the text at its marks into texts and mark numbers, in order, without empty texts."""
         parts: list[str | int] = []
         for position, part in enumerate(self._pattern.split(text)):
@@ -186,14 +186,14 @@ class ChatTemplate:
             **self._options,
         )
         try:
-            rendered = _render_bounded(render) if self.limits_steps else render()
+            rendered_text = _render_bounded(render) if self.limits_steps else render()
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template has a syntax error in line {error.lineno}: {error}"
             ) from error
         except Exception as error:  # templates are third-party code
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
-        return self.marks.restore_case(rendered)
+        return self.marks.restore_case(rendered_text)
 
     def find_transform(self, context: str, render: Callable[[str], str]) -> Transform:
         """Find out how the template changes a text at the place `context`, by rendering test texts there."""

@@ -97,7 +97,7 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-    text_options = _text_shape(vocab_size, eos_token_id, pad_token_id)
+    text_options = _make_text_options(vocab_size, eos_token_id, pad_token_id)
     config = Qwen3Config(**text_options, rope_parameters=rope_parameters, tie_word_embeddings=True)
     seed_text = revision.removeprefix(TORCH_SEED_PREFIX)
     seed = _parse_seed(BUILTIN, seed_text, revision)
@@ -120,7 +120,7 @@ def tiny_vl_config(tokenizer: Any) -> Any:
         "mrope_section": [6, 5, 5],
         "mrope_interleaved": True,
     }
-    text_options = _text_shape(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    text_options = _make_text_options(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
     get_token_id = tokenizer.convert_tokens_to_ids
     return Qwen3VLConfig(
         text_config=text_options | {"rope_parameters": rope_parameters, "tie_word_embeddings": True},
@@ -163,7 +163,7 @@ def tiny_image_processor() -> Any:
     )
 
 
-def _text_shape(vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+def _make_text_options(vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
     return {
         "vocab_size": vocab_size, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,

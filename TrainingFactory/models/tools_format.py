@@ -47,10 +47,10 @@ def add_tools_format(
     tokenizer.chat_template = tools_template + chat_template
     _add_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new_tags), vocabulary_size)
     tags = ", ".join(new_tags)
-    added_tokens = f"the tokens {tags} (embeddings: the mean of the others)" if tags else "no new token"
+    addition = f"the tokens {tags} (embeddings: the mean of the others)" if tags else "no new token"
     notify(
         f"note: {loaded_model.name} has no chat template for tools. model.tools_format={name} adds them, and "
-        f"{added_tokens}"
+        f"{addition}"
     )
 
 

@@ -76,33 +76,33 @@ class Vision:
         self, config: Any, processor: Any, tokenizer: Any, max_tokens: int | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:  # fmt: skip
-        self.config, self.kind = config, config.model_type
+        self.config, self.model_type = config, config.model_type
         self.processor, self._tokenizer = processor, tokenizer
         self.placeholder_id: int = config.image_token_id
-        self.before, self.after = IMAGE_DELIMITERS[self.kind]
-        if self.kind == "gemma4":
+        self.prefix, self.suffix = IMAGE_DELIMITERS[self.model_type]
+        if self.model_type == "gemma4":
             edges = [config.boi_token_id, config.eoi_token_id]
-            self.before, self.after = tokenizer.convert_ids_to_tokens(edges)
-        placeholder = "<start_of_image>" if self.kind == "gemma3" else None
+            self.prefix, self.suffix = tokenizer.convert_ids_to_tokens(edges)
+        placeholder = "<start_of_image>" if self.model_type == "gemma3" else None
         self.placeholder: str = placeholder or tokenizer.convert_ids_to_tokens(self.placeholder_id)
-        self.has_rope = self.kind in QWEN
+        self.has_rope = self.model_type in QWEN
         text_config = config.get_text_config()
         # Tokens of an image see each other, also later ones: prefixes cannot be computed in parts. Gemma 4 has a
         # setting for that, which concerns layers with a sliding window only.
-        self.whole_in_windows_only = self.kind == "gemma4"
-        self.sees_whole_images = self.kind == "gemma3" or (
-            self.kind == "gemma4" and text_config.use_bidirectional_attention == "vision"
+        self.whole_in_windows_only = self.model_type == "gemma4"
+        self.sees_whole_images = self.model_type == "gemma3" or (
+            self.model_type == "gemma4" and text_config.use_bidirectional_attention == "vision"
         )
         # A placeholder that the model has sampled. Gemma 4 reads it as padding.
-        self._sampled_id = text_config.pad_token_id if self.kind == "gemma4" else self.placeholder_id
+        self._sampled_id = text_config.pad_token_id if self.model_type == "gemma4" else self.placeholder_id
         self.is_trained = False  # the tower is trained, so that its outputs change
         self.notes: list[str] = []
         self._processor = self._limit_processor(max_tokens or MAX_IMAGE_TOKENS)
-        self.layout = lru_cache(maxsize=4096)(self._layout)
+        self.layout = lru_cache(maxsize=4096)(self._compute_layout)
         self._cache: OrderedDict[int, torch.Tensor] = OrderedDict()
         self._cache_bytes, self._cached_bytes = cache_bytes, 0
         self._lock = threading.Lock()
-        self.encoded_count = 0  # images that went through the tower
+        self.num_encoded_images = 0  # images that went through the tower
 
     def save(self, folder: str | Path) -> None:
         """Write the image processor's file, and mark the checkpoint as trained with vision."""
@@ -124,7 +124,7 @@ class Vision:
         that has more."""
         processor: Any = copy.deepcopy(self.processor)
         min_tokens = 1
-        if self.kind in QWEN:
+        if self.model_type in QWEN:
             pixels = (processor.patch_size * processor.merge_size) ** 2
             max_pixels = min(processor.size["longest_edge"], max_tokens * pixels)
             # A row of more tokens than `max_tokens` has no smaller layout, and the processor rejects ratios above 200.
@@ -132,18 +132,18 @@ class Vision:
             processor.size = {
                 "shortest_edge": min(processor.size["shortest_edge"], max_pixels), "longest_edge": max_pixels
             }  # fmt: skip
-        elif self.kind in TILED:
+        elif self.model_type in TILED:
             min_tokens, tile_pixels = self._tile_tokens, processor.max_image_size["longest_edge"]
             num_tiles = max(
                 1, math.isqrt(max(max_tokens // min_tokens - 1, 0))
             )  # along an edge, and one of the whole
             processor.size = {"longest_edge": min(processor.size["longest_edge"], num_tiles * tile_pixels)}
-        elif self.kind == "internvl":
+        elif self.model_type == "internvl":
             min_tokens = self._tile_tokens
             processor.max_patches = min(processor.max_patches, max(1, max_tokens // min_tokens - 1))
-        elif self.kind == "gemma3":
+        elif self.model_type == "gemma3":
             min_tokens = self.config.mm_tokens_per_image
-        elif self.kind == "gemma4":
+        elif self.model_type == "gemma4":
             min_tokens, soft_limit = GEMMA4_TOKEN_LIMITS[0], min(max_tokens, processor.max_soft_tokens)
             token_limits = [token_limit for token_limit in GEMMA4_TOKEN_LIMITS if token_limit <= soft_limit]
             processor.max_soft_tokens = max([min_tokens, *token_limits])
@@ -158,28 +158,28 @@ class Vision:
     @property
     def _tile_tokens(self) -> int:
         vision_config = self.config.vision_config
-        if self.kind == "internvl":
+        if self.model_type == "internvl":
             return self.config.image_seq_length
         patches = (vision_config.image_size // vision_config.patch_size) ** 2
-        return patches // self.config.scale_factor**2 if self.kind in TILED else patches
+        return patches // self.config.scale_factor**2 if self.model_type in TILED else patches
 
-    def _layout(self, width: int, height: int) -> ImageLayout:
+    def _compute_layout(self, width: int, height: int) -> ImageLayout:
         """Compute the layout of images of this size by processing a blank image."""
         from PIL import Image as Pillow
 
         outputs = self._process_picture(Pillow.new("RGB", (width, height)))
-        if self.kind in QWEN:
+        if self.model_type in QWEN:
             _, rows, columns = outputs["image_grid_thw"][0].tolist()
             merge_size = self.processor.merge_size
             rows, columns = rows // merge_size, columns // merge_size
             return ImageLayout((IMAGE_TOKEN,) * (rows * columns), (rows, columns))
-        if self.kind in TILED:
+        if self.model_type in TILED:
             return ImageLayout(self._make_tile_ids(outputs["rows"][0][0], outputs["cols"][0][0]))
-        if self.kind == "internvl":
+        if self.model_type == "internvl":
             return ImageLayout((IMAGE_TOKEN,) * (int(outputs["num_patches"][0]) * self._tile_tokens))
-        if self.kind == "gemma3":
+        if self.model_type == "gemma3":
             return ImageLayout((IMAGE_TOKEN,) * self.config.mm_tokens_per_image)
-        if self.kind == "gemma4":
+        if self.model_type == "gemma4":
             return ImageLayout((IMAGE_TOKEN,) * int(outputs["num_soft_tokens_per_image"][0]))
         from transformers import LlavaOnevisionModel
 
@@ -193,17 +193,17 @@ class Vision:
     def _make_tile_ids(self, rows: int, columns: int) -> tuple[int, ...]:
         """Return the tokens of an image for Idefics 3: the image's tiles row by row, with a position token before each
         of them, then the whole image."""
-        token_id = self._tokenizer.convert_tokens_to_ids
-        edge_id, image_ids = token_id("<fake_token_around_image>"), (IMAGE_TOKEN,) * self._tile_tokens
+        get_token_id = self._tokenizer.convert_tokens_to_ids
+        edge_id, image_ids = get_token_id("<fake_token_around_image>"), (IMAGE_TOKEN,) * self._tile_tokens
         newline, newlines = (
             tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"]) for text in ("\n", "\n\n")
         )
         ids: tuple[int, ...] = ()
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
-                ids += (edge_id, token_id(f"<row_{row}_col_{column}>"), *image_ids)
+                ids += (edge_id, get_token_id(f"<row_{row}_col_{column}>"), *image_ids)
             ids += newline if row < rows else newlines
-        return (*ids, edge_id, token_id("<global-img>"), *image_ids, edge_id)
+        return (*ids, edge_id, get_token_id("<global-img>"), *image_ids, edge_id)
 
     # positions
 
@@ -244,35 +244,36 @@ class Vision:
     # features
 
     def model_inputs(
-        self, model: Any, ids: np.ndarray, fresh: bool = False
+        self, model: Any, ids: np.ndarray, bypass_cache: bool = False
     ) -> tuple[np.ndarray, dict[str, Any]]:
         """Return ids [B, T] in which the model's placeholder replaces every image token, and keyword arguments of the
-        model's forward that contain the encoded images. `fresh`: run the tower even for cached images, with gradients
-        if they are enabled."""
+        model's forward that contain the encoded images. `bypass_cache`: run the tower for cached images too, with
+        gradients if they are enabled."""
         is_image = ids >= VIRTUAL
         if not is_image.any():
             return ids, {}
         # The forward fills every placeholder; one that the model has sampled as text gets its own embedding.
-        rows = self._encode_rows(model, ids[is_image | (ids == self.placeholder_id)], fresh)
+        rows = self._encode_rows(model, ids[is_image | (ids == self.placeholder_id)], bypass_cache)
         arguments: dict[str, Any] = {"mm_encoder_outputs": {"image": self._to_outputs(rows)}}
         if self.sees_whole_images:
-            arguments[TYPE_ARGUMENTS[self.kind]] = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
+            is_image_tensor = torch.from_numpy(is_image.astype(np.int64)).to(rows.device)
+            arguments[TYPE_ARGUMENTS[self.model_type]] = is_image_tensor
         return np.where(is_image, self.placeholder_id, ids), arguments
 
     def _to_outputs(self, rows: torch.Tensor) -> Any:
         """Convert rows [n, 1 + L, D] to the tower's output object: embeddings, and L levels of deepstack features."""
         embeddings = rows[:, 0]
-        if self.kind in (*QWEN, "llava_onevision", "gemma4"):
+        if self.model_type in (*QWEN, "llava_onevision", "gemma4"):
             return SimpleNamespace(
                 pooler_output=[embeddings], deepstack_features=[[level] for level in rows.unbind(1)[1:]]
             )
         return SimpleNamespace(pooler_output=embeddings[:, None])
 
-    def _encode_rows(self, model: Any, token_ids: np.ndarray, fresh: bool) -> torch.Tensor:
+    def _encode_rows(self, model: Any, token_ids: np.ndarray, bypass_cache: bool) -> torch.Tensor:
         """Return the tower's output [n, 1 + L, D] for n token ids, which are image tokens or placeholders."""
         runs = list(_find_runs(token_ids))
         images = {tokens.first: tokens for tokens, _, _ in runs if tokens is not None}
-        if fresh:
+        if bypass_cache:
             encoded_images = self._encode_by_shape(model, list(images.values()))
         else:
             encoded_images = {first: self._encode_cached(model, tokens) for first, tokens in images.items()}
@@ -343,23 +344,23 @@ class Vision:
         batch."""
         batch = {name: torch.cat([image_inputs[name] for image_inputs in inputs]) for name in inputs[0]}
         dtype = (
-            torch.float32 if self.kind == "gemma4" else model.dtype
+            torch.float32 if self.model_type == "gemma4" else model.dtype
         )  # Gemma 4 scales pixels before it casts them
         batch = {
             name: value.to(model.device, dtype) if value.is_floating_point() else value.to(model.device)
             for name, value in batch.items()
         }
         outputs = model.model.get_image_features(**batch, return_dict=True)
-        self.encoded_count += len(inputs)
+        self.num_encoded_images += len(inputs)
         levels = [outputs.pooler_output, *(getattr(outputs, "deepstack_features", None) or [])]
         rows = torch.stack([_flatten_features(level) for level in levels], 1).to(model.dtype)
         assert len(rows) == sum(token_counts), "the tower's output does not have the tokens of its images"
         return rows.split(token_counts)
 
     def _process_picture(self, picture: Any) -> dict[str, Any]:
-        if self.kind in QWEN:
+        if self.model_type in QWEN:
             picture = _limit_ratio(picture, self._max_ratio)
-        if self.kind in TILED:
+        if self.model_type in TILED:
             return dict(self._processor(images=[[picture]], return_row_col_info=True, return_tensors="pt"))
         return dict(self._processor(images=[picture], return_tensors="pt"))
 

