@@ -50,7 +50,8 @@ def importance_weights(
     log_ratio = tokens.old_logprobs - tokens.sampled_logprobs
     is_shifted = torch.zeros_like(log_ratio, dtype=torch.bool)
     if correction.anchored and clip is not None:
-        drift = compute_ratio(_average_per_episode(tokens, log_ratio) if per_sequence else log_ratio)
+        mean_ratio = (tokens.sum_per_episode(log_ratio) / tokens.lengths)[tokens.episode_ids]
+        drift = compute_ratio(mean_ratio if per_sequence else log_ratio)
         is_shifted = torch.where(tokens.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
         is_shifted &= tokens.advantages != 0
     if correction.level == "sequence":
@@ -70,8 +71,3 @@ def importance_weights(
         for name, term in terms.items()
     }
     return tokens.old_logprobs, weights, metrics
-
-
-def _average_per_episode(tokens: TrainedTokens, values: torch.Tensor) -> torch.Tensor:
-    """Return the mean over its episode's tokens for each token. [M] -> [M]"""
-    return (tokens.sum_per_episode(values) / tokens.lengths)[tokens.episode_ids]

@@ -80,8 +80,7 @@ class Learner:
         if reference is not None:
             reference.requires_grad_(False)
         models = [module for module in (model, reference, critic) if module is not None]
-        self.dtype = self.causal_lm.dtype
-        self.frozen_digest = hash_frozen_weights(model)  # before the weights are sharded
+        self.dtype, self.frozen_digest = self.causal_lm.dtype, hash_frozen_weights(model)  # before sharding
         self.processes = processes or Processes()
         for module in models:
             has_head = module is (critic or model)

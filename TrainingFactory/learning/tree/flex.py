@@ -41,10 +41,10 @@ def count_visible_pairs(pack: Pack) -> np.ndarray:
 def _count_block_tokens(node: TreeNode) -> tuple[int, np.ndarray]:
     """Return the index of the first block with tokens of the node, and the node's number of tokens in this and each
     following block."""
-    boundaries = (
+    bounds = (
         np.arange(node.start // BLOCK_SIZE, (node.start + node.length - 1) // BLOCK_SIZE + 2) * BLOCK_SIZE
     )
-    return node.start // BLOCK_SIZE, np.diff(boundaries.clip(node.start, node.start + node.length))
+    return node.start // BLOCK_SIZE, np.diff(bounds.clip(node.start, node.start + node.length))
 
 
 def pad_to_blocks(pack: Pack) -> Pack:
