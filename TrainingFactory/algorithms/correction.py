@@ -50,8 +50,8 @@ def importance_weights(
     log_ratio = tokens.old_logprobs - tokens.sampled_logprobs
     is_shifted = torch.zeros_like(log_ratio, dtype=torch.bool)
     if correction.anchored and clip is not None:
-        mean_ratio = (tokens.sum_per_episode(log_ratio) / tokens.lengths)[tokens.episode_ids]
-        drift = compute_ratio(mean_ratio if per_sequence else log_ratio)
+        mean_log_ratio = (tokens.sum_per_episode(log_ratio) / tokens.lengths)[tokens.episode_ids]
+        drift = compute_ratio(mean_log_ratio if per_sequence else log_ratio)
         is_shifted = torch.where(tokens.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
         is_shifted &= tokens.advantages != 0
     if correction.level == "sequence":
