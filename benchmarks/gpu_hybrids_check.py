@@ -28,7 +28,7 @@ from tests.kits.families import BY_KEY
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.models.recurrent import kernel_packages
+from TrainingFactory.models.recurrent import find_kernel_packages
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, Sample, SamplingParams
 
@@ -216,7 +216,7 @@ def check_hybrid(key: str, device: str, learner: bool) -> dict[str, Any]:
         return model(torch.tensor([ids], device=device), use_cache=False).logits[0]
 
     result = engine_results(lambda: NativeEngine(model, slots=16, max_length=512), logits_of, play)
-    result["packages"] = kernel_packages(model)
+    result["packages"] = find_kernel_packages(model)
     if learner:
         result["gradients"], result["tree"] = gradient_difference(model)
     return result

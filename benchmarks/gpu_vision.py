@@ -173,14 +173,16 @@ def measure_encoding(loaded: LoadedModel, count: int, device: str) -> dict[str, 
     for _ in range(2):  # the first warms up
         with Timer(device) as prepare:
             for row in rows:
-                vision._inputs(model, vision_tokens(row))
-        vision.forget()
+                vision._make_inputs(model, vision_tokens(row))
+        vision.clear_cache()
         with Timer(device) as alone, torch.no_grad():
             for row in rows:
                 vision.model_inputs(model, row[None])
         with Timer(device) as together, torch.no_grad():
             for start in range(0, count, TOGETHER):
-                vision.model_inputs(model, np.concatenate(rows[start : start + TOGETHER])[None], fresh=True)
+                vision.model_inputs(
+                    model, np.concatenate(rows[start : start + TOGETHER])[None], bypass_cache=True
+                )
     found |= {"prepare_s": prepare.seconds, "images_per_second": count / alone.seconds}
     return found | {"images_per_second_together": count / together.seconds, **alone.peak}
 
@@ -273,7 +275,7 @@ def measure_updates(kind: str, size: str, device: str, image_tokens: int, count:
         batch = make_batch(rows, config.training.token_budget, learner.sharing)
         for _ in range(2):  # the first compiles
             if loaded.vision is not None:
-                loaded.vision.forget()
+                loaded.vision.clear_cache()
             with Timer(device) as timer:
                 learner.update(batch, algorithm.loss)
         found[name] = {
@@ -318,7 +320,7 @@ def main() -> None:
     for count in asked.episodes:
         for kind in ("images", "text"):
             assert loaded.vision is not None
-            loaded.vision.forget()
+            loaded.vision.clear_cache()
             found = measure_sampling(loaded.model, loaded.vision, tokens, count, device, kind == "images")
             note("sample", {"kind": kind} | found)
             free(device)

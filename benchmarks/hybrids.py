@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.optim import OptimizerOptions
-from TrainingFactory.models.recurrent import kernel_packages
+from TrainingFactory.models.recurrent import find_kernel_packages
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Sample, SamplingParams, Weights
 
@@ -173,7 +173,7 @@ class Contender:
             "shares_prefixes": self.learner.sharing,
             "prefilled": stats.prefilled, "shared": stats.shared, "recomputed": stats.recomputed,
             "state_kib_per_row": round(sum(shape.row_bytes for shape in runner.states.shapes) / 1024, 1),
-            "kernels": kernel_packages(self.model), "attention_kernel": runner.tiled, "forwards": stats.forwards,
+            "kernels": find_kernel_packages(self.model), "attention_kernel": runner.tiled, "forwards": stats.forwards,
             "graph_steps": graphs.replayed if graphs else 0, "graph_failure": graphs.failure_reason if graphs else "",
         }  # fmt: skip
 

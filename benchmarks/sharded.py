@@ -80,7 +80,7 @@ def main() -> None:
     backend = "cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     learners = {name: make_side(name, args) for name in SIDES}
-    rows = make_rows(args.real, learners["plain"].causal.config.get_text_config().vocab_size)
+    rows = make_rows(args.real, learners["plain"].causal_lm.config.get_text_config().vocab_size)
     before = trained(learners["plain"])
     seconds: dict[str, list[float]] = {name: [] for name in SIDES}
     losses: dict[str, list[float]] = {name: [] for name in SIDES}

@@ -160,7 +160,7 @@ def worker(name: str, args: argparse.Namespace) -> float:
     def work(tokens: int = int(count)) -> None:
         states = torch.randn(tokens, HEAD_WIDTH, device=args.device, requires_grad=True)
         every = torch.arange(tokens, device=args.device)
-        head.token_logprobs(states, layer, every, every % 997, HEAD_VOCABULARY)[0].sum().backward()
+        head.compute_token_logprobs(states, layer, every, every % 997, HEAD_VOCABULARY)[0].sum().backward()
 
     work(64)
     return peak_mib(work, torch.device(args.device))

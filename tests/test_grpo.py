@@ -12,7 +12,7 @@ import torch
 
 from tests.kits.learner import trained_values
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.policy_loss import kl_terms
+from TrainingFactory.algorithms.policy_loss import estimate_kl
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.types import Completion, Message, Reward, Sample, Status, Task, Trajectory, Turn
@@ -188,10 +188,16 @@ def trained_tokens(seed: int, size: int = 40) -> TrainedTokens:
 def test_metrics_are_means_over_the_tokens_of_the_step() -> None:
     """By hand; the loss itself is compared with TRL's."""
     trained = trained_tokens(1)
-    assert trained.reference is not None
+    assert trained.reference_logprobs is not None
     _, figures = GRPO(clip_low=0.2, clip_high=0.5, kl=0.3).loss(trained)
     now, sampled, advantage, reference = (
-        part.tolist() for part in (trained.logprobs, trained.sampled, trained.advantages, trained.reference)
+        part.tolist()
+        for part in (
+            trained.logprobs,
+            trained.sampled_logprobs,
+            trained.advantages,
+            trained.reference_logprobs,
+        )
     )
     ratios = [math.exp(n - s) for n, s in zip(now, sampled, strict=True)]
     bound = [r > 1.5 if a > 0 else r < 0.8 or r > 3 for r, a in zip(ratios, advantage, strict=True)]
@@ -216,7 +222,7 @@ def test_the_estimators_of_the_distance() -> None:
     weights = logprobs.exp().detach()  # how often each token is sampled
     gap = logprobs - reference
     onto_reference, from_reference = (logprobs.exp() * gap).sum(), -(reference.exp() * gap).sum()
-    k1, k2, k3 = (kl_terms(logprobs, reference, each) for each in ("k1", "k2", "k3"))
+    k1, k2, k3 = (estimate_kl(logprobs, reference, each) for each in ("k1", "k2", "k3"))
     assert k1.tolist() == pytest.approx(gap.tolist())
     assert float((weights * k1).sum().detach()) == pytest.approx(float(onto_reference.detach()))
     assert float((weights * k3).sum().detach()) == pytest.approx(float(onto_reference.detach()))

@@ -27,7 +27,7 @@ OVERLONG_PENALTY = "overlong_penalty"  # name of the reward part; the penalty is
 TOLERANCE = 1e-6  # relative to the largest reward: smaller differences count as equal
 
 
-def reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
+def make_reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.ndarray]:
     """Return the outcomes [n] and step rewards [n, T] of scored episodes."""
     outcomes = np.zeros(len(trajectories))
     step_rewards = np.zeros((len(trajectories), max((len(t.turns) for t in trajectories), default=0)))
@@ -39,7 +39,7 @@ def reward_tables(trajectories: Sequence[Trajectory]) -> tuple[np.ndarray, np.nd
     return outcomes, step_rewards
 
 
-def rewards_equal(outcomes: np.ndarray) -> bool:
+def are_rewards_equal(outcomes: np.ndarray) -> bool:
     """Return whether the outcomes [n] are equal up to rounding."""
     return bool(np.ptp(outcomes) <= TOLERANCE * np.abs(outcomes).max())
 
@@ -51,7 +51,7 @@ def returns_to_go(outcomes: np.ndarray, step_rewards: np.ndarray, credit: Credit
     return outcomes[..., None] + (rewards_to_go if credit == "turn" else rewards_to_go[..., :1])
 
 
-def advantages(
+def compute_advantages(
     outcomes: np.ndarray, step_rewards: np.ndarray, credit: Credit, baseline: Baseline, scale: bool = False
 ) -> np.ndarray:
     """Return the advantages of turns from outcomes [..., n] and step rewards [..., n, T] as [..., n, T]. `scale`

@@ -36,7 +36,7 @@ class BaseAlgorithm:
         return metrics
 
 
-def mean_and_deviation(
+def compute_moments(
     arrays: Sequence[np.ndarray], weights: Sequence[np.ndarray | None] = ()
 ) -> tuple[float, float]:
     """Return mean and standard deviation over all arrays; both are 0 if the arrays are empty. `weights` has the weights
@@ -44,19 +44,19 @@ def mean_and_deviation(
     values = np.concatenate([np.zeros(0), *arrays])  # float64
     if not len(values):
         return 0.0, 0.0
-    if all(array is None for array in weights):
+    if all(array_weights is None for array_weights in weights):
         return float(values.mean()), float(values.std())
     pairs = zip(arrays, weights, strict=True)
-    factors = np.concatenate(
-        [np.ones(len(a)) if factor is None else factor.astype(float) for a, factor in pairs]
+    flat_weights = np.concatenate(
+        [np.ones(len(array)) if weight is None else weight.astype(float) for array, weight in pairs]
     )
-    mean = np.average(values, weights=factors)
-    return float(mean), float(np.sqrt(np.average((values - mean) ** 2, weights=factors)))
+    mean = np.average(values, weights=flat_weights)
+    return float(mean), float(np.sqrt(np.average((values - mean) ** 2, weights=flat_weights)))
 
 
-def whiten(packs: Sequence[Pack]) -> None:
+def whiten_advantages(packs: Sequence[Pack]) -> None:
     """Normalise the advantages of a step's trained tokens to mean 0 and standard deviation 1, in place."""
     weights = [pack.weights for pack in packs]
-    mean, deviation = mean_and_deviation([pack.advantages for pack in packs], weights)
+    mean, deviation = compute_moments([pack.advantages for pack in packs], weights)
     for pack in packs:
         pack.advantages = ((pack.advantages - mean) / max(deviation, MIN_DEVIATION)).astype(np.float32)

@@ -52,17 +52,17 @@ class EpisodeTrees:
     def _find_turn_origins(self, leaf: Trajectory) -> list[int]:
         """Return the member number of the episode that sampled each turn, then the leaf's own member number."""
         origins = [leaf.member] * (len(leaf.turns) + 1)
-        trajectory, end = leaf, len(leaf.turns)
+        trajectory, end_turn = leaf, len(leaf.turns)
         while trajectory.parent is not None:
             # An episode can fork at the turn at which it was forked itself; earlier turns are the grandparent's.
-            end = min(end, trajectory.fork_turn)
+            end_turn = min(end_turn, trajectory.fork_turn)
             if trajectory.parent not in self._members:
                 raise ValueError(
                     f"Episode {trajectory.member} of group {trajectory.group} was forked from episode "
                     f"{trajectory.parent}, which is missing. Keep all episodes of a group together"
                 )
             trajectory = self._members[trajectory.parent]
-            origins[:end] = [trajectory.member] * end
+            origins[:end_turn] = [trajectory.member] * end_turn
         return origins
 
     def split_leaves(self, leaves: Sequence[int], turn: int) -> list[list[int]]:
@@ -82,55 +82,55 @@ class EpisodeTrees:
             turn += 1
         return turn
 
-    def value(self, leaves: Sequence[int], turn: int, returns: np.ndarray) -> np.ndarray:
+    def compute_value(self, leaves: Sequence[int], turn: int, returns: np.ndarray) -> np.ndarray:
         """Return the value V of the segment at `turn` that leads to these leaves. [n, T] -> [T]"""
         if len(leaves) == 1:
             return returns[leaves[0]]
         fork = self.find_next_fork(leaves, turn)
         branches = self.split_leaves(leaves, fork)
-        return np.mean([self.value(branch, fork, returns) for branch in branches], axis=0)
+        return np.mean([self.compute_value(branch, fork, returns) for branch in branches], axis=0)
 
 
-def tree_advantages(
+def compute_tree_advantages(
     trees: EpisodeTrees, returns: np.ndarray, is_trained: np.ndarray, baseline: Baseline, scale: bool = False
 ) -> TurnTable:
     """Return the values, advantages and weights of all turns. `returns` [n, T] has a row per leaf; `is_trained` [n, T]
     marks trainable turns. A shared turn belongs to the first leaf that may train it. `scale` divides by the standard
     deviation of the leaves' total returns, weighted like the leaves."""
     shape = returns.shape
-    table = TurnTable(trees.roots, np.zeros(shape), np.zeros(shape), np.zeros(shape))
+    turn_table = TurnTable(trees.roots, np.zeros(shape), np.zeros(shape), np.zeros(shape))
     leaf_weights = np.ones(len(trees.roots))
 
     def fill_segment(leaves: list[int], turn: int, weight: float, sibling_mean: np.ndarray) -> None:
         fork = trees.find_next_fork(leaves, turn)
-        value = trees.value(leaves, turn, returns)
+        segment_values = trees.compute_value(leaves, turn, returns)
         for t in range(turn, fork):
             leaf = next((leaf for leaf in leaves if is_trained[leaf, t]), leaves[0])
-            table.weights[leaf, t] = weight
-            table.values[leaf, t] = value[t]
-            table.advantages[leaf, t] = value[t] - sibling_mean[t]
+            turn_table.weights[leaf, t] = weight
+            turn_table.values[leaf, t] = segment_values[t]
+            turn_table.advantages[leaf, t] = segment_values[t] - sibling_mean[t]
         if len(leaves) == 1:
             leaf_weights[leaves[0]] = weight
         else:
             fill_branches(trees.split_leaves(leaves, fork), fork, weight)
 
     def fill_branches(branches: list[list[int]], turn: int, weight: float) -> None:
-        values = np.array([trees.value(branch, turn, returns) for branch in branches])
-        sibling_means = (values.sum(0) - values) / max(len(branches) - 1, 1)
+        branch_values = np.array([trees.compute_value(branch, turn, returns) for branch in branches])
+        sibling_means = (branch_values.sum(0) - branch_values) / max(len(branches) - 1, 1)
         for branch, sibling_mean in zip(
-            branches, np.zeros_like(values) if baseline == "none" else sibling_means, strict=True
+            branches, np.zeros_like(branch_values) if baseline == "none" else sibling_means, strict=True
         ):
             fill_segment(branch, turn, weight if turn == 0 else weight / len(branches), sibling_mean)
 
-    roots = trees.split_leaves(range(len(trees.roots)), 0)
-    fill_branches(roots, 0, 1.0)
+    root_branches = trees.split_leaves(range(len(trees.roots)), 0)
+    fill_branches(root_branches, 0, 1.0)
     if baseline == "none":
-        return table
-    table.advantages[np.abs(table.advantages) <= TOLERANCE * np.abs(returns).max()] = 0.0
+        return turn_table
+    turn_table.advantages[np.abs(turn_table.advantages) <= TOLERANCE * np.abs(returns).max()] = 0.0
     if baseline == "group":  # one factor for all forks, as without them: the direction stays that of `rloo`
-        table.advantages[:] *= (len(roots) - 1) / len(roots)
+        turn_table.advantages[:] *= (len(root_branches) - 1) / len(root_branches)
     if scale:
-        mean = np.average(returns[:, 0], weights=leaf_weights)
-        variance = leaf_weights @ (returns[:, 0] - mean) ** 2 / max(len(roots) - 1, 1)
-        table.advantages[:] /= np.sqrt(variance) if variance else np.inf
-    return table
+        mean_return = np.average(returns[:, 0], weights=leaf_weights)
+        variance = leaf_weights @ (returns[:, 0] - mean_return) ** 2 / max(len(root_branches) - 1, 1)
+        turn_table.advantages[:] /= np.sqrt(variance) if variance else np.inf
+    return turn_table

@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from TrainingFactory.algorithms.policy_loss import probability_ratio
+from TrainingFactory.algorithms.policy_loss import compute_ratio
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 
 
@@ -45,28 +45,29 @@ def importance_weights(
     summed over packs. `clip`: the loss's bounds below and above 1; None if it has none. `per_sequence`: the loss uses
     sequence ratios."""
     if correction is None:
-        return tokens.sampled, 1.0, {}
-    assert tokens.old is not None
-    log_ratio = tokens.old - tokens.sampled
+        return tokens.sampled_logprobs, 1.0, {}
+    assert tokens.old_logprobs is not None
+    log_ratio = tokens.old_logprobs - tokens.sampled_logprobs
     is_shifted = torch.zeros_like(log_ratio, dtype=torch.bool)
     if correction.anchored and clip is not None:
-        mean = (tokens.per_episode(log_ratio) / tokens.lengths)[tokens.episode] if per_sequence else log_ratio
-        drift = probability_ratio(mean)
+        mean_log_ratio = (tokens.sum_per_episode(log_ratio) / tokens.lengths)[tokens.episode_ids]
+        drift = compute_ratio(mean_log_ratio if per_sequence else log_ratio)
         is_shifted = torch.where(tokens.advantages > 0, drift > 1 + clip[1], drift < 1 - clip[0])
         is_shifted &= tokens.advantages != 0
     if correction.level == "sequence":
-        log_ratio = tokens.per_episode(log_ratio)[tokens.episode]
-    ratio = probability_ratio(log_ratio)
-    low, high = correction.mask or (0.0, float("inf"))
-    in_range = (low <= ratio) & (ratio <= high)
-    weight = ratio.clamp(max=correction.cap) * (in_range & ~is_shifted)
-    sums = {
-        "weight": weight,
+        log_ratio = tokens.sum_per_episode(log_ratio)[tokens.episode_ids]
+    ratio = compute_ratio(log_ratio)
+    min_ratio, max_ratio = correction.mask or (0.0, float("inf"))
+    in_range = (min_ratio <= ratio) & (ratio <= max_ratio)
+    weights = ratio.clamp(max=correction.cap) * (in_range & ~is_shifted)
+    terms = {
+        "weight": weights,
         "masked": ~in_range,
         "capped": (ratio > correction.cap) & in_range,
         "moved": is_shifted,
     }
     metrics = {
-        f"importance_{name}": float(tokens.total(term)) / tokens.step_tokens for name, term in sums.items()
+        f"importance_{name}": float(tokens.sum_weighted(term)) / tokens.step_tokens
+        for name, term in terms.items()
     }
-    return tokens.old, weight, metrics
+    return tokens.old_logprobs, weights, metrics

@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import pair_samples
+from TrainingFactory.algorithms.preferences import make_pair_samples
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.types import Sample, Trajectory
 
@@ -54,52 +54,52 @@ class DPO(BaseAlgorithm):
         return frozenset({"reference", "precomputed"} if self.reference == "precomputed" else {"reference"})
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        return pair_samples(group)
+        return make_pair_samples(group)
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         scores = self._score_dialogues(tokens)
-        chosen, rejected = scores[tokens.pairs].unbind(1)  # [P] each
-        total = self._pair_losses(chosen - rejected).sum()
+        chosen_scores, rejected_scores = scores[tokens.pairs].unbind(1)  # [P] each
+        loss_sum = self._compute_pair_losses(chosen_scores - rejected_scores).sum()
         if self.loss_kind == "orpo":
-            total = total - _mean_logprobs(tokens)[tokens.pairs[:, 0]].sum()
-        sums = {
-            "accuracy": chosen > rejected,
-            "rewards/margin": chosen - rejected,
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
+            loss_sum = loss_sum - _average_logprobs(tokens)[tokens.pairs[:, 0]].sum()
+        terms = {
+            "accuracy": chosen_scores > rejected_scores,
+            "rewards/margin": chosen_scores - rejected_scores,
+            "rewards/chosen": chosen_scores,
+            "rewards/rejected": rejected_scores,
         }
-        metrics = {name: float(values.detach().sum()) / tokens.step_pairs for name, values in sums.items()}
-        return total / tokens.step_pairs, metrics
+        metrics = {name: float(values.detach().sum()) / tokens.step_pairs for name, values in terms.items()}
+        return loss_sum / tokens.step_pairs, metrics
 
     def _score_dialogues(self, tokens: TrainedTokens) -> torch.Tensor:
         """Return the score s of every dialogue. [E]"""
         if self.loss_kind == "simpo":
-            return self.beta * _mean_logprobs(tokens)
+            return self.beta * _average_logprobs(tokens)
         if self.loss_kind == "orpo":
-            mean = _mean_logprobs(tokens).clamp(max=MAX_MEAN_LOGPROB)
-            return mean - torch.log(-torch.expm1(mean))
-        assert tokens.reference is not None
-        log_ratios = tokens.per_episode(tokens.logprobs - tokens.reference)
+            mean_logprobs = _average_logprobs(tokens).clamp(max=MAX_MEAN_LOGPROB)
+            return mean_logprobs - torch.log(-torch.expm1(mean_logprobs))
+        assert tokens.reference_logprobs is not None
+        log_ratios = tokens.sum_per_episode(tokens.logprobs - tokens.reference_logprobs)
         return log_ratios / tokens.lengths if self.loss_kind == "ipo" else self.beta * log_ratios
 
-    def _pair_losses(self, margin: torch.Tensor) -> torch.Tensor:
+    def _compute_pair_losses(self, margins: torch.Tensor) -> torch.Tensor:
         """Return the loss of every pair from its margin d. [P] -> [P]"""
         if self.loss_kind == "hinge":
-            return torch.relu(1 - margin)
+            return torch.relu(1 - margins)
         if self.loss_kind == "ipo":
-            return (margin - 1 / (2 * self.beta)).square()
+            return (margins - 1 / (2 * self.beta)).square()
         if self.loss_kind == "orpo":
-            return -self.beta * logsigmoid(margin)
+            return -self.beta * logsigmoid(margins)
         if self.loss_kind == "simpo":
-            margin = margin - self.margin
+            margins = margins - self.margin
         flip_rate = self.label_smoothing
-        labelled_loss = -(1 - flip_rate) * logsigmoid(margin)
-        flipped_loss = -flip_rate * logsigmoid(-margin)
+        labelled_loss = -(1 - flip_rate) * logsigmoid(margins)
+        flipped_loss = -flip_rate * logsigmoid(-margins)
         if self.loss_kind == "robust":
             return (labelled_loss - flipped_loss) / (1 - 2 * flip_rate)
         return labelled_loss + flipped_loss
 
 
-def _mean_logprobs(tokens: TrainedTokens) -> torch.Tensor:
+def _average_logprobs(tokens: TrainedTokens) -> torch.Tensor:
     """Return the mean log-prob of each dialogue's trained tokens. [E]"""
-    return tokens.per_episode(tokens.logprobs) / tokens.lengths
+    return tokens.sum_per_episode(tokens.logprobs) / tokens.lengths

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+def compute_episode_gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
     """Return the advantages of one episode's tokens, in order. [T], [T] -> [T], in float64"""
     values = values.astype(np.float64)
     deltas = rewards + gamma * np.append(values[1:], 0.0) - values
@@ -22,14 +22,14 @@ def gae(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np
     return advantages[:-1]
 
 
-def gae_of_episodes(
-    rewards: np.ndarray, values: np.ndarray, episode: np.ndarray, row: np.ndarray, gamma: float, lam: float
+def compute_gae(
+    rewards: np.ndarray, values: np.ndarray, episodes: np.ndarray, rows: np.ndarray, gamma: float, lam: float
 ) -> np.ndarray:
-    """Return the advantages of the tokens [M] of several episodes. `episode` and `row` [M] are the numbers of each
+    """Return the advantages of the tokens [M] of several episodes. `episodes` and `rows` [M] are the numbers of each
     token's episode and row; an episode's rows are numbered in chronological order."""
     advantages = np.zeros(len(rewards))
-    row_order = np.lexsort((row, episode))  # stable
-    starts = np.flatnonzero(np.diff(episode[row_order])) + 1
-    for tokens in np.split(row_order, starts):
-        advantages[tokens] = gae(rewards[tokens], values[tokens], gamma, lam)
+    row_order = np.lexsort((rows, episodes))  # stable
+    episode_starts = np.flatnonzero(np.diff(episodes[row_order])) + 1
+    for indices in np.split(row_order, episode_starts):
+        advantages[indices] = compute_episode_gae(rewards[indices], values[indices], gamma, lam)
     return advantages

@@ -30,16 +30,16 @@ from TrainingFactory.algorithms.advantages import (
     OVERLONG_PENALTY,
     Baseline,
     Credit,
-    advantages,
+    are_rewards_equal,
+    compute_advantages,
+    make_reward_tables,
     returns_to_go,
-    reward_tables,
-    rewards_equal,
 )
-from TrainingFactory.algorithms.base import BaseAlgorithm, whiten
-from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, has_forks, tree_advantages
+from TrainingFactory.algorithms.base import BaseAlgorithm, whiten_advantages
+from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, compute_tree_advantages, has_forks
 from TrainingFactory.algorithms.correction import Correction, importance_weights
-from TrainingFactory.algorithms.policy_loss import Estimator, clipped_objective, kl_terms, probability_ratio
-from TrainingFactory.algorithms.state_groups import state_advantages
+from TrainingFactory.algorithms.policy_loss import Estimator, clip_objective, compute_ratio, estimate_kl
+from TrainingFactory.algorithms.state_groups import compute_state_advantages
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch
 from TrainingFactory.data.samples import to_samples
@@ -80,21 +80,23 @@ class GRPO(BaseAlgorithm):
         if self.overlong_length is not None and self.overlong_buffer > self.overlong_length:
             limit = f"grpo.overlong_length ({self.overlong_length})"
             raise ValueError(f"grpo.overlong_buffer is {self.overlong_buffer}; it must be at most {limit}")
-        if self.scale_rewards and self._whiten:
+        if self.scale_rewards and self._whitens_advantages:
             raise ValueError(
                 f"grpo.scale_rewards is true, but grpo.advantage={self.advantage} normalises over the whole batch; "
                 "set grpo.scale_rewards to false"
             )
         if self.state_groups and (self.scale_rewards or self.advantage == "reinforce_plus_plus"):
-            key = "scale_rewards=true" if self.scale_rewards else "advantage=reinforce_plus_plus"
+            conflicting_option = (
+                "scale_rewards=true" if self.scale_rewards else "advantage=reinforce_plus_plus"
+            )
             reason = "scales" if self.scale_rewards else "does not compare"
             raise ValueError(
-                f"grpo.state_groups={self.state_groups:g} compares unscaled returns within a group, but grpo.{key} "
-                f"{reason} them; remove one of the two"
+                f"grpo.state_groups={self.state_groups:g} compares unscaled returns within a group, but "
+                f"grpo.{conflicting_option} {reason} them; remove one of the two"
             )
 
     @property
-    def _whiten(self) -> bool:
+    def _whitens_advantages(self) -> bool:
         return self.advantage.startswith("reinforce_plus_plus")
 
     @property
@@ -114,32 +116,34 @@ class GRPO(BaseAlgorithm):
         is_ungrouped = self.advantage == "reinforce_plus_plus"  # no comparison within the group
         if len(scored_trajectories) < (1 if is_ungrouped else 2):
             return []
-        outcomes, step_rewards = reward_tables(scored_trajectories)
+        outcomes, step_rewards = make_reward_tables(scored_trajectories)
         if (
             self.refill
             and self.refill_by == "outcome"
             and len(scored_trajectories) > 1
-            and rewards_equal(outcomes)
+            and are_rewards_equal(outcomes)
         ):
             return []
         if self.overlong_length is not None:
-            outcomes -= self._length_penalties(scored_trajectories, self.overlong_length)
+            outcomes -= self._compute_length_penalties(scored_trajectories, self.overlong_length)
         baseline = "none" if is_ungrouped else "rloo" if self.advantage == "rloo" else "group"
         if has_forks(scored_trajectories):
             trees = EpisodeTrees(group, scored_trajectories)
             return self._make_tree_rows(scored_trajectories, trees, outcomes, step_rewards, baseline)
-        table = advantages(outcomes, step_rewards, self.credit, baseline, self.scale_rewards)
+        turn_advantages = compute_advantages(
+            outcomes, step_rewards, self.credit, baseline, self.scale_rewards
+        )
         if self.state_groups:
             members = range(len(scored_trajectories))
             returns = returns_to_go(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
-            turn_table = TurnTable([*members], np.ones(step_rewards.shape), returns, table)
-            table = self._add_state_advantages(scored_trajectories, turn_table)
-        if not is_ungrouped and not table.any():
+            turn_table = TurnTable([*members], np.ones(step_rewards.shape), returns, turn_advantages)
+            turn_advantages = self._add_state_advantages(scored_trajectories, turn_table)
+        if not is_ungrouped and not turn_advantages.any():
             return []
         rows = []
-        for trajectory, values in zip(scored_trajectories, table.tolist(), strict=True):
+        for trajectory, row_advantages in zip(scored_trajectories, turn_advantages.tolist(), strict=True):
             if trajectory.status != "truncated" or self.train_truncated:
-                rows += to_samples(trajectory, values[: len(trajectory.turns)])
+                rows += to_samples(trajectory, row_advantages[: len(trajectory.turns)])
         return rows
 
     def _make_tree_rows(
@@ -158,27 +162,29 @@ class GRPO(BaseAlgorithm):
             is_trained = self.train_truncated or leaf.status != "truncated"
             trained_mask[index, : len(leaf.turns)] = [is_trained and not turn.masked for turn in leaf.turns]
         returns = returns_to_go(outcomes, step_rewards, self.credit) * np.ones(step_rewards.shape)
-        table = tree_advantages(trees, returns, trained_mask, baseline, self.scale_rewards)
-        values = self._add_state_advantages(leaves, table) if self.state_groups else table.advantages
-        if baseline != "none" and not values.any():
+        table = compute_tree_advantages(trees, returns, trained_mask, baseline, self.scale_rewards)
+        advantages = self._add_state_advantages(leaves, table) if self.state_groups else table.advantages
+        if baseline != "none" and not advantages.any():
             return []
         rows: list[Sample] = []
-        episodes: dict[int, int] = {}  # root -> number of its episode
+        episode_by_root: dict[int, int] = {}  # root -> number of its episode
         weights = table.weights * trained_mask
         for index, leaf in enumerate(leaves):
-            count = len(leaf.turns)
+            num_turns = len(leaf.turns)
             leaf_rows = to_samples(
-                leaf, values[index, :count].tolist(), weights=weights[index, :count].tolist()
+                leaf,
+                advantages[index, :num_turns].tolist(),
+                weights=weights[index, :num_turns].tolist(),
             )
             for row in leaf_rows:
-                row.episode = row.pair = episodes.setdefault(trees.roots[index], leaf_rows[0].episode)
+                row.episode = row.pair = episode_by_root.setdefault(trees.roots[index], leaf_rows[0].episode)
             rows += leaf_rows
         return rows
 
     def _add_state_advantages(self, episodes: Sequence[Trajectory], table: TurnTable) -> np.ndarray:
         """Return the advantages [n, T] plus the weighted advantages within the state groups."""
         leave_out = self.advantage == "rloo"
-        state_terms = state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
+        state_terms = compute_state_advantages(episodes, table.values, table.weights, table.roots, leave_out)
         return table.advantages + self.state_groups * state_terms
 
     def adjusted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
@@ -186,66 +192,66 @@ class GRPO(BaseAlgorithm):
         files."""
         if self.overlong_length is None:
             return list(group)
-        penalties = self._length_penalties(group, self.overlong_length).tolist()
-        episodes = []
+        penalties = self._compute_length_penalties(group, self.overlong_length).tolist()
+        adjusted_episodes = []
         for trajectory, penalty in zip(group, penalties, strict=True):
             if trajectory.reward is not None:
                 # `0.0 -` avoids printing -0.0.
-                parts = trajectory.reward.parts | {OVERLONG_PENALTY: 0.0 - penalty}
-                trajectory = replace(trajectory, reward=replace(trajectory.reward, parts=parts))
-            episodes.append(trajectory)
-        return episodes
+                reward_parts = trajectory.reward.parts | {OVERLONG_PENALTY: 0.0 - penalty}
+                trajectory = replace(trajectory, reward=replace(trajectory.reward, parts=reward_parts))
+            adjusted_episodes.append(trajectory)
+        return adjusted_episodes
 
-    def _length_penalties(self, group: Sequence[Trajectory], limit: int) -> np.ndarray:
+    def _compute_length_penalties(self, group: Sequence[Trajectory], max_tokens: int) -> np.ndarray:
         """Return the penalties, which grow linearly over the last `overlong_buffer` tokens before the limit. [n]"""
         lengths = np.array([sum(len(turn.completion.token_ids) for turn in t.turns) for t in group])
-        excess = (lengths - (limit - self.overlong_buffer)) / self.overlong_buffer
-        return self.overlong_penalty * np.clip(excess, 0.0, 1.0)
+        excess_ratio = (lengths - (max_tokens - self.overlong_buffer)) / self.overlong_buffer
+        return self.overlong_penalty * np.clip(excess_ratio, 0.0, 1.0)
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
-        if self._whiten:
-            whiten([pack for batch in batches for pack in batch.packs])
+        if self._whitens_advantages:
+            whiten_advantages([pack for batch in batches for pack in batch.packs])
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
         clip = (self.clip_low, self.clip_high) if self.loss_kind == "clip" else None
-        old_logprobs, weight, weight_metrics = importance_weights(
+        old_logprobs, weights, weight_metrics = importance_weights(
             tokens, self.correction, clip, self.ratio == "sequence"
         )
         log_ratio = tokens.logprobs - old_logprobs
         if self.ratio == "sequence":
-            mean_log_ratio = (tokens.per_episode(log_ratio) / tokens.lengths)[tokens.episode]
+            mean_log_ratio = (tokens.sum_per_episode(log_ratio) / tokens.lengths)[tokens.episode_ids]
             # A gradient through the mean would give every token the mean advantage of its episode.
             log_ratio = mean_log_ratio.detach() + tokens.logprobs - tokens.logprobs.detach()
-        ratio = probability_ratio(log_ratio)
+        ratio = compute_ratio(log_ratio)
         if self.loss_kind == "cispo":
             gain = ratio.clamp(max=1 + self.clip_high).detach() * tokens.advantages * tokens.logprobs
             is_clipped = ratio > 1 + self.clip_high
         else:
             low, high, dual_clip = self.clip_low, self.clip_high, self.clip_dual
-            gain, is_clipped = clipped_objective(ratio, tokens.advantages, low, high, dual_clip)
+            gain, is_clipped = clip_objective(ratio, tokens.advantages, low, high, dual_clip)
         metrics = weight_metrics | {
-            "clip_fraction": float(tokens.total(is_clipped)) / tokens.step_tokens,
-            "logprob_diff": _mean(tokens, (tokens.logprobs - tokens.sampled).abs()),
+            "clip_fraction": float(tokens.sum_weighted(is_clipped)) / tokens.step_tokens,
+            "logprob_diff": _compute_mean(tokens, (tokens.logprobs - tokens.sampled_logprobs).abs()),
         }
-        terms = -gain * weight
+        token_losses = -gain * weights
         if self.kl:
-            assert tokens.reference is not None
-            divergence = kl_terms(tokens.logprobs, tokens.reference, self.kl_estimator)
-            terms = terms + self.kl * divergence
-            metrics["kl"] = _mean(tokens, divergence)
+            assert tokens.reference_logprobs is not None
+            divergence = estimate_kl(tokens.logprobs, tokens.reference_logprobs, self.kl_estimator)
+            token_losses = token_losses + self.kl * divergence
+            metrics["kl"] = _compute_mean(tokens, divergence)
         if self.entropy:
-            terms = terms - self.entropy * tokens.entropy
-        return self._reduce_loss(tokens, terms), metrics
+            token_losses = token_losses - self.entropy * tokens.entropy
+        return self._reduce_loss(tokens, token_losses), metrics
 
-    def _reduce_loss(self, tokens: TrainedTokens, terms: torch.Tensor) -> torch.Tensor:
+    def _reduce_loss(self, tokens: TrainedTokens, token_losses: torch.Tensor) -> torch.Tensor:
         """Return the pack's share of the step's loss from per-token terms. An episode of several rows counts once."""
         if self.normalization == "token":
-            return tokens.total(terms) / tokens.step_tokens
+            return tokens.sum_weighted(token_losses) / tokens.step_tokens
         if self.normalization == "constant":
-            return tokens.total(terms) / (tokens.step_episodes * self.constant_length)
-        return (tokens.per_episode(terms) / tokens.lengths).sum() / tokens.step_episodes
+            return tokens.sum_weighted(token_losses) / (tokens.step_episodes * self.constant_length)
+        return (tokens.sum_per_episode(token_losses) / tokens.lengths).sum() / tokens.step_episodes
 
 
-def _mean(tokens: TrainedTokens, values: torch.Tensor) -> float:
+def _compute_mean(tokens: TrainedTokens, values: torch.Tensor) -> float:
     """Return the pack's share of the weighted mean of `values` over the step's trained tokens."""
-    return float(tokens.total(values.detach())) / tokens.step_tokens
+    return float(tokens.sum_weighted(values.detach())) / tokens.step_tokens

@@ -17,29 +17,31 @@ if TYPE_CHECKING:
 class AlgorithmKind:
     class_path: str  # module:class in this package
     samples: bool = False  # on-policy: trains on episodes that it samples, not on a dataset
-    form: Callable[[Any], Form] | None = None  # dataset format, depending on the algorithm's config section
-    demonstrations: bool = False  # can train on demonstrations by the environment's expert
+    get_form: Callable[[Any], Form] | None = None  # dataset format, by the algorithm's section
+    accepts_demonstrations: bool = False  # can train on demonstrations by the environment's expert
     # Smallest group of episodes per task, depending on the algorithm's config section.
-    min_group: Callable[[Any], int] = lambda _: 1
+    get_min_group: Callable[[Any], int] = lambda _: 1
     min_rows: int = 1  # smallest mini-batch, in examples
 
 
 KINDS = {
-    "sft": AlgorithmKind("sft:SFT", form=lambda _: "sft", demonstrations=True),
+    "sft": AlgorithmKind("sft:SFT", get_form=lambda _: "sft", accepts_demonstrations=True),
     "grpo": AlgorithmKind(
-        "grpo:GRPO", samples=True, min_group=lambda o: 1 + (o.advantage != "reinforce_plus_plus")
+        "grpo:GRPO",
+        samples=True,
+        get_min_group=lambda options: 1 + (options.advantage != "reinforce_plus_plus"),
     ),
     "ppo": AlgorithmKind("ppo:PPO", samples=True),
     "rft": AlgorithmKind("rft:RFT", samples=True),
-    "dpo": AlgorithmKind("dpo:DPO", form=lambda _: "dpo"),
-    "kto": AlgorithmKind("kto:KTO", form=lambda _: "kto", min_rows=2),
+    "dpo": AlgorithmKind("dpo:DPO", get_form=lambda _: "dpo"),
+    "kto": AlgorithmKind("kto:KTO", get_form=lambda _: "kto", min_rows=2),
     "reward_model": AlgorithmKind(
-        "reward_model:RewardModel", form=lambda options: "prm" if options.kind == "process" else "rm"
+        "reward_model:RewardModel", get_form=lambda options: "prm" if options.kind == "process" else "rm"
     ),
 }
 
 
 def make_algorithm(name: str, options: dict[str, Any]) -> Algorithm:
     """Return the named algorithm; `options` are the keyword arguments of its class."""
-    module, _, class_name = KINDS[name].class_path.partition(":")
-    return getattr(import_module(f"TrainingFactory.algorithms.{module}"), class_name)(**options)
+    module_name, _, class_name = KINDS[name].class_path.partition(":")
+    return getattr(import_module(f"TrainingFactory.algorithms.{module_name}"), class_name)(**options)

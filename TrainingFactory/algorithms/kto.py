@@ -54,18 +54,18 @@ class KTO(BaseAlgorithm):
             batch.baseline = max(0.0, log_ratio_sum / num_rows) if num_rows else 0.0
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        assert tokens.reference is not None
+        assert tokens.reference_logprobs is not None
         is_desirable = tokens.labels > 0.5
-        gaps = tokens.per_episode(tokens.logprobs - tokens.reference) - tokens.baseline  # [E]
+        gaps = tokens.sum_per_episode(tokens.logprobs - tokens.reference_logprobs) - tokens.baseline  # [E]
         # distance of each dialogue from the baseline, positive on the side that its label asks for
         margin = self.beta * torch.where(is_desirable, gaps, -gaps)
         weights = torch.where(is_desirable, self.desirable_weight, self.undesirable_weight)
         loss = (weights * (1 - margin.sigmoid())).sum()
-        episodes = tokens.step_episodes
+        num_episodes = tokens.step_episodes
         metrics = {
-            "accuracy": float((margin > 0).sum()) / episodes,
-            "desirable": float(is_desirable.sum()) / episodes,
-            "rewards/margin": float(margin.detach().sum()) / episodes,
-            "kl": tokens.baseline * len(is_desirable) / episodes,  # the sum over packs is the baseline
+            "accuracy": float((margin > 0).sum()) / num_episodes,
+            "desirable": float(is_desirable.sum()) / num_episodes,
+            "rewards/margin": float(margin.detach().sum()) / num_episodes,
+            "kl": tokens.baseline * len(is_desirable) / num_episodes,  # the sum over packs is the baseline
         }
-        return loss / episodes, metrics
+        return loss / num_episodes, metrics

@@ -20,10 +20,10 @@ from typing import Literal
 
 import torch
 
-from TrainingFactory.algorithms.base import MIN_DEVIATION, BaseAlgorithm, mean_and_deviation, whiten
+from TrainingFactory.algorithms.base import MIN_DEVIATION, BaseAlgorithm, compute_moments, whiten_advantages
 from TrainingFactory.algorithms.correction import Correction, importance_weights
-from TrainingFactory.algorithms.gae import gae_of_episodes
-from TrainingFactory.algorithms.policy_loss import clipped_objective, kl_terms, probability_ratio
+from TrainingFactory.algorithms.gae import compute_gae
+from TrainingFactory.algorithms.policy_loss import clip_objective, compute_ratio, estimate_kl
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import Batch, Pack
 from TrainingFactory.data.samples import to_samples
@@ -74,9 +74,9 @@ class PPO(BaseAlgorithm):
         packs = [pack for batch in batches for pack in batch.packs]
         for pack in packs:
             self._fill_advantages(pack)
-        _, deviation = mean_and_deviation([pack.returns for pack in packs if pack.returns is not None])
+        _, deviation = compute_moments([pack.returns for pack in packs if pack.returns is not None])
         if self.whiten:
-            whiten(packs)
+            whiten_advantages(packs)
         for pack in packs:
             pack.advantages = pack.advantages.astype("float32")
         for batch in batches:
@@ -90,38 +90,38 @@ class PPO(BaseAlgorithm):
         if self.kl and self.kl_in == "reward":
             assert pack.reference is not None
             rewards -= self.kl * ((pack.logprobs if pack.old is None else pack.old) - pack.reference)
-        pack.advantages = gae_of_episodes(rewards, pack.values, pack.episode, pack.row, self.gamma, self.lam)
+        pack.advantages = compute_gae(rewards, pack.values, pack.episode, pack.row, self.gamma, self.lam)
         pack.returns = (pack.advantages + pack.values).astype("float32")
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        old_logprobs, weight, metrics = importance_weights(tokens, self.correction, (self.clip, self.clip))
-        ratio = probability_ratio(tokens.logprobs - old_logprobs)
-        gain, is_clipped = clipped_objective(ratio, tokens.advantages, self.clip, self.clip, self.clip_dual)
-        value_loss = self._value_loss(tokens)
-        total = -(gain * weight).sum() + self.value_weight * value_loss
-        sums = {
+        old_logprobs, weights, metrics = importance_weights(tokens, self.correction, (self.clip, self.clip))
+        ratio = compute_ratio(tokens.logprobs - old_logprobs)
+        gain, is_clipped = clip_objective(ratio, tokens.advantages, self.clip, self.clip, self.clip_dual)
+        value_loss = self._compute_value_loss(tokens)
+        loss_sum = -(gain * weights).sum() + self.value_weight * value_loss
+        metric_sums = {
             "clip_fraction": is_clipped.sum(),
-            "logprob_diff": (tokens.logprobs - tokens.sampled).abs().sum(),
+            "logprob_diff": (tokens.logprobs - tokens.sampled_logprobs).abs().sum(),
             "value_loss": value_loss,
         }
         if tokens.baseline > MIN_DEVIATION**2:  # the variance of the returns
             assert tokens.returns is not None and tokens.old_values is not None
-            errors = (tokens.returns - tokens.old_values) ** 2
-            sums["explained_variance"] = (1 - errors / tokens.baseline).sum()
-        if tokens.reference is not None:
-            divergence = kl_terms(tokens.logprobs, tokens.reference, self.kl_estimator).sum()
-            total = total + (self.kl * divergence if self.kl_in == "loss" else 0.0)
-            sums["kl"] = divergence
+            squared_errors = (tokens.returns - tokens.old_values) ** 2
+            metric_sums["explained_variance"] = (1 - squared_errors / tokens.baseline).sum()
+        if tokens.reference_logprobs is not None:
+            divergence = estimate_kl(tokens.logprobs, tokens.reference_logprobs, self.kl_estimator).sum()
+            loss_sum = loss_sum + (self.kl * divergence if self.kl_in == "loss" else 0.0)
+            metric_sums["kl"] = divergence
         if self.entropy:
-            total = total - self.entropy * tokens.entropy.sum()
-        metrics |= {name: float(value.detach()) / tokens.step_tokens for name, value in sums.items()}
-        return total / tokens.step_tokens, metrics
+            loss_sum = loss_sum - self.entropy * tokens.entropy.sum()
+        metrics |= {name: float(total.detach()) / tokens.step_tokens for name, total in metric_sums.items()}
+        return loss_sum / tokens.step_tokens, metrics
 
-    def _value_loss(self, tokens: TrainedTokens) -> torch.Tensor:
-        values, old, returns = tokens.values, tokens.old_values, tokens.returns
-        assert values is not None and old is not None and returns is not None, "call `prepare` first"
-        error = (values - returns) ** 2
+    def _compute_value_loss(self, tokens: TrainedTokens) -> torch.Tensor:
+        values, old_values, returns = tokens.values, tokens.old_values, tokens.returns
+        assert values is not None and old_values is not None and returns is not None, "call `prepare` first"
+        squared_errors = (values - returns) ** 2
         if self.value_clip is not None:
-            clipped = old + (values - old).clamp(-self.value_clip, self.value_clip)
-            error = torch.maximum(error, (clipped - returns) ** 2)
-        return error.sum() / 2
+            clipped_values = old_values + (values - old_values).clamp(-self.value_clip, self.value_clip)
+            squared_errors = torch.maximum(squared_errors, (clipped_values - returns) ** 2)
+        return squared_errors.sum() / 2

@@ -21,7 +21,7 @@ def best_and_worst(group: Sequence[Trajectory]) -> tuple[Trajectory, Trajectory]
     return ranking.best_and_worst(scored_trajectories, total_reward)
 
 
-def pair_samples(
+def make_pair_samples(
     group: Sequence[Trajectory], turns: AllOrLast = "all", tokens: AllOrLast = "all"
 ) -> list[Sample]:
     """Return the training rows of the group's best and worst episode. They have a common `pair`, and their labels are

@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from TrainingFactory.algorithms.base import BaseAlgorithm
-from TrainingFactory.algorithms.preferences import pair_samples
+from TrainingFactory.algorithms.preferences import make_pair_samples
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Sample, Trajectory
@@ -55,33 +55,33 @@ class RewardModel(BaseAlgorithm):
                 if trajectory.reward and trajectory.reward.steps:
                     rows += to_samples(trajectory, None, trajectory.reward.steps, tokens="last")
             return rows
-        return pair_samples(group, turns="last", tokens="last")
+        return make_pair_samples(group, turns="last", tokens="last")
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, Metrics]:
         assert tokens.scores is not None
-        loss = self._outcome_loss if self.kind == "outcome" else self._process_loss
-        return loss(tokens, tokens.scores)
+        compute_loss = self._get_outcome_loss if self.kind == "outcome" else self._get_process_loss
+        return compute_loss(tokens, tokens.scores)
 
-    def _outcome_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    def _get_outcome_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
         # Only the last token of each episode is trained: [M] -> [E] -> [P] each.
-        chosen, rejected = tokens.per_episode(scores)[tokens.pairs].unbind(1)
-        gap = chosen - rejected
-        margin = torch.zeros_like(gap)
+        chosen, rejected = tokens.sum_per_episode(scores)[tokens.pairs].unbind(1)
+        gaps = chosen - rejected
+        margins = torch.zeros_like(gaps)
         if self.margin:
-            margin = tokens.labels[tokens.pairs[:, 0]] - tokens.labels[tokens.pairs[:, 1]]
-        total = -logsigmoid(gap - margin).sum() + self.center * (chosen + rejected).square().sum()
-        sums = {"accuracy": (gap > 0).sum(), "margin": gap.detach().sum()}
-        metrics = {name: float(value) / tokens.step_pairs for name, value in sums.items()}
-        return total / tokens.step_pairs, metrics
+            margins = tokens.labels[tokens.pairs[:, 0]] - tokens.labels[tokens.pairs[:, 1]]
+        loss_sum = -logsigmoid(gaps - margins).sum() + self.center * (chosen + rejected).square().sum()
+        metric_sums = {"accuracy": (gaps > 0).sum(), "margin": gaps.detach().sum()}
+        metrics = {name: float(total) / tokens.step_pairs for name, total in metric_sums.items()}
+        return loss_sum / tokens.step_pairs, metrics
 
-    def _process_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        is_correct = (tokens.rewards > self.threshold).float()
-        total = binary_cross_entropy_with_logits(scores, is_correct, reduction="sum")
-        errors = ((scores > 0) != (is_correct > 0)).float()
+    def _get_process_loss(self, tokens: TrainedTokens, scores: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        is_good = (tokens.rewards > self.threshold).float()
+        loss_sum = binary_cross_entropy_with_logits(scores, is_good, reduction="sum")
+        errors = ((scores > 0) != (is_good > 0)).float()
         metrics = {
             "accuracy": float((1 - errors).sum()) / tokens.step_tokens,
-            "good": float(is_correct.sum()) / tokens.step_tokens,
+            "good": float(is_good.sum()) / tokens.step_tokens,
             # share of dialogues with every turn classified correctly
-            "dialogues_right": float((tokens.per_episode(errors) == 0).sum()) / tokens.step_episodes,
+            "dialogues_right": float((tokens.sum_per_episode(errors) == 0).sum()) / tokens.step_episodes,
         }
-        return total / tokens.step_tokens, metrics
+        return loss_sum / tokens.step_tokens, metrics

@@ -47,27 +47,27 @@ class RFT(BaseAlgorithm):
 
     def accepted(self, group: Sequence[Trajectory]) -> list[Trajectory]:
         """Return a task's episodes to train on, best first."""
-        accepted = [
+        accepted_episodes = [
             episode
             for episode in group
             if episode.reward is not None and total_reward(episode) >= self.threshold
             if episode.status != "truncated" or self.train_truncated
             if not all(turn.masked for turn in episode.turns)
         ]
-        ranked = sorted(accepted, key=total_reward, reverse=True)  # stable: ties keep their order
+        ranked_episodes = sorted(accepted_episodes, key=total_reward, reverse=True)  # ties keep their order
         if self.dedupe:
-            unique: dict[tuple[str, ...], Trajectory] = {}
-            for episode in ranked:
-                unique.setdefault(_action_key(episode), episode)
-            ranked = list(unique.values())
-        return ranked[: self.best_of]
+            episode_by_actions: dict[tuple[str, ...], Trajectory] = {}
+            for episode in ranked_episodes:
+                episode_by_actions.setdefault(_make_action_key(episode), episode)
+            ranked_episodes = list(episode_by_actions.values())
+        return ranked_episodes[: self.best_of]
 
     def samples(self, group: Sequence[Trajectory]) -> list[Sample]:
-        accepted = self.accepted(group)
-        turns = [turn for episode in accepted for turn in episode.turns if not turn.masked]
+        episodes = self.accepted(group)
+        turns = [turn for episode in episodes for turn in episode.turns if not turn.masked]
         num_tokens = sum(len(turn.completion.token_ids) for turn in turns)
         weight = 1 / num_tokens if self.balance and num_tokens else 1.0
-        return [row for episode in accepted for row in to_samples(episode, [weight] * len(episode.turns))]
+        return [row for episode in episodes for row in to_samples(episode, [weight] * len(episode.turns))]
 
     def prepare(self, batches: Sequence[Batch], step: int) -> None:
         """Scale the weights w, stored as advantages, to mean 1 over the tokens of each optimizer step."""
@@ -77,11 +77,11 @@ class RFT(BaseAlgorithm):
                 pack.advantages *= batch.tokens / total_weight
 
     def loss(self, tokens: TrainedTokens) -> tuple[torch.Tensor, dict[str, float]]:
-        _, weight, metrics = importance_weights(tokens, self.correction)
-        return -(tokens.advantages * tokens.logprobs * weight).sum() / tokens.step_tokens, metrics
+        _, weights, metrics = importance_weights(tokens, self.correction)
+        return -(tokens.advantages * tokens.logprobs * weights).sum() / tokens.step_tokens, metrics
 
 
-def _action_key(trajectory: Trajectory) -> tuple[str, ...]:
+def _make_action_key(trajectory: Trajectory) -> tuple[str, ...]:
     """Return the key by which `dedupe` compares episodes: the tool calls in order, and the final text."""
     calls = [
         json.dumps([call.name, call.arguments], sort_keys=True, default=str)

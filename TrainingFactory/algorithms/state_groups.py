@@ -17,7 +17,7 @@ from TrainingFactory.algorithms.advantages import TOLERANCE
 from TrainingFactory.types import Trajectory
 
 
-def state_advantages(
+def compute_state_advantages(
     episodes: Sequence[Trajectory],
     values: np.ndarray,
     weights: np.ndarray,
@@ -27,21 +27,21 @@ def state_advantages(
     """Return S [n, T] for the values [n, T] of turns. `weights` [n, T] are the weights of the turns in the means. A
     turn that several episodes of a tree share has weight 0 in all but one of them. `roots` [n] are equal for the
     episodes of one tree."""
-    result = np.zeros(values.shape)
+    state_advantages = np.zeros(values.shape)
     turns_by_state: dict[str, list[tuple[int, int]]] = {}
     for member, episode in enumerate(episodes):
         for turn_index, turn in enumerate(episode.turns):
             if turn.state is not None and weights[member, turn_index]:
                 turns_by_state.setdefault(turn.state, []).append((member, turn_index))
     tree_ids = np.asarray(roots)
-    for positions in turns_by_state.values():
-        members, turn_indices = (np.array(column) for column in zip(*positions, strict=True))
+    for turn_positions in turns_by_state.values():
+        members, turn_indices = (np.array(indices) for indices in zip(*turn_positions, strict=True))
         state_values, state_weights = values[members, turn_indices], weights[members, turn_indices]
-        is_compared = np.ones((len(members), len(members)))
+        mask = np.ones((len(members), len(members)))
         if leave_out:
-            is_compared = (tree_ids[members][:, None] != tree_ids[members]).astype(float)
-        total_weights = is_compared @ state_weights
-        mean = is_compared @ (state_weights * state_values) / np.where(total_weights > 0, total_weights, 1.0)
-        result[members, turn_indices] = np.where(total_weights > 0, state_values - mean, 0.0)
-    result[np.abs(result) <= TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
-    return result
+            mask = (tree_ids[members][:, None] != tree_ids[members]).astype(float)
+        total_weights = mask @ state_weights
+        mean = mask @ (state_weights * state_values) / np.where(total_weights > 0, total_weights, 1.0)
+        state_advantages[members, turn_indices] = np.where(total_weights > 0, state_values - mean, 0.0)
+    state_advantages[np.abs(state_advantages) <= TOLERANCE * np.abs(values).max(initial=0.0)] = 0.0
+    return state_advantages

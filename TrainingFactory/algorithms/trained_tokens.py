@@ -14,17 +14,17 @@ class TrainedTokens:
 
     logprobs: torch.Tensor  # [M] of the current model, with gradient; empty if the algorithm needs `scores`
     entropy: torch.Tensor  # [M] of the current model, with gradient
-    sampled: torch.Tensor  # [M] log-probs of the sampler
+    sampled_logprobs: torch.Tensor  # [M] log-probs of the sampler
     advantages: torch.Tensor  # [M]
     rewards: torch.Tensor  # [M]
-    episode: torch.Tensor  # [M] index of the token's episode within the pack
+    episode_ids: torch.Tensor  # [M] index of the token's episode within the pack
     labels: torch.Tensor  # [E]
     pairs: torch.Tensor  # [P, 2] indices of the compared episodes: chosen, rejected
     step_tokens: float  # trained tokens of the whole step, or the sum of their weights
     step_episodes: int
     step_pairs: int
-    reference: torch.Tensor | None = None  # [M] log-probs of the reference model
-    old: torch.Tensor | None = None  # [M] log-probs of the model before the step
+    reference_logprobs: torch.Tensor | None = None  # [M] log-probs of the reference model
+    old_logprobs: torch.Tensor | None = None  # [M] log-probs of the model before the step
     values: torch.Tensor | None = None  # [M] of the current critic, before each token, with gradient
     old_values: torch.Tensor | None = None  # [M] of the critic before the step
     returns: torch.Tensor | None = None  # [M]
@@ -34,17 +34,17 @@ class TrainedTokens:
     # [E] trained tokens of each episode, or the sum of their weights; None: all of them are in this pack
     episode_lengths: torch.Tensor | None = None
 
-    def weighted(self, values: torch.Tensor) -> torch.Tensor:
+    def apply_weights(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values times the weights of their tokens. [M] -> [M]"""
         return values if self.weights is None else values * self.weights
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_weighted(self, values: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum over the pack's tokens. [M] -> []"""
-        return self.weighted(values).sum()
+        return self.apply_weights(values).sum()
 
-    def per_episode(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_per_episode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum over each episode's tokens. [M] -> [E]"""
-        return values.new_zeros(len(self.labels)).index_add(0, self.episode, self.weighted(values))
+        return values.new_zeros(len(self.labels)).index_add(0, self.episode_ids, self.apply_weights(values))
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -52,7 +52,7 @@ class TrainedTokens:
         weights. [E]"""
         if self.episode_lengths is not None:
             return self.episode_lengths.to(self.logprobs.dtype)
-        return self.per_episode(torch.ones_like(self.logprobs))
+        return self.sum_per_episode(torch.ones_like(self.logprobs))
 
 
 # Returns the pack's share of the step's loss, and metrics that sum over packs to the step's.

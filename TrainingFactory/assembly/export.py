@@ -100,9 +100,9 @@ def _copy(exported: ExportedModel, partial_folder: Path) -> None:
 def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, partial_folder: Path) -> None:
     """Rename the modules of an adapter that was trained on the text part of a composite model."""
     from TrainingFactory.models.composite import rename_adapter
-    from TrainingFactory.models.loading import composite_config
+    from TrainingFactory.models.loading import read_composite_config
 
-    config = composite_config(str(exported.base), **_base_options(run))
+    config = read_composite_config(str(exported.base), **_base_options(run))
     if config is None:
         return
     rename_adapter(partial_folder, config)
@@ -127,7 +127,7 @@ def _convert(
     """Save the model in another number format, or with its adapter merged."""
     from TrainingFactory.models import load_model
     from TrainingFactory.models.dtypes import pick_dtype
-    from TrainingFactory.models.loading import stored_dtype
+    from TrainingFactory.models.loading import read_stored_dtype
 
     if exported.kind == "model":
         loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")
@@ -145,7 +145,7 @@ def _convert(
         loaded_model = load_model(
             base, dtype="float32", device="cpu", adapter=str(exported.source), **options
         )
-        torch_dtype = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
+        torch_dtype = read_stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
         model = loaded_model.model.merge_and_unload().to(torch_dtype)
     exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)

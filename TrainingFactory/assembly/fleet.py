@@ -101,10 +101,10 @@ def make_training_fleet(
 ) -> Fleet:
     """Make the engines of a training run, which load their weights from the publisher and log into `logs`."""
     options = config.sampling.engine_options
-    if publisher.rank is not None:
+    if publisher.adapter_rank is not None:
         from TrainingFactory.sampling.vllm_engine import make_lora_options
 
-        options = make_lora_options(publisher.rank) | options
+        options = make_lora_options(publisher.adapter_rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
     tolerance = TOLERANCE if publisher.dtype == "float32" else TOLERANCE_16_BIT
     return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)

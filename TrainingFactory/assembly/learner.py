@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
     """Add a new LoRA adapter, or make a loaded adapter trainable, if the config trains an adapter."""
-    from TrainingFactory.learning.forward import causal_model
+    from TrainingFactory.learning.forward import get_causal_lm
     from TrainingFactory.learning.lora import add_lora
-    from TrainingFactory.models.vision import tower_modules, tower_parameters
+    from TrainingFactory.models.vision import find_tower_modules, find_tower_parameters
 
     lora = config.lora
     if config.model.adapter is not None:
@@ -35,13 +35,13 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
         loaded_model.model = add_lora(
             loaded_model.model, lora.r, lora.alpha, lora.dropout, lora.target_modules,
             dora=lora.dora, rslora=lora.rslora, experts=lora.experts, seed=config.training.seed,
-            excluded=[] if loaded_model.vision is None else tower_modules(loaded_model.model),
+            excluded_modules=[] if loaded_model.vision is None else find_tower_modules(loaded_model.model),
         )  # fmt: skip
     if config.model.train_tower:
         if loaded_model.vision is None:
             raise ValueError("model.train_tower trains the vision part, but the model was loaded without one")
         loaded_model.vision.is_trained = True
-        for _, weight in tower_parameters(causal_model(loaded_model.model)):
+        for _, weight in find_tower_parameters(get_causal_lm(loaded_model.model)):
             weight.requires_grad_(True)
 
 

@@ -14,8 +14,8 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.branching import max_leaves
 from TrainingFactory.assembly.states import attention_layers, row_bytes
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.learning.forward import causal_model
-from TrainingFactory.models.tower_shape import ImageUse, TowerShape, loaded_tower
+from TrainingFactory.learning.forward import get_causal_lm
+from TrainingFactory.models.tower_shape import ImageUse, TowerShape, measure_loaded_tower
 from TrainingFactory.models.vision import CACHE_BYTES
 from TrainingFactory.sampling.cache.store import get_free_memory
 from TrainingFactory.sampling.sizing import SNAPSHOTS_PER_SLOT
@@ -50,7 +50,9 @@ def estimate_model_memory(
 ) -> dict[str, float]:
     """Estimate the bytes that a run needs for a loaded model, by part."""
     counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
-    return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
+    return needed(
+        config, shape, counts, inputs, max_length, measure_loaded_tower(get_causal_lm(model)), images
+    )
 
 
 def needed(

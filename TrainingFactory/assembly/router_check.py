@@ -8,10 +8,10 @@ import torch
 
 from TrainingFactory.common.event_loop import OneThread
 from TrainingFactory.data.packing import Pack, make_batch
-from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.learning.forward import get_causal_lm
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.policy import LocalPolicy
-from TrainingFactory.learning.routers import Routing, changed_routes, find_routers
+from TrainingFactory.learning.routers import Routing, find_routers, measure_changed_routes
 from TrainingFactory.protocols import Sampler
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Sample, SamplingParams
@@ -54,11 +54,11 @@ async def measure_router_mismatch(
         return None
     # Another first token, so that nothing is in the engine's cache.
     ids = [row.token_ids[-1], *row.token_ids][:CHECKED_TOKENS]
-    engine_routers = find_routers(causal_model(engine.model), 0.0)
+    engine_routers = find_routers(get_causal_lm(engine.model), 0.0)
     assert engine_routers is not None
-    with engine_routers.recording() as routing:
+    with engine_routers.record_routing() as routing:
         await engine.sample(ids, SamplingParams(max_tokens=1))
-    routing.chosen = routing.chosen[: len(engine_routers.layers)]  # without steps after the prompt
+    routing.experts = routing.experts[: len(engine_routers.layers)]  # without steps after the prompt
     zeros = [0.0] * len(ids)
     probe = Sample(ids, [False] + [True] * (len(ids) - 1), zeros, zeros, zeros, [0] * len(ids))
     (pack,) = make_batch([probe], sharing=learner.sharing).packs
@@ -66,13 +66,13 @@ async def measure_router_mismatch(
         learner_routing = _record_learner_routing(learner, pack)
     else:
         learner_routing = await thread.call(_record_learner_routing, learner, pack)
-    return changed_routes(routing, learner_routing, len(ids))
+    return measure_changed_routes(routing, learner_routing, len(ids))
 
 
 @torch.no_grad()
 def _record_learner_routing(learner: Learner, pack: Pack) -> Routing:
     assert learner.routers is not None
     learner.model.eval()
-    with learner.routers.recording() as routing:
-        learner.states(pack)
+    with learner.routers.record_routing() as routing:
+        learner.compute_states(pack)
     return routing

@@ -199,7 +199,7 @@ def make_publishing_policy(
     if samples_elsewhere(config):
         from TrainingFactory.learning.publishing import Publisher
 
-        policy.publisher = Publisher(policy.learner, adapters=config.sampling.engine == "vllm")
+        policy.publisher = Publisher(policy.learner, publish_adapters=config.sampling.engine == "vllm")
     elif is_sharded:
         from TrainingFactory.cluster.ranks import GatheringPublisher
 

@@ -31,7 +31,7 @@ def attention_layers(shape: Any) -> int:
     return sum(kind in ATTENTION_TYPES for kind in layer_types) if layer_types else shape.num_hidden_layers
 
 
-def recurrent_layers(shape: Any) -> int:
+def find_recurrent_layers(shape: Any) -> int:
     """Return the number of layers with a recurrent state."""
     return sum(kind in STATE_TYPES for kind in _layer_types(shape))
 
@@ -39,7 +39,7 @@ def recurrent_layers(shape: Any) -> int:
 def row_bytes(shape: Any, size: int) -> int:
     """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state has `size`
     bytes."""
-    if not (layers := recurrent_layers(shape)):
+    if not (layers := find_recurrent_layers(shape)):
         return 0
     layer = recurrent_layer(shape, size)
     return layers * (layer.channels * layer.kernel * size + layer.state * layer.state_bytes)

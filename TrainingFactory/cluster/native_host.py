@@ -16,7 +16,7 @@ from TrainingFactory import __version__
 from TrainingFactory.models import load_model
 from TrainingFactory.models.dtypes import pick_device, pick_dtype
 from TrainingFactory.models.loading_errors import LOADING_ERRORS
-from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
+from TrainingFactory.models.saved import WEIGHTS_FILE, check_weights, read_checkpoint_shapes
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.sampling.native import NativeSession
 from TrainingFactory.tools.threads import in_thread
@@ -54,7 +54,7 @@ class NativeHost:
         device = pick_device(spec.device)
         dtype = pick_dtype(spec.dtype, device)
         config = transformers.AutoConfig.from_pretrained(spec.model, **trust_options)
-        self._shapes = checkpoint_shapes(spec.model, spec.trust_remote_code)
+        self._shapes = read_checkpoint_shapes(spec.model, spec.trust_remote_code)
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **trust_options).eval()
 
@@ -76,7 +76,7 @@ class NativeHost:
     async def load(self, weights: Weights) -> None:
         if weights.kind != "full":
             raise ValueError("The native engine in another process loads full weights, not adapters")
-        self._loaded_model = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS)
+        self._loaded_model = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS_FILE)
         await self._engine.update(Weights(weights.version))  # between turns, copies from `parameters`
         self._loaded_model, self._needs_weights = None, False
 

@@ -263,7 +263,7 @@ class GatheringPublisher:
     update."""
 
     model_folder = dtype = ""
-    rank: int | None = None
+    adapter_rank: int | None = None
 
     def __init__(self, learner: Learner, model: Any) -> None:
         self._learner, self.model, self._gathered_weights = learner, model, list[torch.Tensor]()

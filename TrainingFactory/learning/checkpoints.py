@@ -37,7 +37,7 @@ from TrainingFactory.data.disk import (
 from TrainingFactory.learning.heads import save_head
 from TrainingFactory.learning.learner import Learner
 
-FORMAT = 1
+CHECKPOINT_FORMAT = 1
 # optimizer class -> bytes of optimizer state per trained weight, after the first step
 OPTIMIZER_STATE_BYTES = {"AdamW": 8, "AdamW8bit": 2, "Muon": 4}
 Tensors = dict[str, torch.Tensor]
@@ -47,9 +47,9 @@ class DamagedCheckpoint(ValueError):
     """The checkpoint's files are missing or corrupt; an older checkpoint may still be intact."""
 
 
-def checkpoint_bytes(learner: Learner) -> tuple[int, int]:
+def count_checkpoint_bytes(learner: Learner) -> tuple[int, int]:
     """Return the size in bytes of a checkpoint's model files, and of its training state."""
-    has_adapter = learner.model is not learner.causal
+    has_adapter = learner.model is not learner.causal_lm
     model_bytes = sum(
         param.numel() * (param.element_size() if has_adapter else learner.dtype.itemsize)
         for param in learner.model.parameters()
@@ -67,23 +67,23 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     """Write the learner and the JSON-serialisable `state`; rank 0 writes, and all ranks succeed or raise together. On
     failure raise OSError and leave an existing folder as it is."""
     folder = Path(folder)
-    weights = learner.processes.state_of(learner.model, learner.dtype)
-    tensors, scalars = _gather_training_state(learner)
+    model_weights = learner.processes.gather_state(learner.model, learner.dtype)
+    state_tensors, scalars = _gather_training_state(learner)
     learner_info = {
-        "format": FORMAT,
+        "format": CHECKPOINT_FORMAT,
         "steps": learner.steps,
         "model": _describe_identity(learner),
         "optimizers": scalars,
     }
-    files = {"learner.json": json.dumps(learner_info, indent=1), "state.json": json.dumps(state, indent=1)}
+    texts = {"learner.json": json.dumps(learner_info, indent=1), "state.json": json.dumps(state, indent=1)}
     partial_folder, failure = folder.with_name(f".{folder.name}.part"), ""
     try:
         if learner.processes.rank == 0:
             remove_folder(partial_folder)
             partial_folder.mkdir(parents=True)
-            _write_checkpoint(partial_folder, learner, tokenizer, weights, tensors)
-            for name, content in files.items():
-                (partial_folder / name).write_text(content, encoding="utf-8")
+            _write_checkpoint(partial_folder, learner, tokenizer, model_weights, state_tensors)
+            for filename, text in texts.items():
+                (partial_folder / filename).write_text(text, encoding="utf-8")
             write_checksums(partial_folder)
             sync(*partial_folder.rglob("*"), partial_folder)
             remove_folder(folder)
@@ -92,7 +92,7 @@ def save_checkpoint(folder: str | Path, learner: Learner, tokenizer: Any, state:
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial_folder, ignore_errors=True)
         failure = getattr(error, "strerror", None) or str(error)
-    if failure := learner.processes.agree(failure):
+    if failure := learner.processes.broadcast_text(failure):
         raise OSError(f"Could not write checkpoint {folder}: {failure}")
 
 
@@ -100,14 +100,14 @@ def load_checkpoint(folder: str | Path, learner: Learner) -> dict[str, Any]:
     """Restore the learner and return the caller's `state`. Raise ValueError, with nothing changed, if the checkpoint
     belongs to another model, and DamagedCheckpoint if its files are missing or corrupt."""
     folder = Path(folder)
-    if files := modified_files(folder):
+    if damaged_files := modified_files(folder):
         raise DamagedCheckpoint(
-            f"{folder} is damaged: missing, or different from {CHECKSUM_FILE}: {', '.join(files[:3])}"
+            f"{folder} is damaged: missing, or different from {CHECKSUM_FILE}: {', '.join(damaged_files[:3])}"
         )
     learner_info, state = _read_json(folder / "learner.json"), _read_json(folder / "state.json")
-    if learner_info.get("format") != FORMAT:
+    if learner_info.get("format") != CHECKPOINT_FORMAT:
         raise ValueError(
-            f"{folder} has format {learner_info.get('format')}; this version reads format {FORMAT}"
+            f"{folder} has format {learner_info.get('format')}; this version reads format {CHECKPOINT_FORMAT}"
         )
     if differences := _describe_differences(learner_info["model"], _describe_identity(learner)):
         raise ValueError(f"{folder} is not a checkpoint of this model: {'; '.join(differences[:3])}")
@@ -141,11 +141,11 @@ def _write_checkpoint(
 ) -> None:
     """Write the model's files and the training state; `weights` and `tensors` are gathered, not sharded."""
     hf_logging.disable_progress_bar()  # transformers would draw one per file over the run's own progress
-    options = {"save_embedding_layers": False} if learner.model is not learner.causal else {}
+    options = {"save_embedding_layers": False} if learner.model is not learner.causal_lm else {}
     learner.model.save_pretrained(partial_folder, state_dict=weights, **options)
     if weights is not None and not options:  # trained in float32, saved in the dtype in which it was loaded
-        learner.causal.config.dtype = learner.dtype
-        learner.causal.config.save_pretrained(partial_folder)
+        learner.causal_lm.config.dtype = learner.dtype
+        learner.causal_lm.config.save_pretrained(partial_folder)
     tokenizer.save_pretrained(partial_folder)
     if learner.vision is not None:
         learner.vision.save(partial_folder)
@@ -158,14 +158,14 @@ def _write_checkpoint(
 
 def _gather_training_state(learner: Learner) -> tuple[Tensors, list[dict[str, dict[str, Any]]]]:
     """Return master weights and optimizer tensors by name (rank 0 only), and each optimizer's other state values."""
-    masters, processes = _master_weights(learner), learner.processes
-    names = {id(master): name for name, master in masters.items()}
-    shards: dict[str, torch.Tensor] = {f"weight/{name}": master for name, master in masters.items()}
+    master_weights, processes = _get_master_weights(learner), learner.processes
+    name_by_id = {id(master): name for name, master in master_weights.items()}
+    shards: dict[str, torch.Tensor] = {f"weight/{name}": master for name, master in master_weights.items()}
     scalars: list[dict[str, dict[str, Any]]] = []
     for index, optimizer in enumerate(learner.optimizers):
         scalars.append({})
         for param, param_state in optimizer.state.items():
-            name = names[id(param)]
+            name = name_by_id[id(param)]
             for key, value in param_state.items():
                 if isinstance(value, torch.Tensor):
                     shards[f"optimizer/{index}/{key}/{name}"] = value
@@ -173,40 +173,40 @@ def _gather_training_state(learner: Learner) -> tuple[Tensors, list[dict[str, di
                     scalars[index].setdefault(name, {})[key] = value
     tensors: Tensors = {}
     for name, value in shards.items():
-        gathered = processes.gather(value.detach())
+        full_tensor = processes.gather(value.detach())
         if processes.rank == 0:
-            tensors[name] = gathered.cpu().contiguous()
+            tensors[name] = full_tensor.cpu().contiguous()
     return tensors, scalars
 
 
-def _master_weights(learner: Learner) -> dict[str, torch.nn.Parameter]:
+def _get_master_weights(learner: Learner) -> dict[str, torch.nn.Parameter]:
     return dict(zip(learner._weights.names, learner._weights.masters, strict=True))
 
 
 @torch.no_grad()
 def _load_weights(learner: Learner, file: Any) -> None:
-    for name, master in _master_weights(learner).items():
-        master.copy_(learner.processes.share(file.get_tensor(f"weight/{name}"), master))
+    for name, master in _get_master_weights(learner).items():
+        master.copy_(learner.processes.take_shard(file.get_tensor(f"weight/{name}"), master))
     learner._weights.write_back()
 
 
 def _load_optimizers(learner: Learner, file: Any, scalars: list[dict[str, dict[str, Any]]]) -> None:
-    masters = _master_weights(learner)
-    names = {id(master): name for name, master in masters.items()}
+    master_weights = _get_master_weights(learner)
+    name_by_id = {id(master): name for name, master in master_weights.items()}
     state_by_parameter: dict[tuple[int, str], dict[str, Any]] = {}
     for tensor_name in file.keys():  # noqa: SIM118  (a safetensors object, not a mapping)
         if tensor_name.startswith("optimizer/"):
             _, index, key, name = tensor_name.split("/", 3)
-            value = file.get_tensor(tensor_name)
-            if value.dim():  # a scalar is a step count, which is not sharded
-                value = learner.processes.share(value, masters[name])
-            state_by_parameter.setdefault((int(index), name), {})[key] = value
+            tensor = file.get_tensor(tensor_name)
+            if tensor.dim():  # a scalar is a step count, which is not sharded
+                tensor = learner.processes.take_shard(tensor, master_weights[name])
+            state_by_parameter.setdefault((int(index), name), {})[key] = tensor
     for index, optimizer in enumerate(learner.optimizers):
         # torch numbers parameters consecutively over all groups
         params = [param for group in optimizer.param_groups for param in group["params"]]
         states = {}
         for param_index, param in enumerate(params):
-            name = names[id(param)]
+            name = name_by_id[id(param)]
             param_state = state_by_parameter.get((index, name), {}) | scalars[index].get(name, {})
             if param_state:
                 states[param_index] = param_state
@@ -216,21 +216,21 @@ def _load_optimizers(learner: Learner, file: Any, scalars: list[dict[str, dict[s
 def _describe_identity(learner: Learner) -> dict[str, Any]:
     """Return the properties that a checkpoint and the learner that loads it must share."""
     return {
-        "architecture": type(learner.causal).__name__,
+        "architecture": type(learner.causal_lm).__name__,
         "optimizers": [type(optimizer).__name__ for optimizer in learner.optimizers],
-        "trained": {name: list(master.shape) for name, master in _master_weights(learner).items()},
-        "frozen": learner.frozen,
+        "trained": {name: list(master.shape) for name, master in _get_master_weights(learner).items()},
+        "frozen": learner.frozen_digest,
     }
 
 
 def _describe_differences(saved_model: dict[str, Any], current_model: dict[str, Any]) -> list[str]:
     if saved_model["architecture"] != current_model["architecture"]:
         return [f"it holds a {saved_model['architecture']}, the model is a {current_model['architecture']}"]
-    old, new, differences = saved_model["trained"], current_model["trained"], []
-    for name in sorted(old | new):
-        if old.get(name) != new.get(name):
-            shapes = f"{old.get(name, 'not trained')} in it and {new.get(name, 'not trained')} in the model"
-            differences.append(f"{name} is {shapes}")
+    saved_shapes, model_shapes, differences = saved_model["trained"], current_model["trained"], []
+    for name in sorted(saved_shapes | model_shapes):
+        saved_shape, shape = (shapes.get(name, "not trained") for shapes in (saved_shapes, model_shapes))
+        if saved_shape != shape:
+            differences.append(f"{name} is {saved_shape} in it and {shape} in the model")
     if not differences and saved_model["frozen"] != current_model["frozen"]:
         differences.append(
             "the adapter was trained on a base model with other weights (a builtin:tiny run started before version "

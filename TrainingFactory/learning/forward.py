@@ -12,82 +12,82 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import Pack, pack
-from TrainingFactory.learning.tree.attention import ATTENTION, TreePlan, tree_attention
+from TrainingFactory.learning.tree.attention import ATTENTION_NAME, TreePlan, tree_attention
 from TrainingFactory.learning.tree.flex import pad_to_blocks
 from TrainingFactory.learning.tree.layers import fused_layers
 from TrainingFactory.learning.tree.recurrent import segmented_layers, set_segments
-from TrainingFactory.models.recurrent import unsupported_types
+from TrainingFactory.models.recurrent import find_unsupported_types
 from TrainingFactory.types import Sample
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
 Head = Callable[[torch.Tensor], torch.Tensor]  # [C, D] -> [C, V]
-SHARED_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+SHAREABLE_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Attributes of configs and layers that count positions; the last is where Llama 4 begins to scale queries.
 WINDOW_ATTRIBUTES = ("sliding_window", "attention_chunk_size", "floor_scale")
 PROBE_WINDOW = 24  # shorter than the probe's rows
 
 
-def causal_model(model: Any) -> PreTrainedModel:
+def get_causal_lm(model: Any) -> PreTrainedModel:
     """Return the transformers model inside a PEFT wrapper, adapter layers included."""
     return model if isinstance(model, PreTrainedModel) else model.get_base_model()
 
 
-def decoder(model: PreTrainedModel) -> Any:
+def get_decoder(model: PreTrainedModel) -> Any:
     """Return the model without its output layer. Llama 4's `base_model` is the whole model, so its attribute `model` is
     used instead."""
     return model.base_model if model.base_model is not model else model.model
 
 
 @contextlib.contextmanager
-def tree_mode(model: PreTrainedModel, enabled: bool = True) -> Iterator[None]:
+def tree_mode(model: PreTrainedModel, is_enabled: bool = True) -> Iterator[None]:
     """Switch the model to tree attention inside the block, which must include backward passes, because they may run the
-    layers again. Not `enabled`: keep the model's own attention, or select one that supports its soft-capped scores."""
+    layers again. Else keep the model's own attention, or select one that supports its soft-capped scores."""
     config = model.config.get_text_config()
     previous_attention = config._attn_implementation
     row_attention = "eager" if getattr(config, "attn_logit_softcapping", None) else previous_attention
-    config._attn_implementation = ATTENTION if enabled else row_attention
-    use_fused = enabled and model.device.type == "cuda"
+    config._attn_implementation = ATTENTION_NAME if is_enabled else row_attention
+    use_fused = is_enabled and model.device.type == "cuda"
     try:
         with (
             fused_layers(model, tree_attention) if use_fused else contextlib.nullcontext(),
-            segmented_layers(model) if enabled else contextlib.nullcontext(),
+            segmented_layers(model) if is_enabled else contextlib.nullcontext(),
         ):
             yield
     finally:
         config._attn_implementation = previous_attention
 
 
-def tree_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
+def run_tree(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
     """Return the hidden states [N, D], each token of the tree computed once. Call inside `tree_mode`."""
-    size = len(pack.token_ids)
+    num_tokens = len(pack.token_ids)
     set_segments(model, pack.nodes)
     pack = pad_to_blocks(pack) if model.device.type == "cuda" else pack
     ids, positions, image_inputs = pack.token_ids, pack.positions, {}
     if vision is not None:
-        positions = _tree_rotary_positions(pack, vision) if vision.has_rope else positions
-        (ids,), image_inputs = vision.model_inputs(model, ids[None], fresh=vision.is_trained)
+        positions = _compute_rotary_positions(pack, vision) if vision.has_rope else positions
+        (ids,), image_inputs = vision.model_inputs(model, ids[None], bypass_cache=vision.is_trained)
     ids, positions = (torch.from_numpy(array).to(model.device) for array in (ids, positions))
-    return decoder(model)(
+    return get_decoder(model)(
         input_ids=ids[None], position_ids=positions.unsqueeze(-2), use_cache=False,
         tfactory_tree=TreePlan(pack, model.device), **image_inputs,
-    ).last_hidden_state[0, :size]  # fmt: skip
+    ).last_hidden_state[0, :num_tokens]  # fmt: skip
 
 
-def _tree_rotary_positions(pack: Pack, vision: Vision) -> np.ndarray:
+def _compute_rotary_positions(pack: Pack, vision: Vision) -> np.ndarray:
     """Return the rotary positions [3, N] of a tree, in which images take fewer positions than tokens."""
     positions = np.empty((3, len(pack.token_ids)), np.int64)
-    ends: list[int] = []  # position after each node
+    node_ends: list[int] = []  # position after each node
     for node in pack.nodes:
-        tokens = slice(node.start, node.start + node.length)
-        start = ends[node.parent] if node.parent >= 0 else 0
-        positions[:, tokens], end = vision.rope(pack.token_ids[tokens], start)
-        ends.append(end)
+        token_range = slice(node.start, node.start + node.length)
+        start_position = node_ends[node.parent] if node.parent >= 0 else 0
+        positions[:, token_range], end_position = vision.rope(pack.token_ids[token_range], start_position)
+        node_ends.append(end_position)
     return positions
 
 
-def row_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
+def run_rows(model: PreTrainedModel, pack: Pack, vision: Vision | None = None) -> torch.Tensor:
     """Return the hidden states [N, D], computed row by row with the model's own causal attention. Rows are padded on
     the right, where no token attends to the padding."""
     assert all(node.parent < 0 for node in pack.nodes), "pack with make_batch(..., sharing=learner.sharing)"
@@ -98,43 +98,44 @@ def row_states(model: PreTrainedModel, pack: Pack, vision: Vision | None = None)
     ids, kwargs = pack.token_ids[indices], {}
     if vision is not None:
         ids[~is_token] = 0  # not an image
-        rope = np.stack([vision.rope(row)[0] for row in ids], 1) if vision.has_rope else None
-        ids, kwargs = vision.model_inputs(model, ids, fresh=vision.is_trained)
-        if rope is not None:
-            kwargs["position_ids"] = torch.from_numpy(rope).to(model.device)  # [3, n, T]
+        rope_positions = np.stack([vision.rope(row)[0] for row in ids], 1) if vision.has_rope else None
+        ids, kwargs = vision.model_inputs(model, ids, bypass_cache=vision.is_trained)
+        if rope_positions is not None:
+            kwargs["position_ids"] = torch.from_numpy(rope_positions).to(model.device)  # [3, n, T]
     input_ids = torch.from_numpy(ids).to(model.device)
-    states = decoder(model)(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state.flatten(0, 1)
+    outputs = get_decoder(model)(input_ids=input_ids, use_cache=False, **kwargs)
+    states = outputs.last_hidden_state.flatten(0, 1)
     return states.index_select(0, torch.from_numpy(np.flatnonzero(is_token)).to(model.device))
 
 
-def output_head(model: PreTrainedModel) -> Head:
+def get_output_head(model: PreTrainedModel) -> Head:
     """Return the output layer, including the logit scaling or soft-capping of some model families."""
     linear: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     # Cohere multiplies, Granite divides, Gemma caps. Third-party configs may lack these attributes.
     scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
+    logit_cap = getattr(config, "final_logit_softcapping", None)
 
     def head(states: torch.Tensor) -> torch.Tensor:
         logits = linear(states)
         logits = logits if scale == 1.0 else logits * scale
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if logit_cap is None else torch.tanh(logits / logit_cap) * logit_cap
 
-    return linear if scale == 1.0 and cap is None else head
+    return linear if scale == 1.0 and logit_cap is None else head
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel) -> None:
-    """Raise ValueError if `output_head` does not reproduce the model's own logits from its hidden states."""
+    """Raise ValueError if `get_output_head` does not reproduce the model's own logits from its hidden states."""
     # A few tokens suffice: whatever happens after the output layer happens to every token.
     ids = torch.from_numpy(_make_probe_pack(model, sharing=False).token_ids[:32]).to(model.device)[None]
     model.eval()  # `update` switches back to train mode
     expected = model(input_ids=ids, use_cache=False).logits[0].float()
-    head_logits = output_head(model)(
-        decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+    head_logits = get_output_head(model)(
+        get_decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
     ).float()
-    limit = 1e-2 if model.dtype != torch.float32 else 1e-4
-    if head_logits.shape != expected.shape or not _relative_error(head_logits, expected) <= limit:
+    max_error = 1e-2 if model.dtype != torch.float32 else 1e-4
+    if head_logits.shape != expected.shape or not _compute_relative_error(head_logits, expected) <= max_error:
         raise ValueError(
             f"Cannot train a {model.config.model_type!r} model: its forward transforms the logits after the output "
             "layer in a way that the learner does not support. Supported models: `tfactory models --compat`"
@@ -142,17 +143,17 @@ def check_head(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def sharing_problem(model: PreTrainedModel) -> str | None:
+def get_sharing_problem(model: PreTrainedModel) -> str | None:
     """Return the reason why a forward over a prefix tree would differ from one over rows; None if both are equal.
     Checks the layer types, then runs a probe."""
-    if unsupported := unsupported_types(model, SHARED_LAYER_TYPES):
-        return f"it has {' and '.join(unsupported)} layers"
+    if unsupported_types := find_unsupported_types(model, SHAREABLE_LAYER_TYPES):
+        return f"it has {' and '.join(unsupported_types)} layers"
     model.eval()
     with short_windows(model):
-        return _probe_problem(model)
+        return _find_probe_problem(model)
 
 
-def _probe_problem(model: PreTrainedModel) -> str | None:
+def _find_probe_problem(model: PreTrainedModel) -> str | None:
     """Compute the hidden states of a few rows over a prefix tree and row by row. Return the problem as text; None if
     both agree up to rounding."""
     row_pack, tree_pack = _make_probe_pack(model, sharing=False), _make_probe_pack(model, sharing=True)
@@ -160,20 +161,18 @@ def _probe_problem(model: PreTrainedModel) -> str | None:
         # With gradients, a GPU compiles here what training needs. Not with FSDP, which expects a backward afterwards.
         needs_grad = model.device.type == "cuda" and not hasattr(next(model.parameters()), "device_mesh")
         with tree_mode(model), torch.set_grad_enabled(needs_grad):
-            shared = tree_states(model, tree_pack).detach()
+            tree_hidden = run_tree(model, tree_pack).detach()
     except Exception as error:  # third-party code may reject our keyword, or need another argument
-        row_states(
-            model, row_pack
-        )  # an aborted forward leaves its layer unsharded; a complete one reshards it
+        run_rows(model, row_pack)  # an aborted forward leaves its layer unsharded; a complete one reshards it
         return f"its layers do not run over a tree ({(str(error) or type(error).__name__).splitlines()[0]})"
     # The probe trains all tokens but the first, so `source` lists the positions of the rows' tokens.
-    with tree_mode(model, enabled=False):
-        expected = row_states(model, row_pack)[_row_positions(row_pack)]
-    actual = shared[_row_positions(tree_pack)]
+    with tree_mode(model, is_enabled=False):
+        row_hidden = run_rows(model, row_pack)[_get_row_positions(row_pack)]
+    actual_hidden = tree_hidden[_get_row_positions(tree_pack)]
     num_layers = model.config.get_text_config().num_hidden_layers
-    rounding = max(5e-2, 1.5e-2 * num_layers**0.5)  # 16-bit errors grow like a random walk
-    limit = rounding if model.dtype != torch.float32 else 1e-3
-    if not (error := _relative_error(actual, expected)) <= limit:
+    rounding_error = max(5e-2, 1.5e-2 * num_layers**0.5)  # 16-bit errors grow like a random walk
+    max_error = rounding_error if model.dtype != torch.float32 else 1e-3
+    if not (error := _compute_relative_error(actual_hidden, row_hidden)) <= max_error:
         return f"its hidden states over a tree differ from those over rows by {error:.1%} on average"
     return None
 
@@ -183,39 +182,39 @@ def short_windows(model: PreTrainedModel) -> Iterator[None]:
     """Shorten windows and chunks inside the block, so that the probe's rows exceed them. Different lengths stay
     different, so that the probe detects a layer whose mask and attention use different windows."""
     owners: list[Any] = [model.config.get_text_config(), *model.modules()]
-    lengths = [
+    windows = [
         (owner, name, length)
         for owner in owners
         for name in WINDOW_ATTRIBUTES
         if isinstance(length := vars(owner).get(name), int)
     ]
-    distinct_lengths = sorted({length for _, _, length in lengths})
-    for owner, name, length in lengths:
+    distinct_lengths = sorted({length for _, _, length in windows})
+    for owner, name, length in windows:
         setattr(owner, name, PROBE_WINDOW + distinct_lengths.index(length))
     try:
         yield
     finally:
-        for owner, name, length in lengths:
+        for owner, name, length in windows:
             setattr(owner, name, length)
 
 
-def _row_positions(pack: Pack) -> torch.Tensor:
+def _get_row_positions(pack: Pack) -> torch.Tensor:
     """Return the index in the pack of each token of the rows, one row after another in the order of the samples."""
     return torch.from_numpy(pack.source[np.argsort(pack.row, kind="stable")])
 
 
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+def _compute_relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).abs().mean() / expected.float().abs().mean())
 
 
 def _make_probe_pack(model: PreTrainedModel, sharing: bool) -> Pack:
     """Return a pack of three rows that form a prefix tree of three levels."""
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = [(13 + 7919 * i) % vocabulary for i in range(200)]
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = [(13 + 7919 * i) % vocab_size for i in range(200)]
     samples = []
     for suffix_ids in (ids[40:90] + ids[100:107], ids[40:90] + ids[110:122], ids[130:150]):
         row = ids[:30] + suffix_ids
         zeros = [0.0] * len(row)
         samples.append(Sample(row, [False] + [True] * (len(row) - 1), zeros, zeros, zeros, [0] * len(row)))
-    (only_pack,) = pack(samples, 10_000, sharing)
-    return only_pack
+    (probe_pack,) = pack(samples, 10_000, sharing)
+    return probe_pack

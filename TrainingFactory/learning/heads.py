@@ -19,11 +19,11 @@ class ScalarHead(nn.Module):
     reward_model.json."""
 
     def __init__(
-        self, width: int, device: torch.device | str = "cpu", model_info: dict[str, Any] | None = None
+        self, hidden_size: int, device: torch.device | str = "cpu", model_info: dict[str, Any] | None = None
     ) -> None:
         super().__init__()
         self.model_info = model_info
-        self.weight = nn.Parameter(torch.zeros(1, width, device=device))
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size, device=device))
         self.bias = nn.Parameter(torch.zeros(1, device=device))
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -32,8 +32,8 @@ class ScalarHead(nn.Module):
         return nn.functional.linear(states.float(), self.weight, self.bias).sum(-1)
 
 
-def make_head(causal: Any, model_info: dict[str, Any] | None = None) -> ScalarHead:
-    return ScalarHead(causal.config.get_text_config().hidden_size, causal.device, model_info)
+def make_head(causal_lm: Any, model_info: dict[str, Any] | None = None) -> ScalarHead:
+    return ScalarHead(causal_lm.config.get_text_config().hidden_size, causal_lm.device, model_info)
 
 
 def save_head(folder: Path, model_info: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
@@ -41,8 +41,8 @@ def save_head(folder: Path, model_info: dict[str, Any], weights: dict[str, torch
     (folder / REWARD_MODEL_FILE).write_text(json.dumps(model_info, indent=1), encoding="utf-8")
 
 
-def load_head(folder: Path, causal: Any) -> ScalarHead:
+def load_head(folder: Path, causal_lm: Any) -> ScalarHead:
     """Load the head stored in a reward model's checkpoint folder."""
-    head = make_head(causal)
-    head.load_state_dict(load_file(folder / HEAD_FILE, device=str(causal.device)))
+    head = make_head(causal_lm)
+    head.load_state_dict(load_file(folder / HEAD_FILE, device=str(causal_lm.device)))
     return head

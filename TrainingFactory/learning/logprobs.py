@@ -15,7 +15,7 @@ from TrainingFactory.learning.tree.layers import compile_once
 
 CHUNK_ELEMENTS = 2**24  # logits of one chunk: 64 MiB in float32
 # Larger chunks on a GPU, because every chunk reads all of the head's weights and writes their whole gradient.
-GPU_FACTOR = 8
+GPU_CHUNK_FACTOR = 8
 
 
 class _ChunkLogprobs(torch.autograd.Function):
@@ -43,25 +43,25 @@ class _ChunkLogprobs(torch.autograd.Function):
         if grads[0] is None:
             gradient = torch.zeros_like(probabilities)
         else:
-            scale = grads[0][:, None] / ctx.temperature  # [C, 1]
-            gradient = (probabilities * -scale).scatter_add_(1, target[:, None], scale)
+            logprob_grad = grads[0][:, None] / ctx.temperature  # [C, 1]
+            gradient = (probabilities * -logprob_grad).scatter_add_(1, target[:, None], logprob_grad)
         if grads[1] is not None:
             logprobs = probabilities.clamp_min(torch.finfo(probabilities.dtype).tiny).log()
             gradient -= probabilities * (logprobs + entropy[:, None]) * (grads[1][:, None] / ctx.temperature)
         return gradient.to(ctx.dtype), None, None
 
 
-def target_logprobs(
+def compute_target_logprobs(
     logits: torch.Tensor, target: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log-probs of the targets, entropies and log-sum-exp, each [1, C, 1], of logits [1, C, V]."""
     scaled_logits = logits.float() / temperature
-    lse = scaled_logits.logsumexp(-1, keepdim=True)
-    logprobs = scaled_logits - lse
-    return logprobs.gather(-1, target), -(logprobs.exp() * logprobs).sum(-1, keepdim=True), lse
+    logsumexp = scaled_logits.logsumexp(-1, keepdim=True)
+    logprobs = scaled_logits - logsumexp
+    return logprobs.gather(-1, target), -(logprobs.exp() * logprobs).sum(-1, keepdim=True), logsumexp
 
 
-def logits_gradient(
+def compute_logits_grad(
     logits: torch.Tensor, target: torch.Tensor, logsumexp: torch.Tensor, entropy: torch.Tensor,
     logprob_grad: torch.Tensor, entropy_grad: torch.Tensor | None, temperature: float, dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
@@ -73,14 +73,14 @@ def logits_gradient(
     return (gradient / temperature).to(dtype)
 
 
-def float32_logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def compute_float32_logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the logits [C, V] in float32, because bfloat16 numbers near a logit of 20 are 0.125 apart."""
     if states.dtype == torch.float32:
         return states @ weight.t()
     return torch.mm(states, weight.t(), out_dtype=torch.float32)  # CUDA only
 
 
-class _PlainHead(torch.autograd.Function):
+class _PlainHeadLogprobs(torch.autograd.Function):
     """Log-probs and entropies from a head that is a single matrix, on a GPU, where passes over [C, V] dominate the
     cost. Forward and backward write the logits once each; the backward stores only their gradient, in the model's
     dtype."""
@@ -92,8 +92,10 @@ class _PlainHead(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         chunks = []
         for positions, targets in zip(source.split(chunk_size), target.split(chunk_size), strict=True):
-            logits = float32_logits(hidden.index_select(0, positions), weight)
-            chunks.append(compile_once(target_logprobs)(logits[None], targets[None, :, None], temperature))
+            logits = compute_float32_logits(hidden.index_select(0, positions), weight)
+            chunks.append(
+                compile_once(compute_target_logprobs)(logits[None], targets[None, :, None], temperature)
+            )
         token_logprobs, entropy, logsumexp = (
             torch.cat(outputs, 1) for outputs in zip(*chunks, strict=True)
         )  # [1, M, 1]
@@ -115,9 +117,9 @@ class _PlainHead(torch.autograd.Function):
         for start in range(0, len(source), ctx.size):
             chunk = slice(start, start + ctx.size)
             states = hidden.index_select(0, source[chunk])
-            logits_grad = compile_once(logits_gradient)(
-                float32_logits(states, weight)[None], target[None, chunk, None], logsumexp[:, chunk], entropy[:, chunk],
-                logprob_grad[:, chunk], None if entropy_grad is None else entropy_grad[:, chunk],
+            logits_grad = compile_once(compute_logits_grad)(
+                compute_float32_logits(states, weight)[None], target[None, chunk, None], logsumexp[:, chunk],
+                entropy[:, chunk], logprob_grad[:, chunk], None if entropy_grad is None else entropy_grad[:, chunk],
                 ctx.temperature, states.dtype,
             )[0]  # fmt: skip
             hidden_grad.index_add_(0, source[chunk], logits_grad @ weight)
@@ -126,34 +128,34 @@ class _PlainHead(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None, None, None
 
 
-def _is_plain(head: Any, states: torch.Tensor) -> bool:
+def _is_plain(output_head: Any, states: torch.Tensor) -> bool:
     """Return whether the head is a bias-free linear layer on a GPU with the dtype of the states."""
-    is_plain = states.is_cuda and type(head) is torch.nn.Linear and head.bias is None
-    return is_plain and states.dtype == head.weight.dtype
+    is_plain_linear = states.is_cuda and type(output_head) is torch.nn.Linear and output_head.bias is None
+    return is_plain_linear and states.dtype == output_head.weight.dtype
 
 
-def token_logprobs(
+def compute_token_logprobs(
     hidden: torch.Tensor,  # [N, D]
     head: Callable[[torch.Tensor], torch.Tensor],  # [C, D] -> [C, V]
     source: torch.Tensor,  # [M] positions in `hidden` that predict
     target: torch.Tensor,  # [M] token ids that they predict
-    vocabulary: int,
+    vocab_size: int,
     temperature: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs [M] and entropies [M], both at the given temperature."""
-    chunk_size = max(1, CHUNK_ELEMENTS * (GPU_FACTOR if hidden.is_cuda else 1) // vocabulary)
+    chunk_size = max(1, CHUNK_ELEMENTS * (GPU_CHUNK_FACTOR if hidden.is_cuda else 1) // vocab_size)
     if _is_plain(head, hidden):
         weight: Any = head.weight  # pyright: ignore[reportFunctionMemberAccess]
-        return _PlainHead.apply(hidden, weight, source, target, temperature, chunk_size)  # pyright: ignore
-    recompute = len(source) > chunk_size and torch.is_grad_enabled()
+        return _PlainHeadLogprobs.apply(hidden, weight, source, target, temperature, chunk_size)  # pyright: ignore
+    is_recomputed = len(source) > chunk_size and torch.is_grad_enabled()
 
-    def compute_chunk(rows: torch.Tensor, targets: torch.Tensor) -> Any:
-        return _ChunkLogprobs.apply(head(rows), targets, temperature)
+    def compute_chunk(states: torch.Tensor, targets: torch.Tensor) -> Any:
+        return _ChunkLogprobs.apply(head(states), targets, temperature)
 
     outputs = []
     for positions, targets in zip(source.split(chunk_size), target.split(chunk_size), strict=True):
         states = hidden.index_select(0, positions)
-        compute = partial(checkpoint, compute_chunk, use_reentrant=False) if recompute else compute_chunk
+        compute = partial(checkpoint, compute_chunk, use_reentrant=False) if is_recomputed else compute_chunk
         outputs.append(compute(states, targets))
     logprobs, entropies = zip(*outputs, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)

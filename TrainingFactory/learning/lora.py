@@ -9,7 +9,7 @@ import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-from TrainingFactory.learning.routers import expert_modules
+from TrainingFactory.learning.routers import find_expert_modules
 from TrainingFactory.models.adapters import set_adapter_dtype
 
 # Model types whose fused Mamba kernels read this layer's weight without calling the layer; PEFT rejects it there.
@@ -27,42 +27,42 @@ def add_lora(
     rslora: bool = False,
     experts: bool | None = None,
     seed: int = 0,
-    excluded: Sequence[str] = (),
+    excluded_modules: Sequence[str] = (),
 ) -> PeftModel:
     """Freeze the model and add a LoRA adapter that does not change the outputs initially. `target_modules` is
-    "all-linear" (every linear layer but the head), or suffixes of layer names; `excluded` are whole names of layers.
+    "all-linear" (every linear layer but the head), or suffixes of layer names; `excluded_modules`: whole names.
     `experts`: adapt the fused weights of experts too; None: only where PEFT maps "all-linear" to them."""
     targets = target_modules if isinstance(target_modules, str) else list(target_modules)
     if targets == "all-linear":
-        names = linear_layers(model)
+        layer_names = find_linear_layers(model)
         if experts is False:
-            targets = _without_experts(names, model)
-        elif len(names) < len(_find_linear_names(model)):
-            targets = names
+            targets = _exclude_experts(layer_names, model)
+        elif len(layer_names) < len(_find_linear_names(model)):
+            targets = layer_names
     maps_to_experts = _maps_to_experts(model, targets)
-    parameters = expert_weights(model) if experts and not maps_to_experts else []
-    if experts and not (parameters or maps_to_experts):
+    target_parameters = find_expert_weights(model) if experts and not maps_to_experts else []
+    if experts and not (target_parameters or maps_to_experts):
         raise ValueError(
             "lora.experts is true, but the model has no experts that an adapter can change. Remove it"
         )
-    if (dropout or dora) and (parameters or maps_to_experts):
-        option = f"lora.dropout={dropout:g}" if dropout else "lora.dora=true"
+    if (dropout or dora) and (target_parameters or maps_to_experts):
+        conflicting_option = f"lora.dropout={dropout:g}" if dropout else "lora.dora=true"
         raise ValueError(
-            f"{option} does not work with adapters of experts. Remove it, or set lora.experts=false"
+            f"{conflicting_option} does not work with adapters of experts. Remove it, or set lora.experts=false"
         )
     config = LoraConfig(
         r=r, lora_alpha=alpha, lora_dropout=dropout, target_modules=targets, task_type=TaskType.CAUSAL_LM,
-        use_dora=dora, use_rslora=rslora, exclude_modules=list(excluded) or None,
-        target_parameters=parameters or None,
+        use_dora=dora, use_rslora=rslora, exclude_modules=list(excluded_modules) or None,
+        target_parameters=target_parameters or None,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        adapted = get_peft_model(model, config)
-    assert isinstance(adapted, PeftModel)
-    return set_adapter_dtype(adapted, model.dtype)
+        peft_model = get_peft_model(model, config)
+    assert isinstance(peft_model, PeftModel)
+    return set_adapter_dtype(peft_model, model.dtype)
 
 
-def linear_layers(model: Any) -> list[str]:
+def find_linear_layers(model: Any) -> list[str]:
     """Return the names of the linear layers that can have an adapter: all except the output layer, routers that return
     more than the output of a linear layer, and output projections whose weights Mamba kernels read without calling the
     layer."""
@@ -75,18 +75,20 @@ def linear_layers(model: Any) -> list[str]:
     ]
 
 
-def adapter_sizes(model: Any) -> tuple[int, int, bool]:
+def count_adapter_weights(model: Any) -> tuple[int, int, bool]:
     """Return the numbers of weights of rank-1 adapters on all linear layers and on the experts (and on routers, where
     PEFT adapts them too), and whether "all-linear" includes experts."""
     maps_to_experts = _maps_to_experts(model, "all-linear")
-    names = linear_layers(model)
+    names = find_linear_layers(model)
     layers = [
-        model.get_submodule(name) for name in (_without_experts(names, model) if maps_to_experts else names)
+        model.get_submodule(name) for name in (_exclude_experts(names, model) if maps_to_experts else names)
     ]
-    fused = {name: model.get_parameter(name) for name in expert_weights(model)}
+    fused_weights = {name: model.get_parameter(name) for name in find_expert_weights(model)}
     # PEFT doubles the rank of two matrices in one; it also adapts the routers of these families.
-    factors = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused}
-    size = sum(factors[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused.items())
+    factors = {name: 1 + (maps_to_experts and name.endswith("gate_up_proj")) for name in fused_weights}
+    size = sum(
+        factors[name] * weight.shape[0] * sum(weight.shape[1:]) for name, weight in fused_weights.items()
+    )
     if maps_to_experts:
         weights = dict(model.named_parameters())
         size += sum(sum(weight.shape) for name, weight in weights.items() if name.endswith(".gate.weight"))
@@ -99,22 +101,22 @@ def _find_linear_names(model: Any) -> list[str]:
     return [name for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head]
 
 
-def expert_weights(model: Any) -> list[str]:
+def find_expert_weights(model: Any) -> list[str]:
     """Return the names of the weights that hold a matrix for each expert."""
     return [
         f"{name}.{key}"
-        for name, module in expert_modules(model).items()
+        for name, module in find_expert_modules(model).items()
         for key, weight in module.named_parameters(recurse=False)
         if weight.dim() == 3
     ]
 
 
-def _without_experts(names: list[str], model: Any) -> list[str]:
+def _exclude_experts(layer_names: list[str], model: Any) -> list[str]:
     """Return the names of the layers that PEFT does not map to fused experts."""
     partners = {"gate_proj": "up_proj", "up_proj": "gate_proj"}  # PEFT maps them together only
-    leaf_names = {name.rpartition(".")[2] for name in names}
+    leaf_names = {name.rpartition(".")[2] for name in layer_names}
     mapped_leaves = {leaf for leaf in leaf_names if _maps_to_experts(model, [leaf, partners.get(leaf, leaf)])}
-    return [name for name in names if name.rpartition(".")[2] not in mapped_leaves]
+    return [name for name in layer_names if name.rpartition(".")[2] not in mapped_leaves]
 
 
 def _maps_to_experts(model: Any, targets: str | list[str]) -> bool:

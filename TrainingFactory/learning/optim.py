@@ -30,7 +30,7 @@ class OptimizerOptions:
     total_steps: int | None = None  # needed by linear and cosine
     max_grad_norm: float = 1.0  # infinity: no clipping
 
-    def factor(self, step: int) -> float:
+    def get_lr_factor(self, step: int) -> float:
         """Return the multiplier of the peak learning rates at a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
@@ -62,10 +62,10 @@ class Muon(torch.optim.Optimizer):
                 if param.grad is None:
                     continue
                 state = self.state[param]
-                buffer = state.setdefault("momentum", torch.zeros_like(param))
-                buffer.lerp_(param.grad, 1 - group["momentum"])
-                update = self._processes.gather(param.grad.lerp(buffer, group["momentum"]))
-                direction = self._processes.share(orthogonalize(update), param)
+                momentum_buffer = state.setdefault("momentum", torch.zeros_like(param))
+                momentum_buffer.lerp_(param.grad, 1 - group["momentum"])
+                update = self._processes.gather(param.grad.lerp(momentum_buffer, group["momentum"]))
+                direction = self._processes.take_shard(orthogonalize(update), param)
                 param.add_(direction, alpha=-group["lr"] * max(1, param.shape[0] / param.shape[1]) ** 0.5)
 
 
@@ -89,21 +89,21 @@ def make_optimizers(
     """Group the parameters and return their optimizers. Norms, biases, embeddings and heads get no weight decay. If
     Muon is chosen, Muon updates the policy's inner matrices and AdamW all other weights. Head and critic have their own
     learning rate."""
-    matrices, decayed, no_decay, critic_decayed, critic_no_decay = [], [], [], [], []
+    matrices, decayed_weights, undecayed_weights, decayed_critic, undecayed_critic = [], [], [], [], []
     for name, param in named_parameters:
         is_inner = param.dim() == 2 and "embed" not in name and "head." not in name
         if name.startswith(CRITIC_PREFIXES):
-            (critic_decayed if is_inner else critic_no_decay).append(param)
+            (decayed_critic if is_inner else undecayed_critic).append(param)
+        elif is_inner and options.name == "muon":
+            matrices.append(param)
         else:
-            (matrices if is_inner and options.name == "muon" else decayed if is_inner else no_decay).append(
-                param
-            )
-    critic_rate = options.critic_learning_rate or options.learning_rate
+            (decayed_weights if is_inner else undecayed_weights).append(param)
+    critic_lr = options.critic_learning_rate or options.learning_rate
     groups = [
-        {"params": decayed, "weight_decay": options.weight_decay},
-        {"params": no_decay, "weight_decay": 0.0},
-        {"params": critic_decayed, "weight_decay": options.weight_decay, "lr": critic_rate},
-        {"params": critic_no_decay, "weight_decay": 0.0, "lr": critic_rate},
+        {"params": decayed_weights, "weight_decay": options.weight_decay},
+        {"params": undecayed_weights, "weight_decay": 0.0},
+        {"params": decayed_critic, "weight_decay": options.weight_decay, "lr": critic_lr},
+        {"params": undecayed_critic, "weight_decay": 0.0, "lr": critic_lr},
     ]
     groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
@@ -135,9 +135,9 @@ class MixedPrecision:
     """Trains 16-bit weights through float32 master copies, because 16 bits would round small updates away."""
 
     def __init__(self, named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-        trainable = [(name, param) for name, param in named_parameters if param.requires_grad]
-        self.names = [name for name, _ in trainable]
-        self.params = [param for _, param in trainable]
+        trainable_params = [(name, param) for name, param in named_parameters if param.requires_grad]
+        self.names = [name for name, _ in trainable_params]
+        self.params = [param for _, param in trainable_params]
         self.masters = [
             param if param.dtype in (torch.float32, torch.float64) else nn.Parameter(param.detach().float())
             for param in self.params

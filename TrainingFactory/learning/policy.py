@@ -14,7 +14,7 @@ from TrainingFactory.learning.step import StepOptions, evaluate_rows, score_rows
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.types import Sample, Weights
 
-CLOSE_SECONDS = 10.0
+CLOSE_TIMEOUT_SECONDS = 10.0
 
 
 class WeightPublisher(Protocol):
@@ -23,7 +23,7 @@ class WeightPublisher(Protocol):
 
     model_folder: str
     dtype: str
-    rank: int | None
+    adapter_rank: int | None
 
     def publish(self, version: int) -> Weights: ...
     def close(self) -> None: ...
@@ -48,10 +48,10 @@ class LocalPolicy:
 
     async def step(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         args = (self.learner, self.algorithm, rows, step, self._options)
-        extra_metrics = {} if self.before_step is None else await self.before_step(rows, step)
+        callback_metrics = {} if self.before_step is None else await self.before_step(rows, step)
         metrics = await self.thread.call(train_step, *args)
         self._version = step + 1
-        return extra_metrics | metrics
+        return callback_metrics | metrics
 
     async def evaluate(self, rows: Sequence[Sample], step: int) -> dict[str, float]:
         args = (self.learner, self.algorithm, rows, step, self._options)
@@ -76,6 +76,6 @@ class LocalPolicy:
     async def close(self) -> None:
         if self.publisher is not None:
             with suppress(TimeoutError):  # queued behind a running `publish`, which would recreate its folder
-                async with asyncio.timeout(CLOSE_SECONDS):
+                async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
                     await self.thread.call(self.publisher.close)
         self.thread.close()

@@ -14,7 +14,7 @@ from TrainingFactory.data.packing import Batch, Pack
 
 class Processes:
     rank = 0
-    count = 1
+    world_size = 1
 
     def shard(self, model: Any, head: torch.nn.Module | None = None) -> None:
         """Shard the weights of a model, and of its head, over the processes."""
@@ -29,22 +29,22 @@ class Processes:
         between the processes."""
         return make(token_budget)
 
-    def deal(self, packs: Sequence[Pack]) -> Sequence[Pack]:
+    def take_local_packs(self, packs: Sequence[Pack]) -> Sequence[Pack]:
         """Return the packs of this process. Every process gets the same number; some packs may have no rows."""
         return packs
 
-    def exchange(self, packs: Sequence[Pack], names: Sequence[str]) -> None:
-        """Exchange the array fields `names` between the processes, so that every process has them for all packs."""
+    def exchange_fields(self, packs: Sequence[Pack], field_names: Sequence[str]) -> None:
+        """Exchange the arrays `field_names` between the processes, so that every process has them for all packs."""
 
-    def sum_metrics(self, sums: dict[str, float]) -> dict[str, float]:
+    def sum_metrics(self, metric_sums: dict[str, float]) -> dict[str, float]:
         """Return the sum of each metric over all processes; a process may lack some of the keys."""
-        return sums
+        return metric_sums
 
-    def sum_array(self, values: np.ndarray) -> np.ndarray:
+    def sum_array(self, array: np.ndarray) -> np.ndarray:
         """Return the sum of the arrays of all processes, which have equal shapes."""
-        return values
+        return array
 
-    def agree(self, text: str) -> str:
+    def broadcast_text(self, text: str) -> str:
         """Return the `text` of rank 0 in every process."""
         return text
 
@@ -52,11 +52,11 @@ class Processes:
         """Return the full tensor of a sharded weight, gradient or optimizer state."""
         return tensor
 
-    def share(self, tensor: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-        """Return this process's shard of a full tensor, sharded like `reference`."""
+    def take_shard(self, tensor: torch.Tensor, sharded: torch.Tensor) -> torch.Tensor:
+        """Return this process's shard of a full tensor, sharded like `sharded`."""
         return tensor
 
-    def state_of(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+    def gather_state(self, model: Any, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
         """Return the full weights for `save_pretrained`. Trained weights are cast to `dtype`, except those of an
         adapter. None: the model is not sharded, and its own weights can be saved."""
         return None

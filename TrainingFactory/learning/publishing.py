@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.step import StepOptions, score_rows
-from TrainingFactory.models.saved import WEIGHTS, to_checkpoint_names
+from TrainingFactory.models.saved import WEIGHTS_FILE, to_checkpoint_names
 from TrainingFactory.types import Sample, Weights
 
 KEPT_VERSIONS = 2  # versions: the one that all engines have, and the one that they are loading
@@ -34,68 +34,70 @@ SHARED_MEMORY = Path("/dev/shm")
 
 class Publisher:
     """Writes versions of a learner's weights. `model_folder` is the `EngineSpec.model`: the model's config, and for
-    adapters the base weights. `rank` is the rank of the published LoRA adapter; None: full weights are published.
-    Without `adapters`, full weights are always published."""
+    adapters the base weights. `adapter_rank` is the rank of the published LoRA adapter; None: full weights. Without
+    `publish_adapters`, full weights are always published."""
 
-    def __init__(self, learner: Learner, adapters: bool = True) -> None:
-        self._learner, self._causal = learner, learner.causal
-        if getattr(self._causal, "is_quantized", False):  # third-party object
+    def __init__(self, learner: Learner, publish_adapters: bool = True) -> None:
+        self._learner, self._causal_lm = learner, learner.causal_lm
+        if getattr(self._causal_lm, "is_quantized", False):  # third-party object
             raise ValueError(
                 "model.quantization is not supported for engines in other processes, which load unquantized weights. "
                 "Remove it, or use sampling.engine=native without Ray"
             )
-        size = sum(param.numel() * param.element_size() for param in self._causal.parameters())
+        model_bytes = sum(param.numel() * param.element_size() for param in self._causal_lm.parameters())
         fits_in_memory = (
-            SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * size
+            SHARED_MEMORY.is_dir()
+            and shutil.disk_usage(SHARED_MEMORY).free > (KEPT_VERSIONS + 1) * model_bytes
         )
-        self._is_writer, temp_folder, self._cleanup = learner.processes.rank == 0, "", None
+        self._is_writer, temp_folder, self._cleaner = learner.processes.rank == 0, "", None
         if self._is_writer:
             temp_folder = tempfile.mkdtemp(
                 prefix="tfactory-weights-", dir=SHARED_MEMORY if fits_in_memory else None
             )
             # Removes the folder when this process has ended, even by a kill: shared memory would leak until a reboot.
             command = ["sh", "-c", 'cat >/dev/null; rm -rf "$1"', "sh", temp_folder]
-            self._cleanup = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
-        self._home = Path(learner.processes.agree(temp_folder))
+            self._cleaner = subprocess.Popen(command, stdin=subprocess.PIPE, env={}, start_new_session=True)
+        self._root_folder = Path(learner.processes.broadcast_text(temp_folder))
         with torch.device("meta"):
-            self._skeleton = type(self._causal)(copy.deepcopy(self._causal.config))
+            self._skeleton = type(self._causal_lm)(copy.deepcopy(self._causal_lm.config))
         config = self._skeleton.config
-        config.architectures, config.dtype = [type(self._causal).__name__], learner.dtype
-        self.dtype, self.model_folder = str(config.dtype).removeprefix("torch."), str(self._home / "model")
-        self.rank = _get_adapter_rank(learner.model) if adapters else None
-        if self.rank is not None:
-            self._write_weights(self._home / "model", merged=False)
+        config.architectures, config.dtype = [type(self._causal_lm).__name__], learner.dtype
+        self.dtype = str(config.dtype).removeprefix("torch.")
+        self.model_folder = str(self._root_folder / "model")
+        self.adapter_rank = _get_adapter_rank(learner.model) if publish_adapters else None
+        if self.adapter_rank is not None:
+            self._write_weights(self._root_folder / "model", merged=False)
         elif self._is_writer:
             config.save_pretrained(self.model_folder)
-        rng, vocabulary = random.Random(0), config.get_text_config().vocab_size
-        self._canary = tuple(rng.randrange(vocabulary) for _ in range(CANARY_TOKENS))
-        self._folder_numbers, self._published = itertools.count(), list[Path]()
+        rng, vocab_size = random.Random(0), config.get_text_config().vocab_size
+        self._canary = tuple(rng.randrange(vocab_size) for _ in range(CANARY_TOKENS))
+        self._folder_numbers, self._published_folders = itertools.count(), list[Path]()
 
     def publish(self, version: int) -> Weights:
         """Write the current weights on rank 0. Return their folder and version, and their log-probs of the canary, a
         fixed token sequence with which the fleet verifies its engines."""
-        target = self._home / f"{next(self._folder_numbers):06d}-version-{version}"
-        if self.rank is None:
-            self._write_weights(target, merged=True)
+        version_folder = self._root_folder / f"{next(self._folder_numbers):06d}-version-{version}"
+        if self.adapter_rank is None:
+            self._write_weights(version_folder, merged=True)
         else:
             model = self._learner.model
-            weights = self._learner.processes.state_of(model, self._learner.dtype)
+            weights = self._learner.processes.gather_state(model, self._learner.dtype)
             options = {"state_dict": weights, "save_embedding_layers": False}
-            self._write_folder(target, lambda folder: model.save_pretrained(folder, **options))
-        self._published.append(target)
-        while len(self._published) > KEPT_VERSIONS:
-            old = self._published.pop(0)
+            self._write_folder(version_folder, lambda folder: model.save_pretrained(folder, **options))
+        self._published_folders.append(version_folder)
+        while len(self._published_folders) > KEPT_VERSIONS:
+            old_folder = self._published_folders.pop(0)
             if self._is_writer:
-                shutil.rmtree(old)
-        kind, base = ("full", "") if self.rank is None else ("adapter", self.model_folder)
-        return Weights(version, str(target), kind, base, (self._canary, self._score_canary()))
+                shutil.rmtree(old_folder)
+        kind, base = ("full", "") if self.adapter_rank is None else ("adapter", self.model_folder)
+        return Weights(version, str(version_folder), kind, base, (self._canary, self._score_canary()))
 
     def close(self) -> None:
         """Remove all published folders. Further calls do nothing."""
-        if self._cleanup is not None:
-            assert self._cleanup.stdin is not None
-            self._cleanup.stdin.close()
-            self._cleanup.wait()
+        if self._cleaner is not None:
+            assert self._cleaner.stdin is not None
+            self._cleaner.stdin.close()
+            self._cleaner.wait()
 
     def _write_weights(self, folder: Path, merged: bool) -> None:
         weights: dict[str, torch.Tensor] = {}
@@ -104,37 +106,37 @@ class Publisher:
                 if self._is_writer:
                     weights[name] = weight.cpu()
 
-        def write(folder: Path) -> None:
+        def write_files(folder: Path) -> None:
             self._skeleton.config.save_pretrained(folder)
             renamed = to_checkpoint_names(self._skeleton, weights)
-            save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS)
+            save_file({name: weight.contiguous() for name, weight in renamed.items()}, folder / WEIGHTS_FILE)
 
-        self._write_folder(folder, write)
+        self._write_folder(folder, write_files)
 
-    def _write_folder(self, folder: Path, write: Callable[[Path], object]) -> None:
+    def _write_folder(self, folder: Path, write_files: Callable[[Path], object]) -> None:
         """Write to a temporary folder and rename it, on rank 0. On failure raise OSError on all ranks."""
-        partial_folder, failure = self._home / ".part", ""
+        partial_folder, failure = self._root_folder / ".part", ""
         try:
             if self._is_writer:
-                write(partial_folder)
+                write_files(partial_folder)
                 partial_folder.rename(folder)
         except (OSError, SafetensorError) as error:
             failure = str(error)
-        if failure := self._learner.processes.agree(failure):
-            raise OSError(f"Could not write the weights to {self._home}: {failure}")
+        if failure := self._learner.processes.broadcast_text(failure):
+            raise OSError(f"Could not write the weights to {self._root_folder}: {failure}")
 
     def _score_canary(self) -> tuple[float, ...]:
         """Return the learner's log-probs of the canary at temperature 1, and restore the learner's settings."""
         learner, zeros = self._learner, [0.0] * CANARY_TOKENS
-        training, temperature = learner.model.training, learner.temperature
-        mask = [False] + [True] * (CANARY_TOKENS - 1)
-        row = Sample(list(self._canary), mask, zeros, zeros, zeros, [0] * CANARY_TOKENS)
+        was_training, temperature = learner.model.training, learner.temperature
+        loss_mask = [False] + [True] * (CANARY_TOKENS - 1)
+        row = Sample(list(self._canary), loss_mask, zeros, zeros, zeros, [0] * CANARY_TOKENS)
         learner.temperature = 1.0
         try:
             return tuple(score_rows(learner, [row], StepOptions())[0][1:])
         finally:
             learner.temperature = temperature
-            learner._set_training(training)
+            learner._set_training(was_training)
 
 
 def _get_adapter_rank(model: Any) -> int | None:
@@ -142,8 +144,8 @@ def _get_adapter_rank(model: Any) -> int | None:
     if not isinstance(model, PeftModel):
         return None
     config: Any = model.active_peft_config
-    trainable = [name for name, param in model.named_parameters() if param.requires_grad]
-    is_lora_only = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in trainable)
+    names = [name for name, param in model.named_parameters() if param.requires_grad]
+    is_lora_only = all(re.search(r"\.lora_[AB]\.", name) and "lm_head" not in name for name in names)
     is_unsupported = config.use_dora or config.bias != "none" or isinstance(config.init_lora_weights, str)
     is_unsupported = is_unsupported or bool(config.modules_to_save)  # even frozen ones
     is_unsupported = is_unsupported or bool(config.target_parameters)  # experts and routers
@@ -156,8 +158,8 @@ def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[t
     attribute access to them."""
     gather = learner.processes.gather
     for name in skeleton.state_dict():
-        module_path, _, leaf = name.rpartition(".")
-        module = learner.causal.get_submodule(module_path)
+        module_path, _, weight_name = name.rpartition(".")
+        module = learner.causal_lm.get_submodule(module_path)
         if isinstance(module, BaseTunerLayer):
             if merged:
                 params = {
@@ -170,5 +172,5 @@ def _gather_weights(learner: Learner, skeleton: Any, merged: bool) -> Iterator[t
                     layer.merge()
                     layer = layer.base_layer
             module = module.get_base_layer()
-        weight = gather(getattr(module, leaf).detach())
+        weight = gather(getattr(module, weight_name).detach())
         yield name, weight.to(learner.dtype) if weight.is_floating_point() else weight

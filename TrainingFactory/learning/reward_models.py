@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from TrainingFactory.data.packing import make_batch
 from TrainingFactory.data.rewriting import rerender
 from TrainingFactory.data.samples import to_samples
-from TrainingFactory.learning.forward import causal_model, row_states, sharing_problem, tree_mode, tree_states
+from TrainingFactory.learning.forward import get_causal_lm, get_sharing_problem, run_rows, run_tree, tree_mode
 from TrainingFactory.learning.heads import HEAD_FILE, REWARD_MODEL_FILE, ScalarHead, load_head
 from TrainingFactory.models import chat_format, load_model
 from TrainingFactory.models.vision import Vision
@@ -74,10 +74,10 @@ class RewardScorer:
         vision: Vision | None = None,
     ) -> None:
         self.kind: Kind = kind
-        self._model, self._causal, self._head, self._chat = model.eval(), causal_model(model), head, chat
+        self._model, self._causal_lm, self._head, self._chat = model.eval(), get_causal_lm(model), head, chat
         self._token_budget, self._score_together, self._vision = token_budget, score_together, vision
         sees_whole_images = vision is not None and vision.sees_whole_images
-        self._sharing = sharing_problem(self._causal) is None and not sees_whole_images
+        self._sharing = get_sharing_problem(self._causal_lm) is None and not sees_whole_images
         self._lock = threading.Lock()
 
     @classmethod
@@ -112,7 +112,7 @@ class RewardScorer:
             stop_ids=loaded_model.stop_ids,
             vision=loaded_model.vision,
         )
-        head = load_head(folder, causal_model(loaded_model.model))
+        head = load_head(folder, get_causal_lm(loaded_model.model))
         return cls(
             loaded_model.model,
             head,
@@ -126,45 +126,46 @@ class RewardScorer:
     def score(self, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Score episodes; raise ValueError if one does not fit the chat template or is too long."""
         if self._score_together:
-            scores = self.scores(trajectories)
+            scores = self.compute_scores(trajectories)
         else:
-            scores = [self.scores([trajectory])[0] for trajectory in trajectories]
+            scores = [self.compute_scores([trajectory])[0] for trajectory in trajectories]
         # Scores of one episode in different batches differ by at most one unit of the last decimal, and mostly by none.
-        scores = [[round(score, SCORE_DECIMALS) for score in episode] for episode in scores]
+        scores = [[round(score, SCORE_DECIMALS) for score in episode_scores] for episode_scores in scores]
         if self.kind == "outcome":
             return [Reward(score) for [score] in scores]
-        return [_process_reward(episode) for episode in scores]
+        return [_make_process_reward(episode_scores) for episode_scores in scores]
 
     @torch.no_grad()
-    def scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+    def compute_scores(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Return the head's output at the last token of every turn (process) or of the last turn (outcome)."""
         with self._lock:
             rows_by_episode = [self._make_rows(trajectory) for trajectory in trajectories]
-            samples = [row for episode in rows_by_episode for row in episode]
+            samples = [row for rows in rows_by_episode for row in rows]
             row_scores: list[list[float]] = [[] for _ in samples]
             for pack in make_batch(samples, self._token_budget, self._sharing).packs:
-                with tree_mode(self._causal, self._sharing):
-                    states = (tree_states if self._sharing else row_states)(self._causal, pack, self._vision)
+                with tree_mode(self._causal_lm, self._sharing):
+                    states = (run_tree if self._sharing else run_rows)(self._causal_lm, pack, self._vision)
                 positions = torch.from_numpy(pack.place).to(states.device)
                 outputs = self._head(states.index_select(0, positions)).tolist()
                 for row_index, score in zip(pack.row.tolist(), outputs, strict=True):
                     row_scores[row_index].append(score)
         remaining_scores = iter(row_scores)
-        return [[score for _ in episode for score in next(remaining_scores)] for episode in rows_by_episode]
+        return [[score for _ in rows for score in next(remaining_scores)] for rows in rows_by_episode]
 
     def _make_rows(self, trajectory: Trajectory) -> list[Sample]:
         rendered = rerender(self._chat, trajectory, unfold=True)  # the model judges the whole episode
         rows = to_samples(rendered, turns="all" if self.kind == "process" else "last", tokens="last")
-        limit = getattr(self._causal.config.get_text_config(), "max_position_embeddings", None)
-        max_length = max(len(row.token_ids) for row in rows)
-        if limit is not None and max_length > limit:
+        max_tokens = getattr(self._causal_lm.config.get_text_config(), "max_position_embeddings", None)
+        num_tokens = max(len(row.token_ids) for row in rows)
+        if max_tokens is not None and num_tokens > max_tokens:
             raise ValueError(
-                f"The episode of task {trajectory.task.id} has {max_length} tokens; the reward model's limit is {limit}"
+                f"The episode of task {trajectory.task.id} has {num_tokens} tokens; the reward model's limit is "
+                f"{max_tokens}"
             )
         return rows
 
 
-def _process_reward(scores: Sequence[float]) -> Reward:
+def _make_process_reward(scores: Sequence[float]) -> Reward:
     probabilities = torch.tensor(scores, dtype=torch.float64).sigmoid().tolist()
     minima = list(accumulate(probabilities, min, initial=1.0))  # m_0 ... m_T
     return Reward(2 * minima[-1] - 1, [current - previous for previous, current in pairwise(minima)])

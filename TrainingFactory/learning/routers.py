@@ -37,33 +37,33 @@ class Routing:
     logits: list[torch.Tensor] = field(
         default_factory=list
     )  # [T, E] with gradient; empty if the family has no loss
-    chosen: list[torch.Tensor] = field(default_factory=list)  # [T, k] experts that compute each token
+    experts: list[torch.Tensor] = field(default_factory=list)  # [T, k] experts that compute each token
 
 
 class Routers:
-    """The routers of `model`. `aux_loss` is the coefficient of the auxiliary loss; None: the model's own."""
+    """The routers of `model`. `coefficient` is that of the auxiliary loss; None: the model's own."""
 
-    def __init__(self, model: PreTrainedModel, aux_loss: float | None) -> None:
-        self.layers = expert_modules(model)
+    def __init__(self, model: PreTrainedModel, coefficient: float | None) -> None:
+        self.layers = find_expert_modules(model)
         self._top_k = _get_balanced_top_k(model)
-        if aux_loss and not self._top_k:
+        if coefficient and not self._top_k:
             raise ValueError(
-                f"training.router_aux_loss is {aux_loss:g}, but a {model.config.model_type!r} model defines no "
+                f"training.router_aux_loss is {coefficient:g}, but a {model.config.model_type!r} model defines no "
                 "auxiliary loss. Remove the option"
             )
-        default_coefficient = (
+        default = (
             getattr(model.config.get_text_config(), "router_aux_loss_coef", None) or 0.0
         )  # third-party object
-        if aux_loss is None and self._top_k and default_coefficient > LARGE_COEFFICIENT:
+        if coefficient is None and self._top_k and default > LARGE_COEFFICIENT:
             log.warning(
                 "The model's config sets router_aux_loss_coef=%g, which is large next to the loss of an algorithm. Set "
-                "training.router_aux_loss to choose another coefficient, such as 0.001", default_coefficient,
+                "training.router_aux_loss to choose another coefficient, such as 0.001", default,
             )  # fmt: skip
-        self.coefficient = 0.0 if not self._top_k else default_coefficient if aux_loss is None else aux_loss
+        self.coefficient = 0.0 if not self._top_k else default if coefficient is None else coefficient
         self._gates, self._logits_index = _find_gates(model) if self.coefficient else ([], 0)
 
     @contextmanager
-    def recording(self) -> Iterator[Routing]:
+    def record_routing(self) -> Iterator[Routing]:
         """Record the routing of a forward pass inside the block. No hooks remain after the block. Therefore neither
         backward passes that run the layers again nor the sampler, which shares the modules, are recorded."""
         routing = Routing()
@@ -75,7 +75,7 @@ class Routers:
             indices = (
                 args[1] if len(args) > 1 else next(kwargs[name] for name in INDEX_PARAMETERS & kwargs.keys())
             )
-            routing.chosen.append(indices.detach())
+            routing.experts.append(indices.detach())
 
         hooks = [gate.register_forward_hook(add_logits) for gate in self._gates]
         hooks += [
@@ -87,26 +87,26 @@ class Routers:
             for hook in hooks:
                 hook.remove()
 
-    def loads(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
+    def count_loads(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
         """Return how many tokens each expert of each layer computes. [layers, E]"""
         counts = [_count_tokens_by_expert(experts, weights, module.num_experts) for experts, module in
-                  zip(routing.chosen, self.layers.values(), strict=True)]  # fmt: skip
+                  zip(routing.experts, self.layers.values(), strict=True)]  # fmt: skip
         return torch.stack(counts).cpu().numpy()
 
-    def balance_counts(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
+    def count_balance(self, routing: Routing, weights: np.ndarray) -> np.ndarray:
         """Return the number of tokens for which each expert is among the k most likely ones, summed over layers; the
         last entry is the number of tokens times layers. [E + 1]"""
-        total = torch.stack(
+        expert_counts = torch.stack(
             [
                 _count_tokens_by_expert(logits.topk(self._top_k).indices, weights, logits.shape[-1])
                 for logits in routing.logits
             ]
         ).sum(0)
-        return np.append(total.cpu().numpy(), weights.sum() * len(routing.logits))
+        return np.append(expert_counts.cpu().numpy(), weights.sum() * len(routing.logits))
 
-    def aux_loss(self, routing: Routing, weights: np.ndarray, counts: np.ndarray) -> torch.Tensor:
+    def compute_aux_loss(self, routing: Routing, weights: np.ndarray, counts: np.ndarray) -> torch.Tensor:
         """Return a forward pass's share of the auxiliary loss, without its coefficient. `counts` are the
-        `balance_counts` of the whole update."""
+        `count_balance` of the whole update."""
         first_logits = routing.logits[0]
         shares = torch.from_numpy(counts[:-1] / counts[-1]).to(first_logits.device, torch.float32)
         token_weights = _pad_weights(weights, len(first_logits)).to(first_logits.device)
@@ -114,22 +114,22 @@ class Routers:
         return torch.stack(layer_losses).sum() * (first_logits.shape[-1] / counts[-1])
 
 
-def changed_routes(left: Routing, right: Routing, tokens: int) -> float:
+def measure_changed_routes(left: Routing, right: Routing, num_tokens: int) -> float:
     """Return the share of (token, layer) pairs that two forward passes over the same tokens route to different experts.
     Only the first `tokens` of each layer count; padding may follow."""
     shares = [
-        (a[:tokens].sort(-1).values != b[:tokens].sort(-1).values).any(-1).float().mean()
-        for a, b in zip(left.chosen, right.chosen, strict=True)
+        (first[:num_tokens].sort(-1).values != second[:num_tokens].sort(-1).values).any(-1).float().mean()
+        for first, second in zip(left.experts, right.experts, strict=True)
     ]
     return float(torch.stack(shares).mean())
 
 
-def find_routers(model: PreTrainedModel, aux_loss: float | None) -> Routers | None:
+def find_routers(model: PreTrainedModel, coefficient: float | None) -> Routers | None:
     """Return the routers of a mixture of experts; None for other models."""
-    return Routers(model, aux_loss) if aux_loss or expert_modules(model) else None
+    return Routers(model, coefficient) if coefficient or find_expert_modules(model) else None
 
 
-def token_counts(pack: Pack, sharing: bool) -> np.ndarray:
+def count_token_rows(pack: Pack, sharing: bool) -> np.ndarray:
     """Return how many rows contain each token that a forward pass over the pack computes, in its order. Padding of rows
     counts 0; padding at the end may be missing."""
     if not len(pack.rows):  # another process's turn: a pack that must not count
@@ -141,21 +141,21 @@ def token_counts(pack: Pack, sharing: bool) -> np.ndarray:
     return (np.arange(lengths.max()) < lengths[:, None]).astype(np.float32).ravel()
 
 
-def load_metrics(loads: np.ndarray) -> dict[str, float]:
+def summarize_loads(loads: np.ndarray) -> dict[str, float]:
     """Return the metrics of the experts' loads [layers, E]: the largest load over the mean, and the entropy over its
     maximum, both averaged over layers; and the share of experts without tokens."""
     shares = loads / np.maximum(loads.sum(1, keepdims=True), 1)
     entropy = -(shares * np.log(np.where(shares > 0, shares, 1))).sum(1) / np.log(loads.shape[1])
-    largest = shares.max(1) * loads.shape[1]
+    max_loads = shares.max(1) * loads.shape[1]
     return {
-        "experts/max_load": float(largest.mean()),
-        "experts/max_load_worst_layer": float(largest.max()),
+        "experts/max_load": float(max_loads.mean()),
+        "experts/max_load_worst_layer": float(max_loads.max()),
         "experts/entropy": float(entropy.mean()),
         "experts/unused": float((loads == 0).mean()),
     }
 
 
-def expert_modules(model: torch.nn.Module) -> dict[str, Any]:
+def find_expert_modules(model: torch.nn.Module) -> dict[str, Any]:
     """Return the modules that compute the routed experts of a layer, by name."""
     return {
         name: module
@@ -165,7 +165,7 @@ def expert_modules(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def routing_bias_count(model: torch.nn.Module) -> int:
+def count_routing_biases(model: torch.nn.Module) -> int:
     """Return the number of routers with an untrained bias for the choice of experts."""
     names = [*dict(model.named_buffers()), *dict(model.named_parameters())]
     return sum(name.endswith("e_score_correction_bias") for name in names)
@@ -178,10 +178,10 @@ def _get_balanced_top_k(model: PreTrainedModel) -> int:
     top_k, num_experts = getattr(model, "num_experts_per_tok", None), getattr(model, "num_experts", None)
     if loss_function is None or not top_k or not num_experts:
         return 0
-    generator, size = torch.Generator().manual_seed(0), 10
-    logits = torch.randn(size, num_experts, generator=generator)
-    counts = _count_tokens_by_expert(logits.topk(top_k).indices, np.ones(size, np.float32), num_experts)
-    expected_loss = num_experts * float((counts / size * logits.softmax(-1).mean(0)).sum())
+    generator, num_tokens = torch.Generator().manual_seed(0), 10
+    logits = torch.randn(num_tokens, num_experts, generator=generator)
+    counts = _count_tokens_by_expert(logits.topk(top_k).indices, np.ones(num_tokens, np.float32), num_experts)
+    expected_loss = num_experts * float((counts / num_tokens * logits.softmax(-1).mean(0)).sum())
     if abs(expected_loss - float(loss_function((logits,), num_experts, top_k))) > 1e-4 * expected_loss:
         log.warning(
             "The auxiliary loss of a %r model is not supported; training without it", model.config.model_type
@@ -202,13 +202,13 @@ def _find_gates(model: PreTrainedModel) -> tuple[list[Any], int]:
     return gates, recorder.index
 
 
-def _count_tokens_by_expert(chosen: torch.Tensor, weights: np.ndarray, num_experts: int) -> torch.Tensor:
+def _count_tokens_by_expert(experts: torch.Tensor, weights: np.ndarray, num_experts: int) -> torch.Tensor:
     """Return the weighted number of tokens by expert. `chosen` [T, k] -> [E]. Expert numbers of E and above are
     ignored."""
-    chosen = chosen.reshape(-1, chosen.shape[-1])
-    values = _pad_weights(weights, len(chosen)).to(chosen.device)[:, None].expand_as(chosen).reshape(-1)
+    experts = experts.reshape(-1, experts.shape[-1])
+    values = _pad_weights(weights, len(experts)).to(experts.device)[:, None].expand_as(experts).reshape(-1)
     counts = values.new_zeros(num_experts + 1, dtype=torch.float64)
-    return counts.index_add_(0, chosen.reshape(-1).clamp(max=num_experts), values.double())[:num_experts]
+    return counts.index_add_(0, experts.reshape(-1).clamp(max=num_experts), values.double())[:num_experts]
 
 
 def _pad_weights(weights: np.ndarray, num_tokens: int) -> torch.Tensor:

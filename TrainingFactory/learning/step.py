@@ -15,7 +15,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
 from TrainingFactory.types import Sample
 
-COUNTS = (
+COUNT_METRICS = (
     "trained_tokens", "rows", "trained_episodes", "pairs", "row_tokens", "computed_tokens", "skipped", "split_episodes"
 )  # fmt: skip
 
@@ -37,24 +37,24 @@ def train_step(
     mini-batch order are derived from the step, so that a resumed run reproduces it."""
     seed = turn_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
-    parts = split_minibatches(rows, options.minibatches, seed)
+    minibatches = split_minibatches(rows, options.minibatches, seed)
     batches = [
         _make_annotated_batch(learner, algorithm.needs, minibatch, options.token_budget)
-        for minibatch in parts
+        for minibatch in minibatches
     ]
     algorithm.prepare(batches, step)
-    mismatch = mismatch_metrics(batches, step) if "old" in algorithm.needs else {}
+    mismatch = measure_mismatch(batches, step) if "old" in algorithm.needs else {}
     updates = [learner.update(batch, algorithm.loss, algorithm.needs) for batch in batches * options.epochs]
     return merge_metrics(updates) | mismatch | _measure_budget_excess(batches, options.token_budget)
 
 
 def _measure_budget_excess(batches: Sequence[Batch], token_budget: int) -> dict[str, float]:
     """Return the tokens of the largest pack over the budget, if they exceed it."""
-    largest = max((len(pack.token_ids) for batch in batches for pack in batch.packs), default=0)
-    return {"budget_excess": largest / token_budget} if largest > token_budget else {}
+    max_pack_tokens = max((len(pack.token_ids) for batch in batches for pack in batch.packs), default=0)
+    return {"budget_excess": max_pack_tokens / token_budget} if max_pack_tokens > token_budget else {}
 
 
-def mismatch_metrics(batches: Sequence[Batch], step: int) -> dict[str, float]:
+def measure_mismatch(batches: Sequence[Batch], step: int) -> dict[str, float]:
     """Return the mean absolute difference between the sampler's log-probs and the learner's before the step: `mismatch`
     over tokens sampled by the current weights, where only the implementation differs, and `staleness_gap` over tokens
     of older weights. A metric without tokens is omitted."""
@@ -87,7 +87,7 @@ def score_rows(learner: Learner, rows: Sequence[Sample], options: StepOptions) -
         assert pack.old is not None
         for row_index in pack.rows:
             logprobs[row_index][rows[row_index].loss_mask] = pack.old[pack.row == row_index]
-    return [values.tolist() for values in logprobs]
+    return [row_logprobs.tolist() for row_logprobs in logprobs]
 
 
 def _make_annotated_batch(
@@ -101,16 +101,16 @@ def _make_annotated_batch(
     return learner.annotate(learner.processes.pack_batch(pack_rows, token_budget), needs)
 
 
-def split_minibatches(samples: Sequence[Sample], count: int, seed: int = 0) -> list[list[Sample]]:
+def split_minibatches(samples: Sequence[Sample], num_parts: int, seed: int = 0) -> list[list[Sample]]:
     """Split the rows at random into parts of about equally many episodes. Rows of one pair or episode stay together."""
-    if count == 1:
+    if num_parts == 1:
         return [list(samples)]
     rows_by_pair: dict[int, list[Sample]] = {}
     for sample in samples:
         rows_by_pair.setdefault(sample.pair, []).append(sample)
-    shuffled = list(rows_by_pair.values())
-    random.Random(seed).shuffle(shuffled)
-    return [[sample for group in shuffled[index::count] for sample in group] for index in range(count)]
+    groups = list(rows_by_pair.values())
+    random.Random(seed).shuffle(groups)
+    return [[sample for group in groups[index::num_parts] for sample in group] for index in range(num_parts)]
 
 
 def merge_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -120,5 +120,5 @@ def merge_metrics(updates: Sequence[dict[str, float]]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for update in updates for name in update):
         values = [update[name] for update in updates if name in update]
-        metrics[name] = sum(values) if name in COUNTS else sum(values) / len(values)
+        metrics[name] = sum(values) if name in COUNT_METRICS else sum(values) / len(values)
     return metrics

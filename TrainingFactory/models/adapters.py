@@ -10,7 +10,7 @@ import torch
 
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.models import composite
-from TrainingFactory.models.loading_errors import explained_errors
+from TrainingFactory.models.loading_errors import explain_errors
 
 
 def attach_adapter(model: Any, adapter: str, has_all_parts: bool = False) -> Any:
@@ -19,26 +19,28 @@ def attach_adapter(model: Any, adapter: str, has_all_parts: bool = False) -> Any
     from peft import PeftModel
 
     folder = Path(adapter).expanduser()
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            raise ValueError(f"model.adapter {adapter!r}: the folder has no {file}")
+    for filename in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (folder / filename).is_file():
+            raise ValueError(f"model.adapter {adapter!r}: the folder has no {filename}")
     problem = f"model.adapter {adapter!r} does not fit the model"
-    explain = partial(explained_errors, problem, str(folder), {}, "adapter_config.json")
+    explain = partial(explain_errors, problem, str(folder), {}, "adapter_config.json")
     with explain():
-        options = {} if has_all_parts else composite.adapter_options(folder)
-    if missing := composite.missing_modules(model, options):
+        peft_options = {} if has_all_parts else composite.make_adapter_options(folder)
+    if missing_modules := composite.find_missing_modules(model, peft_options):
         raise ValueError(
-            f"{problem}: it changes {pluralize(len(missing), 'module')} that the text part does not have, such as "
-            f"{missing[0]}. Train it on the language model alone"
+            f"{problem}: it changes {pluralize(len(missing_modules), 'module')} that the text part does not have, such "
+            f"as {missing_modules[0]}. Train it on the language model alone"
         )
     with explain():
-        return set_adapter_dtype(PeftModel.from_pretrained(model, str(folder), **options).eval(), model.dtype)
+        return set_adapter_dtype(
+            PeftModel.from_pretrained(model, str(folder), **peft_options).eval(), model.dtype
+        )
 
 
-def set_adapter_dtype(adapted: Any, dtype: torch.dtype) -> Any:
+def set_adapter_dtype(peft_model: Any, dtype: torch.dtype) -> Any:
     """Convert the adapter to bfloat16 if the model is in bfloat16, because otherwise each layer would store its input
     in both dtypes; else to float32, because float16 loses small gradients."""
-    for name, param in adapted.named_parameters():
+    for name, param in peft_model.named_parameters():
         if "lora_" in name:
             param.data = param.data.to(dtype if dtype == torch.bfloat16 else torch.float32)
-    return adapted
+    return peft_model

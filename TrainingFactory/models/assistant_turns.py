@@ -15,10 +15,10 @@ class AssistantTurns:
     def __init__(self, template: ChatTemplate, control_texts: Mapping[str, int]) -> None:
         placeholder = template.marks[0]
         self._template = template
-        self._prompt = template.text([probes.user_message(placeholder)])
+        self._prompt = template.render([probes.make_user_turn(placeholder)])
         self._header = self._prompt.rpartition(placeholder)[2].rstrip()
-        self.thought = probes.find_thought_style(template, self._prompt, control_texts)
-        self.end = probes.find_turn_end(
+        self.thought_style = probes.find_thought_style(template, self._prompt, control_texts)
+        self.end_text = probes.find_turn_end(
             template, control_texts
         )  # text of the end-of-turn token, if there is one
 
@@ -28,15 +28,16 @@ class AssistantTurns:
 
     def render(self, outline: dict[str, Any], think_tags: tuple[str, str]) -> str:
         """Render an assistant turn with the template, from the first sampled text up to the end-of-turn token."""
-        key = self.thought.key
-        return self._without_end(probes.render_body(self._template, self._prompt, outline, think_tags, key))
+        key = self.thought_style.key
+        return self._strip_end(probes.render_body(self._template, self._prompt, outline, think_tags, key))
 
     def render_calls(self, style: CallStyle | None, calls: Sequence[ToolCall], tags: tuple[str, str]) -> str:
         """Render a turn that consists only of tool calls, up to the end-of-turn token."""
         if style is None:
             raise ValueError("the chat template renders no tool calls")
-        turn = probes.render_body(self._template, self._prompt, style.message(calls), tags, self.thought.key)
-        return self._without_end(probes.without_thought(turn, tags, self.prompt_opens_thought(tags)))
+        key = self.thought_style.key
+        turn = probes.render_body(self._template, self._prompt, style.outline(calls), tags, key)
+        return self._strip_end(probes.remove_thought(turn, tags, self.prompt_opens_thought(tags)))
 
-    def _without_end(self, body: str) -> str:
-        return body[: body.rindex(self.end)] if self.end and self.end in body else body
+    def _strip_end(self, body: str) -> str:
+        return body[: body.rindex(self.end_text)] if self.end_text and self.end_text in body else body

@@ -15,12 +15,12 @@ from TrainingFactory.models.parsers import make_call, malformed_call
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
 NEXT_MESSAGE = "<|start|>assistant"
-BODY = "<|message|>"
-_END = re.compile(r"<\|(?:end|return|call|eom|eot)\|>")
+BODY_TAG = "<|message|>"
+_END_TAG = re.compile(r"<\|(?:end|return|call|eom|eot)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_INVOKE = re.compile(r'<atem:invoke name="([^"]*)">(.*?)</atem:invoke>', re.DOTALL)
-_PARAMETER = re.compile(
+_INVOKE_TAG = re.compile(r'<atem:invoke name="([^"]*)">(.*?)</atem:invoke>', re.DOTALL)
+_PARAMETER_TAG = re.compile(
     r'<atem:parameter name="([^"]*)">(.*?)</atem:parameter>(?=\s*(?:<atem:parameter |\Z))', re.DOTALL
 )
 
@@ -28,19 +28,19 @@ _PARAMETER = re.compile(
 def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
     """Parse a turn after the header `<|start|>assistant`. Only a message with a recipient is a call: the text of a
     thought is never searched for calls."""
-    if BODY not in text:
-        return Message("assistant", _END.split(text)[0].strip())
+    if BODY_TAG not in text:
+        return Message("assistant", _END_TAG.split(text)[0].strip())
     thoughts, contents, calls = list[str](), list[str](), list[ToolCall]()
     for message_text in text.split(NEXT_MESSAGE):
-        header, has_body, after_header = message_text.partition(BODY)
-        body = _END.split(after_header)[0]
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        receiver = recipient[1] if recipient else "user"
+        header, has_body, after_header = message_text.partition(BODY_TAG)
+        body = _END_TAG.split(after_header)[0]
+        recipient_match, channel_match = _RECIPIENT.search(header), _CHANNEL.search(header)
+        recipient = recipient_match[1] if recipient_match else "user"
         if not has_body:  # a header that was cut
             continue
-        if receiver not in ("user", "self", "assistant"):
-            calls += _parse_calls(receiver.removeprefix("functions."), body, tools)
-        elif receiver == "self" or (channel and channel[1] == "analysis"):
+        if recipient not in ("user", "self", "assistant"):
+            calls += _parse_calls(recipient.removeprefix("functions."), body, tools)
+        elif recipient == "self" or (channel_match and channel_match[1] == "analysis"):
             thoughts.append(body.strip())
         else:
             contents.append(body.strip())
@@ -51,7 +51,7 @@ def read_channels(text: str, tools: Sequence[ToolSpec] = ()) -> Message:
 def _parse_calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCall]:
     if "<atem:" not in body:
         return [make_call(name, body)]
-    invocations = _INVOKE.findall(body)
+    invocations = _INVOKE_TAG.findall(body)
     if not invocations:
         return [malformed_call('the call needs <atem:invoke name="..."> and </atem:invoke>', name)]
     calls = []
@@ -59,7 +59,7 @@ def _parse_calls(name: str, body: str, tools: Sequence[ToolSpec]) -> list[ToolCa
         schemas = next(
             (tool.parameters.get("properties", {}) for tool in tools if tool.name == invoked_name), {}
         )
-        pairs = _PARAMETER.findall(parameters)
-        arguments = {key: parse_value(value, schemas.get(key)) for key, value in pairs}
+        parameter_pairs = _PARAMETER_TAG.findall(parameters)
+        arguments = {key: parse_value(value, schemas.get(key)) for key, value in parameter_pairs}
         calls.append(make_call(invoked_name, arguments))
     return calls

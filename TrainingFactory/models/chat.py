@@ -25,18 +25,18 @@ from TrainingFactory.models.families import get_family
 from TrainingFactory.models.family_detection import FamilyDetector
 from TrainingFactory.models.forms import TaggedCallReader
 from TrainingFactory.models.message_images import (
+    BLANK_IMAGE,
     IMAGES_NOTE,
-    NO_IMAGE,
-    ImagePlaces,
+    ImageLocator,
+    collect_images,
     decode_with_images,
-    images_after_results,
-    images_of,
     join_results,
-    without_images,
+    move_images_after_results,
+    replace_images,
 )
 from TrainingFactory.models.outlines import Outlines, Texts
 from TrainingFactory.models.renderings import RenderingEncoder, Segments
-from TrainingFactory.models.round_trip import RoundTripError, describe_difference, same_turn
+from TrainingFactory.models.round_trip import RoundTripError, describe_difference, is_same_turn
 from TrainingFactory.models.templates import ChatTemplate
 from TrainingFactory.models.turn_parser import TurnParser
 from TrainingFactory.types import Message, PlacedImage, ToolCall, ToolSpec, Turn
@@ -66,44 +66,47 @@ class TemplateChatFormat:
         day: date | None = None,
         vision: Vision | None = None,
     ) -> None:
-        requested = get_family(family) if family else None
+        requested_family = get_family(family) if family else None
         self.tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         control_texts = self._encoder.control_texts
         self._ends_in_thought_cached = lru_cache(4096)(self._ends_in_thought)  # many prompts end equally
-        options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
-        self._template = ChatTemplate(tokenizer, options, day)
+        template_options = {} if thinking is None else {"enable_thinking": thinking, "thinking": thinking}
+        self._template = ChatTemplate(tokenizer, template_options, day)
         self._marks = self._template.marks
         self._template.takes_parts = probes.reads_only_parts(self._template)
         self.sees_images = vision is not None
-        self._places = ImagePlaces(vision, self._encoder)
+        self._locator = ImageLocator(vision, self._encoder)
         self._turns = AssistantTurns(self._template, control_texts)
         detector = FamilyDetector(self._template, self._turns, control_texts)
-        self._call_style, self.family = detector.find(requested)
+        self._call_style, self.family = detector.find_style_and_family(requested_family)
         style = self._call_style
         self._renders_one_call = style is not None and probes.renders_one_call(self._template, style)
         self._render_turn_cached = cache_short_texts(self._render_turn)
-        self._renderings = RenderingEncoder(self._encoder, self._marks, self._places)
+        self._renderings = RenderingEncoder(self._encoder, self._marks, self._locator)
         self._parser = TurnParser(self.family, control_texts)
-        can_read_calls = detector.can_read(self.family, self._call_style)
+        can_read_calls = detector.can_read_calls(self.family, self._call_style)
         self._renders_tools = can_read_calls and probes.renders_tools(self._template)
-        renders_results = probes.shows_tool_results(self._template, self._call_style, self._turns.end)
+        renders_results = probes.shows_tool_results(self._template, self._call_style, self._turns.end_text)
         self._replies_as_user = self.family.replies_as_user and not (
-            can_read_calls or (renders_results and not requested)
+            can_read_calls or (renders_results and not requested_family)
         )
         self._opens_thinking = self._turns.prompt_opens_thought(self.family.think)
-        self._outlines = Outlines(self._template, self._call_style, self._encoder, self._turns.thought.key)
+        thought_key = self._turns.thought_style.key
+        self._outlines = Outlines(self._template, self._call_style, self._encoder, thought_key)
         self._calls_end_id = control_texts.get(
             probes.find_calls_end(self._template, self._call_style, control_texts) or ""
         )
-        self.stop_ids = self._find_stops(tokenizer.eos_token_id, stop_ids)
+        self.stop_ids = self._find_stop_ids(tokenizer.eos_token_id, stop_ids)
         # The family writes calls for templates that render none, or that drop the text or thought beside a call.
-        self._calls_text: Callable[[Sequence[ToolCall]], str] | None = None
+        self._write_calls: Callable[[Sequence[ToolCall]], str] | None = None
         if not can_read_calls or self._describe_misread():
-            self._calls_text = self.family.calls_text
-        self._outlines.set_call_format(calls_as_json=self._calls_text is not None)
+            self._write_calls = self.family.calls_text
+        self._outlines.set_call_format(calls_as_json=self._write_calls is not None)
         self._no_tools_error = f"{detector.explain_no_tools(self.family, self._call_style)}; {TOOLS_ADVICE}"
-        self._tools_error = self._describe_misread() if requested or can_read_calls else self._no_tools_error
+        self._tools_error = (
+            self._describe_misread() if requested_family or can_read_calls else self._no_tools_error
+        )
         self.warning = self._check_example()
         # Images of tool results go into a user message after the results.
         self._images_as_user = vision is not None and not self._replies_as_user
@@ -127,13 +130,13 @@ class TemplateChatFormat:
             self._outlines.shield_schemas(specs) if self._renders_tools else ([], "", [])
         )
         conversation = self._adapt_messages(conversation)
-        outlines = [self._outlines.message(message, texts) for message in conversation]
+        outlines = [self._outlines.outline(message, texts) for message in conversation]
         if specs and not self._renders_tools:
             self._put_tools_into_system(outlines, specs, texts)
-        key = json.dumps(outlines) + schemas_text
-        segments = self._renderings.cached(key)
+        cache_key = json.dumps(outlines) + schemas_text
+        segments = self._renderings.get_cached(cache_key)
         if segments is None:
-            text = self._template.text(outlines, schemas)
+            text = self._template.render(outlines, schemas)
             rendered_marks = self._marks.find_numbers(text)
             for outline in outlines:
                 marks = self._marks.find_numbers(json.dumps(outline["content"]))
@@ -141,8 +144,8 @@ class TemplateChatFormat:
                     raise ValueError(
                         f"the chat template drops a {outline['role']} message of this conversation"
                     )
-            segments = self._renderings.split_and_cache(key, text)
-        return self._renderings.fill(segments, texts, images_of(conversation))
+            segments = self._renderings.split_and_cache(cache_key, text)
+        return self._renderings.fill_segments(segments, texts, collect_images(conversation))
 
     def extend(self, turn: Turn, replies: Sequence[Message | Mapping[str, Any]]) -> list[int]:
         sampled_ids = turn.completion.token_ids
@@ -155,11 +158,11 @@ class TemplateChatFormat:
             content, *later_contents = self._outlines.render_contents(message)
             texts += [content, message.name or "tool"]
             texts_after_images += later_contents
-        ids = self._renderings.fill(
-            self._continuation(messages), texts + texts_after_images, images_of(messages)
+        ids = self._renderings.fill_segments(
+            self._render_continuation(messages), texts + texts_after_images, collect_images(messages)
         )
         # if the template has no end-of-turn token, the stop token is the first token of the next message (GLM)
-        return ids[1:] if self._turns.end is None and ids[:1] == sampled_ids[-1:] else ids
+        return ids[1:] if self._turns.end_text is None and ids[:1] == sampled_ids[-1:] else ids
 
     def write(
         self,
@@ -171,40 +174,41 @@ class TemplateChatFormat:
         message = as_message(message)
         if message.images:
             raise ValueError("an assistant message cannot have images")
-        if self._renders_one_call and self._calls_text is None and len(message.tool_calls) > 1:
+        if self._renders_one_call and self._write_calls is None and len(message.tool_calls) > 1:
             raise ValueError(
                 f"the chat template renders one call per turn, but this message has {len(message.tool_calls)}"
             )
         opens_thought = self.opens_thought(prompt_ids)
         first_error: ValueError | None = None
-        for compose in (self._as_template, self._compose_parts):
+        for compose in (self._render_with_template, self._compose_parts):
             texts: Texts = [""]  # mark 0 is the user's message
             try:
                 body = compose(message, texts, opens_thought)
             except ValueError as error:
                 first_error = first_error or error
                 continue
-            ids = self._renderings.fill(self._renderings.split_turn(body), texts)
-            end_id = self._encoder.control_texts[self._turns.end] if self._turns.end else self.stop_ids[0]
+            ids = self._renderings.fill_segments(self._renderings.split_turn(body), texts)
+            end_text = self._turns.end_text
+            end_id = self._encoder.control_texts[end_text] if end_text else self.stop_ids[0]
             if ids[-1:] not in ([end_id], [self._calls_end_id]):
                 ids.append(end_id)
             if not exact:
                 return ids
-            parsed = self.parse(ids, prompt_ids, tools)
-            if same_turn(parsed, message):
+            parsed_message = self.parse(ids, prompt_ids, tools)
+            if is_same_turn(parsed_message, message):
                 return ids
-            difference = describe_difference(self.family.name, message, parsed)
+            difference = describe_difference(self.family.name, message, parsed_message)
             first_error = first_error or RoundTripError(difference)
         assert first_error is not None
         raise first_error
 
-    def _as_template(self, message: Message, texts: Texts, opens_thought: bool) -> str:
+    def _render_with_template(self, message: Message, texts: Texts, opens_thought: bool) -> str:
         """Render an assistant turn with the template, from the first sampled text to the end of the turn."""
-        write_calls = self._calls_text if message.tool_calls else None
-        outline = self._outlines.message(replace(message, tool_calls=[]) if write_calls else message, texts)
+        write_calls = self._write_calls if message.tool_calls else None
+        outline = self._outlines.outline(replace(message, tool_calls=[]) if write_calls else message, texts)
         body = self._render_turn_cached(json.dumps(outline))
         if write_calls:
-            body += write_calls([self._outlines.call(call, texts) for call in message.tool_calls])
+            body += write_calls([self._outlines.outline_call(call, texts) for call in message.tool_calls])
         if opens_thought == self._opens_thinking:
             return body
         if opens_thought:
@@ -224,14 +228,14 @@ class TemplateChatFormat:
         """Compose a turn from thought, text and calls, each rendered alone, for templates that cannot combine them."""
         think_start, think_end = self.family.think
         message_break = self.family.message_break
-        parts = [Message("assistant", message.content)] if message.content else []
-        parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
+        turn_parts = [Message("assistant", message.content)] if message.content else []
+        turn_parts += [Message("assistant", tool_calls=message.tool_calls)] if message.tool_calls else []
         opens_thinking = self._opens_thinking
-        bodies = [self._as_template(part, texts, opens_thinking) for part in parts]
+        bodies = [self._render_with_template(part, texts, opens_thinking) for part in turn_parts]
         if len(bodies) > 1:
             bodies[0] = bodies[0].replace(*self.family.preamble, 1)
         text = (message_break or "\n").join(
-            probes.without_thought(body, self.family.think, opens_thinking).strip("\n") for body in bodies
+            probes.remove_thought(body, self.family.think, opens_thinking).strip("\n") for body in bodies
         )
         if not (opens_thought or message.reasoning):
             return text
@@ -272,17 +276,17 @@ class TemplateChatFormat:
     def truncate(self, text: str, max_tokens: int) -> str:
         return self._encoder.truncate(text, max_tokens)
 
-    def _continuation(self, replies: Sequence[Message]) -> Segments:
+    def _render_continuation(self, replies: Sequence[Message]) -> Segments:
         """Render the text between an assistant turn and the next one, with these replies, as segments to encode."""
-        key = tuple([(reply.role, *probes.content_shape(reply)) for reply in replies])
-        segments = self._renderings.cached(key)
+        cache_key = tuple([(reply.role, *probes.get_content_shape(reply)) for reply in replies])
+        segments = self._renderings.get_cached(cache_key)
         if segments is not None:
             return segments
-        text = probes.continuation(self._template, self._call_style, self._turns.end, replies)
+        text = probes.render_continuation(self._template, self._call_style, self._turns.end_text, replies)
         marks = self._marks.find_numbers(text)
         if any(reply.content and 2 + 2 * index not in marks for index, reply in enumerate(replies)):
             raise ValueError("the chat template drops a reply to an assistant turn")
-        return self._renderings.split_and_cache(key, text)
+        return self._renderings.split_and_cache(cache_key, text)
 
     # what the template does not render
 
@@ -290,35 +294,37 @@ class TemplateChatFormat:
         """Join the tool results of a turn into one user message, if the template does not render tool messages. If the
         template renders no images in tool messages, move their images into a user message after them."""
         if not self.sees_images:
-            messages = [without_images(message) if message.images else message for message in messages]
+            messages = [replace_images(message) if message.images else message for message in messages]
         if self._replies_as_user:
             return join_results(messages)
-        return images_after_results(messages) if self._images_as_user else list(messages)
+        return move_images_after_results(messages) if self._images_as_user else list(messages)
 
     def _check_images(self) -> str | None:
         """Raise ValueError if the template renders no images. Return a note for the user if it renders no images of
         tool results."""
-        images = [PlacedImage(0, NO_IMAGE)]
-        user_message, tool_message = (Message(role, "m", images=images) for role in ("user", "tool"))
-        self._places.require_image(lambda: self._template.text([self._outlines.message(user_message, [])]))
+        images = [PlacedImage(0, BLANK_IMAGE)]
+        user_message, tool_reply = (Message(role, "m", images=images) for role in ("user", "tool"))
+        self._locator.require_image(lambda: self._template.render([self._outlines.outline(user_message, [])]))
         if self._replies_as_user:
             return None
         with suppress(ValueError):
-            text = probes.continuation(self._template, self._call_style, self._turns.end, [tool_message])
-            self._images_as_user = self._places.count_images(text) != 1
+            text = probes.render_continuation(
+                self._template, self._call_style, self._turns.end_text, [tool_reply]
+            )
+            self._images_as_user = self._locator.count_images(text) != 1
         return IMAGES_NOTE if self._images_as_user else None
 
     def _put_tools_into_system(
         self, outlines: list[dict[str, Any]], specs: list[ToolSpec], texts: Texts
     ) -> None:
-        describe, text = self.family.describe_tools, self.family.tools_text
-        if describe is None or text is None:
+        describe_tools, tools_text = self.family.describe_tools, self.family.tools_text
+        if describe_tools is None or tools_text is None:
             raise ValueError(self._no_tools_error)
         if outlines[0]["role"] != "system":
             outlines.insert(0, {"role": "system", "content": ""})
         separator = "\n\n" if outlines[0]["content"] else ""
-        tool_list = self._outlines.mark(describe(specs), texts)
-        outlines[0]["content"] += separator + text.replace("{tools}", tool_list)
+        tool_list = self._outlines.mark(describe_tools(specs), texts)
+        outlines[0]["content"] += separator + tools_text.replace("{tools}", tool_list)
 
     # probes
 
@@ -326,11 +332,13 @@ class TemplateChatFormat:
         """Return an error text for the first canary turn that does not parse back as written; "" if all do."""
         tags = f"{self.family.think[1]} </tool_call> "
         call = ToolCall("probe_tool", {"text": f'{tags}"quoted"\n\\ é', "n": 5, "deep": {"x": ["y", True]}})
-        spec = ToolSpec("probe_tool", "", {"type": "object", "properties": {"text": {"type": "string"}}})
+        probe_spec = ToolSpec(
+            "probe_tool", "", {"type": "object", "properties": {"text": {"type": "string"}}}
+        )
         for calls in ([call], [call, ToolCall("probe_tool", {})]):
             for content, reasoning in (("", None), ("Some text.", None), ("Some text.", "A thought.")):
                 try:
-                    self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[spec])
+                    self.write(Message("assistant", content, calls, reasoning=reasoning), tools=[probe_spec])
                 except RoundTripError as error:
                     return f"{error}; {TOOLS_ADVICE}"
                 except ValueError as error:  # some templates accept only one call per turn
@@ -340,12 +348,12 @@ class TemplateChatFormat:
 
     def _check_example(self) -> str | None:
         """Return a warning if the template instructs the model with an example call that the parser rejects."""
-        reader = self.family.read_calls
+        read_calls = self.family.read_calls
         begin, close = ("<tool_call>", "</tool_call>")
-        if isinstance(reader, TaggedCallReader):
-            begin, close = reader.begin.strip(), reader.close.strip()
+        if isinstance(read_calls, TaggedCallReader):
+            begin, close = read_calls.begin.strip(), read_calls.close.strip()
         example = probes.find_example(self._template, begin, close) if self._renders_tools and close else None
-        calls = reader(example, ())[1] if example else []
+        calls = read_calls(example, ())[1] if example else []
         if not example or (calls and not any(call.error for call in calls)):
             return None
         return (
@@ -353,14 +361,14 @@ class TemplateChatFormat:
             f"model may copy it: {example!r}. Set model.chat_template to a template with a corrected example"
         )
 
-    def _find_stops(self, eos: int | None, extra_ids: Sequence[int]) -> tuple[int, ...]:
+    def _find_stop_ids(self, eos_id: int | None, extra_ids: Sequence[int]) -> tuple[int, ...]:
         """Return the stop tokens of a turn, the template's own first."""
         control_texts = self._encoder.control_texts
-        end = self._turns.end
-        family_stops = [control_texts.get(text) for text in self.family.stop_texts]
-        template_stops = [control_texts[end]] if end else self._find_reply_starts()
-        candidates = (*template_stops, eos, self._calls_end_id, *family_stops, *extra_ids)
-        return tuple(dict.fromkeys(stop for stop in candidates if stop is not None))
+        end_text = self._turns.end_text
+        family_stop_ids = [control_texts.get(text) for text in self.family.stop_texts]
+        template_stop_ids = [control_texts[end_text]] if end_text else self._find_reply_starts()
+        candidate_ids = (*template_stop_ids, eos_id, self._calls_end_id, *family_stop_ids, *extra_ids)
+        return tuple(dict.fromkeys(stop_id for stop_id in candidate_ids if stop_id is not None))
 
     def _find_reply_starts(self) -> list[int]:
         """Return the control tokens that begin the message after a turn. They serve as stop tokens if the template has
@@ -368,7 +376,7 @@ class TemplateChatFormat:
         start_ids: list[int] = []
         for reply in (Message("tool", "r"), Message("user", "r")):
             try:
-                first_segment = self._continuation([reply])[0]
+                first_segment = self._render_continuation([reply])[0]
             except ValueError:
                 continue
             if isinstance(first_segment, tuple) and first_segment[0] in self._encoder.control_ids:

@@ -12,7 +12,7 @@ from typing import Any
 from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest
 from TrainingFactory.models.names import resolve_model_name
 
-PATH = Path(__file__).with_name("compatibility.json")
+COMPATIBILITY_FILE = Path(__file__).with_name("compatibility.json")
 # key in the data file -> heading
 COLUMNS = {
     "engine": "Engine",
@@ -54,40 +54,40 @@ class Compatibility:
 
 
 @cache
-def read_compatibility(path: Path = PATH) -> Compatibility:
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+def read_compatibility(path: Path = COMPATIBILITY_FILE) -> Compatibility:
+    table: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     families = []
-    for entry in data["families"]:
-        cells = {name: Cell(**entry.pop(name)) for name in COLUMNS}
-        families.append(FamilySupport(**entry, cells=cells))
-    return Compatibility(data["versions"], families)
+    for row in table["families"]:
+        cells = {column: Cell(**row.pop(column)) for column in COLUMNS}
+        families.append(FamilySupport(**row, cells=cells))
+    return Compatibility(table["versions"], families)
 
 
 def find_families(name: str) -> list[FamilySupport]:
     """Return the rows of a family key, family name, model type, architecture, checkpoint or model folder."""
     families = read_compatibility().families
     requested_names = {resolve_model_name(name).lower(), *(_read_model_types(Path(name).expanduser()))}
-    matching = [family for family in families if requested_names & set(map(str.lower, _list_names(family)))]
-    if not matching:
+    matches = [family for family in families if requested_names & set(map(str.lower, _list_names(family)))]
+    if not matches:
         known_names = sorted({name for family in families for name in (family.key, family.model_type)})
         hint = did_you_mean(nearest(name, known_names, cutoff=0.5)) or f"; families: {', '.join(known_names)}"
         raise UnknownNameError(name, f"No compatibility results for {name!r}{hint}")
-    return matching
+    return matches
 
 
 def _list_names(family: FamilySupport) -> list[str]:
-    names = [part.strip() for part in family.name.removesuffix("(text)").split(",")]
+    names = [alias.strip() for alias in family.name.removesuffix("(text)").split(",")]
     return [family.key, family.name, *names, family.model_type, family.architecture, family.released]
 
 
 def _read_model_types(folder: Path) -> Iterator[str]:
     """Yield the model type in a folder's config.json; for a vision model, also the model type of its text part."""
-    file = folder / "config.json"
-    if not file.is_file():
+    config_file = folder / "config.json"
+    if not config_file.is_file():
         return
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(config_file.read_text(encoding="utf-8"))
         sections = [config, config.get("text_config") or {}]
         yield from (str(section["model_type"]).lower() for section in sections if "model_type" in section)
     except (ValueError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is not a model's config: {error}") from error
+        raise ValueError(f"{config_file} is not a model's config: {error}") from error

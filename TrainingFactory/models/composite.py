@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from TrainingFactory.common.texts import pluralize
 
 # Pattern of a weight name in a composite checkpoint -> prefix in the causal LM, as `from_pretrained` takes them.
-TEXT_NAMES = {
+TEXT_NAME_PATTERNS = {
     r"^(?:model\.)?(?:language_model|text_model)\.lm_head\.": "lm_head.",
     r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?": "model.",
 }
@@ -40,25 +40,25 @@ PEFT_PREFIX = "base_model.model."  # of all names in an adapter's file
 
 def is_composite(config: Any) -> bool:
     """Return whether a transformers config describes a model with a text part and other parts."""
-    parts = getattr(type(config), "sub_configs", {})
+    sub_configs = getattr(type(config), "sub_configs", {})
     has_own_causal_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    return "text_config" in parts and len(parts) > 1 and not has_own_causal_class
+    return "text_config" in sub_configs and len(sub_configs) > 1 and not has_own_causal_class
 
 
-def loading_options(name: str, config: Any) -> dict[str, Any]:
+def make_text_options(name: str, config: Any) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads only the text part of a composite model. Raise ValueError
     if transformers has no class for it."""
-    return {"config": _make_text_config(name, config), "key_mapping": dict(TEXT_NAMES)}
+    return {"config": _make_text_config(name, config), "key_mapping": dict(TEXT_NAME_PATTERNS)}
 
 
-def vision_options(config: Any) -> dict[str, Any]:
+def make_vision_options(config: Any) -> dict[str, Any]:
     """Return the arguments with which `from_pretrained` loads a vision-language model without its audio part, because
     the audio part would take memory and never run. The result is {} if the model has no audio part."""
     if config.model_type != "gemma4" or config.audio_config is None:
         return {}
-    without_audio = copy.deepcopy(config)
-    without_audio.audio_config = None
-    return {"config": without_audio}
+    audioless_config = copy.deepcopy(config)
+    audioless_config.audio_config = None
+    return {"config": audioless_config}
 
 
 def _make_text_config(name: str, config: Any) -> Any:
@@ -68,8 +68,8 @@ def _make_text_config(name: str, config: Any) -> Any:
     text_config = copy.deepcopy(config.get_text_config())
     if text_config.model_type in EQUIVALENT_TEXT_TYPES:
         settings = {key: value for key, value in text_config.to_dict().items() if key != "model_type"}
-        rotary = settings.get("rope_parameters") or {}
-        settings["rope_parameters"] = {key: rotary[key] for key in rotary if not key.startswith("mrope")}
+        rope = settings.get("rope_parameters") or {}
+        settings["rope_parameters"] = {key: rope[key] for key in rope if not key.startswith("mrope")}
         text_config = AutoConfig.for_model(EQUIVALENT_TEXT_TYPES[text_config.model_type], **settings)
     if type(text_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ValueError(
@@ -102,54 +102,54 @@ def detach_from_composite(model: Any) -> None:
     model.config.tie_word_embeddings = is_tied
 
 
-def describe_text_part(name: str, config: Any, model: Any, folder: Path, extra_keys: Iterable[str]) -> str:
+def describe_text_part(name: str, config: Any, model: Any, folder: Path, unloaded_keys: Iterable[str]) -> str:
     """Return a note that names the loaded part of a composite model and the weights in its files that were not loaded.
-    `extra_keys` are the renamed weights that transformers did not load."""
-    extra_names = set(extra_keys)
+    `unloaded_keys` are the renamed weights that transformers did not load."""
+    unloaded_names = set(unloaded_keys)
     loaded_names = set(model.state_dict())
     tensor_counts, param_counts = Counter[str](), Counter[str]()
     for key, param_count in _read_weight_sizes(folder):
         text_name = to_text_name(key)
         is_other_part = text_name == key and key not in loaded_names
-        if is_other_part or text_name in extra_names:
+        if is_other_part or text_name in unloaded_names:
             part = key.removeprefix("model.").split(".")[0]
             tensor_counts[part] += 1
             param_counts[part] += param_count
-    parts = [
+    part_descriptions = [
         f"{part} ({pluralize(tensor_counts[part], 'tensor')}, {_format_count(param_counts[part])} parameters)"
         for part in sorted(tensor_counts)
     ]
     return (
-        f"model {name}: loaded the text part of {_class_name(config)} as {type(model).__name__}. Left out: "
-        f"{', '.join(parts) or 'nothing'}. Checkpoints and exported models contain only the text part"
+        f"model {name}: loaded the text part of {_get_class_name(config)} as {type(model).__name__}. Left out: "
+        f"{', '.join(part_descriptions) or 'nothing'}. Checkpoints and exported models contain only the text part"
     )
 
 
 def to_text_name(key: str) -> str:
-    """Rename a weight of a composite checkpoint as `from_pretrained` does with TEXT_NAMES."""
-    for pattern, prefix in TEXT_NAMES.items():
+    """Rename a weight of a composite checkpoint as `from_pretrained` does with TEXT_NAME_PATTERNS."""
+    for pattern, prefix in TEXT_NAME_PATTERNS.items():
         key = re.sub(pattern, prefix, key)
     return key
 
 
-def adapter_options(folder: Path) -> dict[str, Any]:
+def make_adapter_options(folder: Path) -> dict[str, Any]:
     """Return the arguments with which PEFT loads an adapter of a composite model into its text part. The result is {}
     if the adapter already uses the module names of the text part."""
     from peft import PeftConfig
 
-    modules = _adapted_modules(folder)
+    modules = _read_adapted_modules(folder)
     text_modules = {to_text_name(module) for module in modules}
     if text_modules == modules:
         return {}
     config: Any = PeftConfig.from_pretrained(str(folder))
     config.target_modules = text_modules
-    return {"config": config, "key_mapping": dict(TEXT_NAMES)}
+    return {"config": config, "key_mapping": dict(TEXT_NAME_PATTERNS)}
 
 
-def missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
+def find_missing_modules(model: Any, options: dict[str, Any]) -> list[str]:
     """Return the adapter's target modules that the text part lacks, such as modules of a vision part."""
-    targets = options["config"].target_modules if options else set()
-    return sorted(targets - {name for name, _ in model.named_modules()})
+    target_names = options["config"].target_modules if options else set()
+    return sorted(target_names - {name for name, _ in model.named_modules()})
 
 
 def rename_adapter(folder: Path, config: Any) -> None:
@@ -161,14 +161,14 @@ def rename_adapter(folder: Path, config: Any) -> None:
         for key, weight in load_file(folder / ADAPTER_WEIGHTS).items()
     }
     save_file(weights, folder / ADAPTER_WEIGHTS, {"format": "pt"})
-    path = folder / "adapter_config.json"
-    adapter_config = json.loads(path.read_text(encoding="utf-8"))
+    config_file = folder / "adapter_config.json"
+    adapter_config = json.loads(config_file.read_text(encoding="utf-8"))
     # Whole names: the suffixes of layers in the vision part may be the same.
-    adapter_config["target_modules"] = sorted(_adapted_modules(folder))
-    path.write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
+    adapter_config["target_modules"] = sorted(_read_adapted_modules(folder))
+    config_file.write_text(json.dumps(adapter_config, indent=2), encoding="utf-8")
 
 
-def _adapted_modules(folder: Path) -> set[str]:
+def _read_adapted_modules(folder: Path) -> set[str]:
     with safe_open(folder / ADAPTER_WEIGHTS, "pt") as weights:
         names = [key.removeprefix(PEFT_PREFIX) for key in weights.keys()]  # noqa: SIM118  (not a mapping)
     return {re.split(r"\.lora_", name)[0] for name in names if ".lora_" in name}
@@ -197,32 +197,32 @@ def _make_renamer(config: Any) -> Callable[[str], str]:
 def was_trained_with_vision(folder: str) -> bool:
     """Return whether the model or adapter in this folder was trained by a run with its vision part loaded. Exported and
     registered models count too."""
-    path = Path(folder).expanduser() / IMAGE_PROCESSOR
-    if not path.is_file():
+    processor_file = Path(folder).expanduser() / IMAGE_PROCESSOR
+    if not processor_file.is_file():
         return False
-    is_checkpoint = path.with_name("learner.json").is_file()
-    return is_checkpoint or TRAINED_WITH_VISION in json.loads(path.read_text(encoding="utf-8"))
+    is_checkpoint = processor_file.with_name("learner.json").is_file()
+    return is_checkpoint or TRAINED_WITH_VISION in json.loads(processor_file.read_text(encoding="utf-8"))
 
 
-def read_image_processor(source: str, options: dict[str, Any]) -> Any:
+def read_image_processor(location: str, options: dict[str, Any]) -> Any:
     """Return the image processor of a vision-language model."""
     from transformers import AutoImageProcessor
 
     # With the backend "pil", which needs no torchvision.
-    return AutoImageProcessor.from_pretrained(source, backend="pil", **options)
+    return AutoImageProcessor.from_pretrained(location, backend="pil", **options)
 
 
-def read_processor_template(source: str, options: dict[str, Any]) -> str | None:
+def read_processor_template(location: str, options: dict[str, Any]) -> str | None:
     """Return the chat template that a model stores with its processor instead of its tokenizer; None if there is
     none."""
     from transformers.utils.hub import cached_file
 
-    for file in ("chat_template.json", "processor_config.json"):
-        path = cached_file(
-            source, file, revision=options.get("revision"), _raise_exceptions_for_missing_entries=False
+    for filename in ("chat_template.json", "processor_config.json"):
+        template_file = cached_file(
+            location, filename, revision=options.get("revision"), _raise_exceptions_for_missing_entries=False
         )
-        if path is not None:
-            template = json.loads(Path(path).read_text(encoding="utf-8")).get("chat_template")
+        if template_file is not None:
+            template = json.loads(Path(template_file).read_text(encoding="utf-8")).get("chat_template")
             if isinstance(template, str):
                 return template
     return None
@@ -249,22 +249,22 @@ def hide_expected_warnings() -> Iterator[None]:
 
 def _read_weight_sizes(folder: Path) -> Iterator[tuple[str, int]]:
     """Yield the names and sizes of the weights in a model's folder, from the headers of its files."""
-    files = ["model.safetensors"]
-    if not (folder / files[0]).is_file():
-        index = (folder / "model.safetensors.index.json").read_text(encoding="utf-8")
-        files = sorted(set(json.loads(index)["weight_map"].values()))
-    for file in files:
-        with safe_open(folder / file, "pt") as weights:
+    filenames = ["model.safetensors"]
+    if not (folder / filenames[0]).is_file():
+        index_text = (folder / "model.safetensors.index.json").read_text(encoding="utf-8")
+        filenames = sorted(set(json.loads(index_text)["weight_map"].values()))
+    for filename in filenames:
+        with safe_open(folder / filename, "pt") as weights:
             for key in weights.keys():  # noqa: SIM118  (not a mapping)
                 yield key, math.prod(weights.get_slice(key).get_shape())
 
 
-def _class_name(config: Any) -> str:
+def _get_class_name(config: Any) -> str:
     return (getattr(config, "architectures", None) or [config.model_type])[0]
 
 
 def _format_count(count: int) -> str:
-    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= size:
-            return f"{count / size:.3g}{unit}"
+    for divisor, unit in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if count >= divisor:
+            return f"{count / divisor:.3g}{unit}"
     return str(count)

@@ -34,6 +34,6 @@ def convert_weights(model: Any, device: torch.device, dtype: torch.dtype) -> Any
     buffers = {name: buffer.float() for name, buffer in model.named_buffers() if name.endswith(suffixes)}
     model = model.to(device=device, dtype=dtype)
     for name, buffer in buffers.items():
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, buffer.to(device))
+        module_path, _, buffer_name = name.rpartition(".")
+        setattr(model.get_submodule(module_path), buffer_name, buffer.to(device))
     return model

@@ -23,13 +23,13 @@ from TrainingFactory.common.texts import valid_text
 MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 # The character of each byte in byte-level tokenizers: its own if printable, else the next free one after 255.
 _ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
-_BYTES = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET), strict=True))
+_BYTE_MAP = dict(zip(_ALPHABET, sorted(range(256), key=lambda byte: chr(byte) not in _ALPHABET), strict=True))
 T = TypeVar("T")
-SHORT_TEXT = 2_000  # characters; longer outlines of a turn contain a text of that turn and do not recur
+MAX_SHORT_CHARS = 2_000  # characters; longer outlines of a turn contain a text of that turn and do not recur
 CANARY = "Hello world,  f(x):\n\treturn '<b>wörld</b> 你好'\n\n"
 
 
-class Control(NamedTuple):
+class ControlToken(NamedTuple):
     """A control token in a template's own text."""
 
     token: int
@@ -59,23 +59,23 @@ class TextEncoder:
         tokenizer_state["added_tokens"] = [
             token for text, token in added_tokens.items() if text not in self.control_texts
         ]
-        for part in ("normalizer", "pre_tokenizer"):
-            tokenizer_state[part] = _without_prefix_space(tokenizer_state.get(part))
+        for component in ("normalizer", "pre_tokenizer"):
+            tokenizer_state[component] = _remove_prefix_space(tokenizer_state.get(component))
         self._plain_tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
         self._whole_tokenizer = backend
         is_byte_level = (tokenizer_state["decoder"] or {}).get("type") == "ByteLevel"
-        self._bytes_of = lru_cache(maxsize=None)(self._token_bytes) if is_byte_level else None
+        self._get_token_bytes = lru_cache(maxsize=None)(self._token_bytes) if is_byte_level else None
         # The clone renumbers the remaining added tokens, except those that are in the vocabulary itself.
-        new_id, text_tokens = self._plain_tokenizer.token_to_id, tokenizer_state["added_tokens"]
-        self._original_ids = {new_id(token["content"]): token["id"] for token in text_tokens}
+        get_new_id, text_tokens = self._plain_tokenizer.token_to_id, tokenizer_state["added_tokens"]
+        self._original_ids = {get_new_id(token["content"]): token["id"] for token in text_tokens}
         self.control_ids = frozenset(self.control_texts.values())
-        longest_first = sorted(self.control_texts, key=len, reverse=True)
-        self._control_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        sorted_texts = sorted(self.control_texts, key=len, reverse=True)
+        self._control_pattern = re.compile("|".join(map(re.escape, sorted_texts)) or r"(?!)")
         self._encode_cached = lru_cache(maxsize=4096)(self._encode)
         # Mostly for names of tools and arguments.
         self.may_form_control_token = lru_cache(maxsize=512)(self._can_form_control)
         self._joined_controls = "\0".join(["", *self.control_texts, ""])
-        self._control_words = {_first_word(text) for text in self.control_texts} - {""}
+        self._control_words = {_extract_word(text) for text in self.control_texts} - {""}
         self._longest_control = max(map(len, self.control_texts), default=0)
         ids = self._encode(CANARY)
         if self.decode(ids) != CANARY and tokenizer.unk_token_id not in ids:
@@ -84,16 +84,16 @@ class TextEncoder:
                 "tokenizer.json fits the tokenizer_class in tokenizer_config.json and belongs to a language model"
             )
 
-    def split(self, text: str) -> list[str | Control]:
+    def split_at_controls(self, text: str) -> list[str | ControlToken]:
         """Split a template's own text at its control tokens."""
-        parts: list[str | Control] = []
+        parts: list[str | ControlToken] = []
         end = 0
         for match in self._control_pattern.finditer(text):
-            parts += [text[end : match.start()], Control(self.control_texts[match.group()])]
+            parts += [text[end : match.start()], ControlToken(self.control_texts[match.group()])]
             end = match.end()
         return [part for part in [*parts, text[end:]] if part != ""]
 
-    def plain(self, text: str) -> list[int]:
+    def encode_plain(self, text: str) -> list[int]:
         """Encode a text without control tokens, whatever the text contains."""
         return list(self._encode_cached(text) if len(text) < 20_000 else self._encode(text))
 
@@ -108,24 +108,24 @@ class TextEncoder:
         if self.control_ids.isdisjoint(ids):
             return ids
         # The vocabulary may also contain a control token as a normal entry, which half of its text cannot produce.
-        position = next(i for i, token in enumerate(ids) if token in self.control_ids)
-        start, end = encoding.offsets[position]
+        control_index = next(index for index, token in enumerate(ids) if token in self.control_ids)
+        start, end = encoding.offsets[control_index]
         if end - start < 2:
             return self._encode(text[:start]) + self._encode(text[end:])  # a single character is dropped
         middle = (start + end) // 2
         return self._encode(text[:middle]) + self._encode(text[middle:])
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        if self._bytes_of is not None:  # ten times as fast as the library
-            return b"".join(map(self._bytes_of, token_ids)).decode("utf-8", errors="replace")
+        if self._get_token_bytes is not None:  # ten times as fast as the library
+            return b"".join(map(self._get_token_bytes, token_ids)).decode("utf-8", errors="replace")
         return self._whole_tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
     def _token_bytes(self, token_id: int) -> bytes:
         text = self._whole_tokenizer.id_to_token(token_id) or ""
-        return bytes(map(_BYTES.__getitem__, text)) if _BYTES.keys() >= set(text) else text.encode()
+        return bytes(map(_BYTE_MAP.__getitem__, text)) if _BYTE_MAP.keys() >= set(text) else text.encode()
 
-    def decode_quoted(self, token_ids: Sequence[int], quote: Callable[[str], str]) -> str:
-        """Decode a turn. `quote` replaces each text that looks like a control token but consists of normal tokens."""
+    def decode_quoted(self, token_ids: Sequence[int], quote_text: Callable[[str], str]) -> str:
+        """Decode a turn. `quote_text` replaces texts that look like control tokens but consist of normal tokens."""
         text = self.decode(token_ids)
         control_count = len(list(filter(self.control_ids.__contains__, token_ids)))
         if len(self._control_pattern.findall(text)) == control_count:
@@ -133,7 +133,7 @@ class TextEncoder:
         runs = groupby(token_ids, self.control_ids.__contains__)
         parts = [(is_control, self.decode(list(run))) for is_control, run in runs]
         return "".join(
-            part if is_control else self._control_pattern.sub(lambda match: quote(match.group()), part)
+            part if is_control else self._control_pattern.sub(lambda match: quote_text(match.group()), part)
             for is_control, part in parts
         )
 
@@ -143,7 +143,7 @@ class TextEncoder:
         text = text.strip()
         lengths, controls = range(1, min(len(text), self._longest_control) + 1), self._joined_controls
         return bool(text) and (
-            _first_word(text) in self._control_words
+            _extract_word(text) in self._control_words
             or self._control_pattern.search(text) is not None
             or any("\0" + text[-end:] in controls or text[:end] + "\0" in controls for end in lengths)
         )
@@ -152,55 +152,55 @@ class TextEncoder:
         """Return the text if it fits into `max_tokens`, else its beginning and end with a marker between them."""
         text = valid_text(text)
         # Tokens have a maximum length, so most of a huge text need not be encoded.
-        keep_chars = max_tokens * 40
-        if len(text) > 2 * keep_chars:
-            head, tail = text[:keep_chars], text[-keep_chars:]
+        max_chars = max_tokens * 40
+        if len(text) > 2 * max_chars:
+            head, tail = text[:max_chars], text[-max_chars:]
         else:
-            if len(text.encode()) <= max_tokens or len(self.plain(text)) <= max_tokens:
+            if len(text.encode()) <= max_tokens or len(self.encode_plain(text)) <= max_tokens:
                 return text
             head = tail = text
         marker = f"\n[... cut from {len(text)} characters ...]\n"
-        budget = max_tokens - len(self.plain(marker))
-        if budget < 2:  # no room for a marker
-            return self._slice(head, max_tokens, from_end=False)
-        beginning = self._slice(head, budget - budget // 3, from_end=False)
-        ending = self._slice(tail, budget // 3, from_end=True)
+        max_excerpt_tokens = max_tokens - len(self.encode_plain(marker))
+        if max_excerpt_tokens < 2:  # no room for a marker
+            return self._cut_to_tokens(head, max_tokens, from_end=False)
+        beginning = self._cut_to_tokens(head, max_excerpt_tokens - max_excerpt_tokens // 3, from_end=False)
+        ending = self._cut_to_tokens(tail, max_excerpt_tokens // 3, from_end=True)
         return beginning + marker + ending
 
-    def _slice(self, text: str, max_tokens: int, from_end: bool) -> str:
+    def _cut_to_tokens(self, text: str, max_tokens: int, from_end: bool) -> str:
         """Return the longest beginning (or end) of the text that has at most `max_tokens` tokens."""
         offsets = self._plain_tokenizer.encode(text, add_special_tokens=False).offsets
-        count = max(0, min(max_tokens, len(offsets)))
-        while count > 0:
-            excerpt = text[offsets[-count][0] :] if from_end else text[: offsets[count - 1][1]]
-            excess = len(self.plain(excerpt)) - max_tokens  # a token may end inside a character
+        num_tokens = max(0, min(max_tokens, len(offsets)))
+        while num_tokens > 0:
+            excerpt = text[offsets[-num_tokens][0] :] if from_end else text[: offsets[num_tokens - 1][1]]
+            excess = len(self.encode_plain(excerpt)) - max_tokens  # a token may end inside a character
             if excess <= 0:
                 return excerpt
-            count -= excess
+            num_tokens -= excess
         return ""
 
 
-def _first_word(text: str) -> str:
+def _extract_word(text: str) -> str:
     return re.sub(r"^\W+|\W+$", "", text)
 
 
-def _without_prefix_space(node: Any) -> Any:
+def _remove_prefix_space(component: Any) -> Any:
     """Remove the prefix space of a normalizer or pre-tokenizer, because pieces inside a text must not get one."""
-    if isinstance(node, list):
-        return [cleaned for item in node if (cleaned := _without_prefix_space(item)) is not None]
-    if not isinstance(node, dict):
-        return node
-    if node.get("type") == "Prepend":
+    if isinstance(component, list):
+        return [cleaned for child in component if (cleaned := _remove_prefix_space(child)) is not None]
+    if not isinstance(component, dict):
+        return component
+    if component.get("type") == "Prepend":
         return None
-    node = {key: _without_prefix_space(value) for key, value in node.items()}
-    if node.get("type") == "Metaspace":
-        node["prepend_scheme"] = "never"
-    if "add_prefix_space" in node:
-        node["add_prefix_space"] = False
-    return node
+    component = {key: _remove_prefix_space(value) for key, value in component.items()}
+    if component.get("type") == "Metaspace":
+        component["prepend_scheme"] = "never"
+    if "add_prefix_space" in component:
+        component["add_prefix_space"] = False
+    return component
 
 
 def cache_short_texts(function: Callable[[str], T]) -> Callable[[str], T]:
     """Cache the function's results for short texts."""
-    cached = lru_cache(512)(function)
-    return lambda text: (cached if len(text) <= SHORT_TEXT else function)(text)
+    cached_function = lru_cache(512)(function)
+    return lambda text: (cached_function if len(text) <= MAX_SHORT_CHARS else function)(text)

@@ -23,17 +23,19 @@ class FamilyDetector:
         self._template, self._turns = template, turns
         self._control_texts = control_texts
 
-    def find(self, requested: Family | None) -> tuple[CallStyle | None, Family]:
+    def find_style_and_family(self, requested_family: Family | None) -> tuple[CallStyle | None, Family]:
         """Return the template's style of tool calls and the family that parses them. Prefer a style that the family can
         parse."""
         styles = probes.find_call_styles(self._template)
         for style in styles:
-            family = self._detect(style) if requested is None else self._with_thought(requested)
-            if family is not None and self.can_read(family, style):
+            family = (
+                self._detect_family(style) if requested_family is None else self._add_tags(requested_family)
+            )
+            if family is not None and self.can_read_calls(family, style):
                 return style, family
-        return (styles[0] if styles else None), self._with_thought(requested or FAMILIES["generic"])
+        return (styles[0] if styles else None), self._add_tags(requested_family or FAMILIES["generic"])
 
-    def can_read(self, family: Family, style: CallStyle | None) -> bool:
+    def can_read_calls(self, family: Family, style: CallStyle | None) -> bool:
         """Return whether the family's parser reads the calls that this template writes."""
         try:
             text = self._turns.render_calls(style, [PROBE_CALL], family.think)
@@ -55,24 +57,24 @@ class FamilyDetector:
             f"{family.name!r} does not read"
         )
 
-    def _with_thought(self, family: Family) -> Family:
+    def _add_tags(self, family: Family) -> Family:
         """Return the family with the template's thought tags, unless the family defines its own tags."""
-        tags = self._turns.thought.tags
+        tags = self._turns.thought_style.tags
         return family if tags is None or family.think != THINK_TAGS else replace(family, think=tags)
 
-    def _detect(self, style: CallStyle) -> Family | None:
+    def _detect_family(self, style: CallStyle) -> Family | None:
         """Return the first registered family that parses the template's calls, else a family whose parser is learned
         from them."""
         for family in FAMILIES.values():
             if family.needs_token is None or family.needs_token in self._control_texts:
-                candidate = self._with_thought(family)
-                if self.can_read(candidate, style):
+                candidate = self._add_tags(family)
+                if self.can_read_calls(candidate, style):
                     return candidate
         return self._learn_family(style)
 
     def _learn_family(self, style: CallStyle) -> Family | None:
         """Return a family whose parser is learned from the template's rendering of calls; None if that fails."""
-        family = self._with_thought(Family("template", lambda text, tools: (text, [])))
+        family = self._add_tags(Family("template", lambda text, tools: (text, [])))
         try:
             reader = learn_reader(
                 lambda calls: self._turns.render_calls(style, calls, family.think), self._template.marks
@@ -81,4 +83,4 @@ class FamilyDetector:
             return None
         if reader is not None:
             family = replace(family, read_calls=reader)
-        return family if self.can_read(family, style) else None
+        return family if self.can_read_calls(family, style) else None

@@ -29,8 +29,8 @@ from TrainingFactory.types import ToolCall, ToolSpec
 # Returns the template's text of an assistant turn with these calls, without thought and end of turn.
 RenderCalls = Callable[[Sequence[ToolCall]], str]
 # Parses the calls at a position of a text; returns them and their end, or None if there is no call.
-Parsed = tuple[list[ToolCall], int]
-ReadAt = Callable[[str, int, Sequence[ToolSpec]], Parsed | None]
+ParsedCalls = tuple[list[ToolCall], int]
+ReadAt = Callable[[str, int, Sequence[ToolSpec]], ParsedCalls | None]
 # Start and end of a canary call's text, and a function from the text that closes a call to its parser.
 CallSyntax = tuple[int, int, Callable[[str], ReadAt]]
 
@@ -51,8 +51,8 @@ def learn_reader(render_calls: RenderCalls, placeholders: Marks) -> CallReader |
         second_syntax = find_syntax(two_calls, placeholders[6], placeholders)
         head, tail = one_call[:start], one_call[end:]
         separator = two_calls[end : second_syntax[0]] if second_syntax else ""
-        call_start = _common_suffix(head, separator) if separator else head
-        close = _common_prefix(tail, separator.removesuffix(call_start)) if separator else tail
+        call_start = _find_common_suffix(head, separator) if separator else head
+        close = _find_common_prefix(tail, separator.removesuffix(call_start)) if separator else tail
         if call_start.strip():
             outer_begin, outer_close = head.removesuffix(call_start), tail.removeprefix(close)
             return TaggedCallReader(outer_begin, call_start, close, outer_close, make_reader(close))
@@ -70,25 +70,25 @@ class TaggedCallReader:
     read_at: ReadAt
 
     def __call__(self, text: str, tools: Sequence[ToolSpec]) -> tuple[str, list[ToolCall]]:
-        begin_pattern, close_pattern = _literal_pattern(self.begin), _literal_pattern(self.close)
+        begin_pattern, close_pattern = _compile_literal(self.begin), _compile_literal(self.close)
         content, calls, position = "", list[ToolCall](), 0
         while start_match := begin_pattern.search(text, position):
             content += text[position : start_match.start()]
-            parsed = self.read_at(text, start_match.end(), tools)
-            if parsed is None:
+            parsed_calls = self.read_at(text, start_match.end(), tools)
+            if parsed_calls is None:
                 calls.append(malformed_call(f"what follows {self.begin.strip()} is not a whole call"))
                 position = start_match.end()
                 end_match = close_pattern.search(text, position) if self.close.strip() else None
                 position = end_match.end() if end_match else len(text)
             else:
-                calls += parsed[0]
-                end_match = close_pattern.match(text, parsed[1])
-                position = end_match.end() if end_match else parsed[1]
+                calls += parsed_calls[0]
+                end_match = close_pattern.match(text, parsed_calls[1])
+                position = end_match.end() if end_match else parsed_calls[1]
         if not calls:
             return text, []
         content += text[position:]
-        for outer in (self.outer_begin.strip(), self.outer_close.strip()):
-            content = content.replace(outer, "", 1) if outer else content
+        for outer_tag in (self.outer_begin.strip(), self.outer_close.strip()):
+            content = content.replace(outer_tag, "", 1) if outer_tag else content
         return content.strip(), calls
 
 
@@ -96,7 +96,7 @@ def _find_json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as {"name": NAME, "arguments": {...}}, with any keys in any order, or as a
     list of such objects."""
     for start in (bracket.start() for bracket in re.finditer(r"[\[{]", text)):
-        value, end = _decode(text, start) or (None, 0)
+        value, end = _decode_json(text, start) or (None, 0)
         call_value = value[-1] if isinstance(value, list) and value else value
         keys = _find_call_object(call_value, name, placeholders[2])
         if keys is None:
@@ -104,12 +104,12 @@ def _find_json(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
 
         def read_at(
             text: str, position: int, tools: Sequence[ToolSpec], keys: tuple[list[str], str, str] = keys
-        ) -> Parsed | None:
-            decoded = _decode(text, position)
+        ) -> ParsedCalls | None:
+            decoded = _decode_json(text, position)
             if decoded is None:
                 return None
             call_objects = decoded[0] if isinstance(decoded[0], list) else [decoded[0]]
-            return [_call_of(call, keys) for call in call_objects], decoded[1]
+            return [_extract_call(call, keys) for call in call_objects], decoded[1]
 
         return start, end, lambda close: read_at
     return None
@@ -125,16 +125,16 @@ def _find_named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
         return None
     bare_key_pattern = rf"\{{{placeholders[2]}:(?P<quote>\S+?){placeholders[3]}(?P=quote),"
     bare_key_match = re.compile(bare_key_pattern).match(text, brace)
-    decode = _make_decoder(bare_key_match["quote"]) if bare_key_match else _decode
+    decode = _make_decoder(bare_key_match["quote"]) if bare_key_match else _decode_json
     arguments = decode(text, brace)
     if arguments is None or arguments[0] != {
         placeholders[2]: placeholders[3],
         placeholders[4]: placeholders[5],
     }:
         return None
-    separator_pattern = re.compile(_loose_pattern(text[name_end:brace]) + r"\s*(?=\{)")
+    separator_pattern = re.compile(_make_loose_pattern(text[name_end:brace]) + r"\s*(?=\{)")
 
-    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
+    def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> ParsedCalls | None:
         separator = separator_pattern.search(text, position)
         decoded = decode(text, separator.end()) if separator else None
         if separator is None or decoded is None:
@@ -146,24 +146,24 @@ def _find_named(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
 
 def _find_python(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     """Return the syntax of calls written as [NAME(KEY=VALUE, ...), ...]."""
-    match = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
-    if match is None:
+    calls_match = re.search(rf"\[[^\[]*\b{name}\({placeholders[2]}\s*=.*\)\s*\]", text, re.DOTALL)
+    if calls_match is None:
         return None
 
     def make_reader(close: str) -> ReadAt:
-        end_pattern = _literal_pattern(close) if close.strip() else re.compile(r"\Z")
+        end_pattern = _compile_literal(close) if close.strip() else re.compile(r"\Z")
 
-        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
+        def read_at(text: str, position: int, tools: Sequence[ToolSpec]) -> ParsedCalls | None:
             end_match = end_pattern.search(text, position)
             end = end_match.start() if end_match else -1
             return _parse_python_calls(text[position:end].strip(), end) if end_match else None
 
         return read_at
 
-    return match.start(), match.end(), make_reader
+    return calls_match.start(), calls_match.end(), make_reader
 
 
-def _parse_python_calls(code: str, end: int) -> Parsed | None:
+def _parse_python_calls(code: str, end: int) -> ParsedCalls | None:
     for text in (code, code.replace("\n", "\\n")):  # some templates do not escape newlines in strings
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -171,7 +171,7 @@ def _parse_python_calls(code: str, end: int) -> Parsed | None:
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         elements = tree.elts if isinstance(tree, ast.List) else [tree]
-        calls = [row for row in elements if isinstance(row, ast.Call)]
+        calls = [element for element in elements if isinstance(element, ast.Call)]
         are_names = all(isinstance(call.func, ast.Name | ast.Attribute) for call in calls)
         if elements and are_names and len(calls) == len(elements):
             return [call_from_tree(ast.unparse(call.func), call) for call in calls], end
@@ -185,7 +185,7 @@ def _find_pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     if start < 0 or len(tag_texts) < 5:
         return None
     before_key, before_value, separator, next_before_value, call_tail = tag_texts[:5]
-    key_start = _common_suffix(before_key, separator)
+    key_start = _find_common_suffix(before_key, separator)
     pair_end = separator.removesuffix(key_start)
     if (
         next_before_value != before_value
@@ -203,10 +203,10 @@ def _find_pairs(text: str, name: str, placeholders: Marks) -> CallSyntax | None:
     preamble = before_key.removesuffix(key_start)
 
     def make_reader(close: str) -> ReadAt:
-        first_key, no_key = _literal_pattern(preamble + key_start), _literal_pattern(preamble + close)
-        next_key = re.compile(_tight_pattern(pair_end) + _loose_pattern(key_start))
-        call_end = re.compile(f"{_tight_pattern(pair_end)}(?={_loose_pattern(close)})")
-        value_start = re.compile(_tight_pattern(before_value))
+        first_key, no_key = _compile_literal(preamble + key_start), _compile_literal(preamble + close)
+        next_key = re.compile(_make_tight_pattern(pair_end) + _make_loose_pattern(key_start))
+        call_end = re.compile(f"{_make_tight_pattern(pair_end)}(?={_make_loose_pattern(close)})")
+        value_start = re.compile(_make_tight_pattern(before_value))
         return _PairReader(first_key, no_key, value_start, next_key, call_end).read_at
 
     return start, end, make_reader
@@ -222,7 +222,7 @@ class _PairReader:
     next_key: re.Pattern[str]
     call_end: re.Pattern[str]
 
-    def read_at(self, text: str, position: int, tools: Sequence[ToolSpec]) -> Parsed | None:
+    def read_at(self, text: str, position: int, tools: Sequence[ToolSpec]) -> ParsedCalls | None:
         first_match, end_match = self.first_key.search(text, position), self.no_key.search(text, position)
         if end_match and (first_match is None or end_match.start() < first_match.start()):
             return [make_call(text[position : end_match.start()], {})], end_match.start()
@@ -253,34 +253,34 @@ JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", l
 
 def parse_value(text: str, schema: Any) -> Any:
     """Parse an unquoted argument as JSON or a Python constant. Return the text itself if only that fits the schema."""
-    value, end = _decode(text, 0) or (text, 0)
+    value, end = _decode_json(text, 0) or (text, 0)
     if text[end:].strip() or isinstance(value, str):
         value = PYTHON_CONSTANTS.get(text.strip(), text)
-    allowed = _allowed_types(schema)
-    if allowed is None or "string" not in allowed:
+    types = _find_allowed_types(schema)
+    if types is None or "string" not in types:
         return value
     value_type = JSON_TYPES.get(type(value), "null")
-    return value if value_type in allowed or (value_type == "integer" and "number" in allowed) else text
+    return value if value_type in types or (value_type == "integer" and "number" in types) else text
 
 
-def _allowed_types(schema: Any) -> set[str] | None:
+def _find_allowed_types(schema: Any) -> set[str] | None:
     """Return the JSON types that a property's schema allows; None if it does not restrict them."""
     if not isinstance(schema, dict):
         return None
     for key in ("anyOf", "oneOf"):
-        if isinstance(options := schema.get(key), list):
-            types = [_allowed_types(option) for option in options]
+        if isinstance(alternatives := schema.get(key), list):
+            types = [_find_allowed_types(alternative) for alternative in alternatives]
             return None if None in types else set[str]().union(*filter(None, types))
-    expected = schema.get("type")
-    if isinstance(expected, list):
-        return {str(name) for name in expected}
-    return None if expected is None else {str(expected)}
+    declared_type = schema.get("type")
+    if isinstance(declared_type, list):
+        return {str(name) for name in declared_type}
+    return None if declared_type is None else {str(declared_type)}
 
 
-def _decode(text: str, position: int) -> tuple[Any, int] | None:
-    space = re.compile(r"\s*").match(text, position)
+def _decode_json(text: str, position: int) -> tuple[Any, int] | None:
+    space_match = re.compile(r"\s*").match(text, position)
     try:
-        return DECODER.raw_decode(text, space.end() if space else position)
+        return DECODER.raw_decode(text, space_match.end() if space_match else position)
     except (ValueError, RecursionError):
         return None
 
@@ -296,30 +296,30 @@ def _make_decoder(quote: str) -> Callable[[str, int], tuple[Any, int] | None]:
     )
 
     def decode_value(text: str, position: int, depth: int) -> tuple[Any, int]:
-        match = token_pattern.match(text, position)
-        if match is None or depth > MAX_DEPTH or (match[2] or "{") not in "{[":
+        token_match = token_pattern.match(text, position)
+        if token_match is None or depth > MAX_DEPTH or (token_match[2] or "{") not in "{[":
             raise ValueError("no value")
-        position = match.end()
-        if match[1] is not None:
-            return match[1], position
-        if match[3] is not None:
-            bare_value = match[3].strip()
-            decoded = _decode(bare_value, 0) or (bare_value, 0)
+        position = token_match.end()
+        if token_match[1] is not None:
+            return token_match[1], position
+        if token_match[3] is not None:
+            bare_value = token_match[3].strip()
+            decoded = _decode_json(bare_value, 0) or (bare_value, 0)
             return PYTHON_CONSTANTS.get(bare_value, decoded[0]), position
-        is_object = match[2] == "{"
-        items = list[tuple[str, Any]]()
+        is_object = token_match[2] == "{"
+        members = list[tuple[str, Any]]()
         while not (end_match := re.compile(r"\s*,?\s*[}\]]").match(text, position)):
-            comma = re.compile(r"\s*,").match(text, position)
-            position, key = comma.end() if comma else position, ""
+            comma_match = re.compile(r"\s*,").match(text, position)
+            position, key = comma_match.end() if comma_match else position, ""
             if is_object:
-                label = label_pattern.match(text, position)
-                if label is None:
+                label_match = label_pattern.match(text, position)
+                if label_match is None:
                     raise ValueError("no key")
-                key = label[2].strip() if label[1] is None else label[1]
-                position = label.end()
+                key = label_match[2].strip() if label_match[1] is None else label_match[1]
+                position = label_match.end()
             value, position = decode_value(text, position, depth + 1)
-            items.append((key, value))
-        return dict(items) if is_object else [value for _, value in items], end_match.end()
+            members.append((key, value))
+        return dict(members) if is_object else [value for _, value in members], end_match.end()
 
     def decode(text: str, position: int) -> tuple[Any, int] | None:
         try:
@@ -343,7 +343,7 @@ def _find_call_object(value: Any, name: str, key: str) -> tuple[list[str], str, 
     return None
 
 
-def _call_of(value: Any, keys: tuple[list[str], str, str]) -> ToolCall:
+def _extract_call(value: Any, keys: tuple[list[str], str, str]) -> ToolCall:
     fields, name, arguments = keys
     for field in fields:
         value = value.get(field) if isinstance(value, dict) else None
@@ -352,24 +352,24 @@ def _call_of(value: Any, keys: tuple[list[str], str, str]) -> ToolCall:
     return call_from_value(value)
 
 
-def _common_suffix(first: str, second: str) -> str:
-    return _common_prefix(first[::-1], second[::-1])[::-1]
+def _find_common_suffix(text: str, other_text: str) -> str:
+    return _find_common_prefix(text[::-1], other_text[::-1])[::-1]
 
 
-def _common_prefix(first: str, second: str) -> str:
-    lengths = range(min(len(first), len(second)), -1, -1)
-    return next(first[:length] for length in lengths if first[:length] == second[:length])
+def _find_common_prefix(text: str, other_text: str) -> str:
+    lengths = range(min(len(text), len(other_text)), -1, -1)
+    return next(text[:length] for length in lengths if text[:length] == other_text[:length])
 
 
-def _literal_pattern(text: str) -> re.Pattern[str]:
-    return re.compile(r"\s*" + _loose_pattern(text.strip()))
+def _compile_literal(text: str) -> re.Pattern[str]:
+    return re.compile(r"\s*" + _make_loose_pattern(text.strip()))
 
 
-def _tight_pattern(text: str) -> str:
+def _make_tight_pattern(text: str) -> str:
     """Return a pattern for a tag next to a value. White space, except the tag's newline, belongs to the value."""
     return re.escape(text).replace("\\\n", "\n?")
 
 
-def _loose_pattern(text: str) -> str:
+def _make_loose_pattern(text: str) -> str:
     """Return a pattern for the text that accepts missing or different white space."""
     return r"\s*".join(re.escape(part) for part in re.split(r"\s+", text))

@@ -16,7 +16,7 @@ import torch
 from TrainingFactory.models import composite
 from TrainingFactory.models.adapters import attach_adapter
 from TrainingFactory.models.dtypes import DTYPES, convert_weights, pick_device, pick_dtype
-from TrainingFactory.models.loading_errors import RECOPY_ADVICE, explained_errors, local_folder
+from TrainingFactory.models.loading_errors import RECOPY_ADVICE, explain_errors, find_local_folder
 from TrainingFactory.models.model_files import (
     cache_gguf_reader,
     check_hub,
@@ -25,7 +25,7 @@ from TrainingFactory.models.model_files import (
     read_tokenizer,
 )
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
-from TrainingFactory.models.quantization import check_quantization, keep_trainable, quantization_options
+from TrainingFactory.models.quantization import check_quantization, keep_trainable, make_quantization_options
 from TrainingFactory.models.templates import set_chat_template
 from TrainingFactory.models.tiny import builtin_model, builtin_tokenizer
 from TrainingFactory.models.untrained_tags import remove_untrained_tags
@@ -54,10 +54,10 @@ class LoadedModel:
     def stop_ids(self) -> tuple[int, ...]:
         """Return the end-of-sequence tokens of the model's generation config."""
         config = getattr(self.model, "generation_config", None)
-        eos = None if config is None else config.eos_token_id
-        if eos is None:
+        eos_ids = None if config is None else config.eos_token_id
+        if eos_ids is None:
             return ()
-        return tuple(eos) if isinstance(eos, list) else (eos,)
+        return tuple(eos_ids) if isinstance(eos_ids, list) else (eos_ids,)
 
 
 class PretrainedParts(NamedTuple):
@@ -86,8 +86,8 @@ def load_model(
     """Load a model. The options are those of the config's section `model`. `seed` determines the weights of the
     built-in model. `vision`: load the vision part too; None: only if the model is built in or was trained with its
     vision part."""
-    target = resolve_model_name(name)
-    check_quantization(quantization, target)
+    resolved_name = resolve_model_name(name)
+    check_quantization(quantization, resolved_name)
     _freeze_imports()
     if not sys.stderr.isatty():  # progress bars make a log unreadable
         from transformers.utils.logging import disable_progress_bar
@@ -95,17 +95,19 @@ def load_model(
         disable_progress_bar()
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device)
-    if target in BUILTINS:
-        model, tokenizer, image_processor = builtin_model(target, revision or str(seed))
-        pretrained = PretrainedParts(model, tokenizer, image_processor=image_processor)
+    if resolved_name in BUILTINS:
+        model, tokenizer, image_processor = builtin_model(resolved_name, revision or str(seed))
+        pretrained_parts = PretrainedParts(model, tokenizer, image_processor=image_processor)
     else:
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        quantized = quantization_options(quantization, torch_dtype, torch_device)
-        weight_options = {"dtype": torch_dtype, **quantized}
-        with_vision = composite.was_trained_with_vision(adapter or target) if vision is None else vision
-        pretrained = _load_pretrained(name, target, options, weight_options, with_vision)
-    tokenizer, image_processor = pretrained.tokenizer, pretrained.image_processor
-    model = pretrained.model
+        quantization_kwargs = make_quantization_options(quantization, torch_dtype, torch_device)
+        weight_options = {"dtype": torch_dtype, **quantization_kwargs}
+        with_vision = (
+            composite.was_trained_with_vision(adapter or resolved_name) if vision is None else vision
+        )
+        pretrained_parts = _load_pretrained(name, resolved_name, options, weight_options, with_vision)
+    tokenizer, image_processor = pretrained_parts.tokenizer, pretrained_parts.image_processor
+    model = pretrained_parts.model
     if quantization == "none":
         model = convert_weights(model, torch_device, torch_dtype)
     else:  # transformers has loaded the weights onto their device, and their dtype is fixed
@@ -119,24 +121,24 @@ def load_model(
     if adapter is not None:
         model = attach_adapter(model, adapter, has_all_parts=image_processor is not None)
     _check_finite(name, model)
-    notes = pretrained.notes + remove_untrained_tags(name, model, tokenizer)
+    notes = pretrained_parts.notes + remove_untrained_tags(name, model, tokenizer)
     set_chat_template(tokenizer, chat_template, adapter)
-    return LoadedModel(target, model, tokenizer, notes, model_vision)
+    return LoadedModel(resolved_name, model, tokenizer, notes, model_vision)
 
 
 def load_tokenizer(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Load only the tokenizer. `name` is a model name as in `load_model`, or a folder that contains a tokenizer."""
-    target = resolve_model_name(name)
-    if target in BUILTINS:
-        return builtin_tokenizer(target)
-    folder = Path(target).expanduser()
+    resolved_name = resolve_model_name(name)
+    if resolved_name in BUILTINS:
+        return builtin_tokenizer(resolved_name)
+    folder = Path(resolved_name).expanduser()
     has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    source, options = (str(folder), {}) if has_tokenizer else locate_model(name, target)
+    location, options = (str(folder), {}) if has_tokenizer else locate_model(name, resolved_name)
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    with explained_errors(
-        f"the tokenizer of {name!r} could not be loaded", source, options, "tokenizer.json"
+    with explain_errors(
+        f"the tokenizer of {name!r} could not be loaded", location, options, "tokenizer.json"
     ):
-        return read_tokenizer(source, options)
+        return read_tokenizer(location, options)
 
 
 @functools.cache
@@ -157,8 +159,8 @@ def _check_finite(name: str, model: Any) -> None:
     weights = {key: param for key, param in weights.items() if param.dtype in DTYPES.values()}
     if not weights:
         return
-    bounds = torch.stack([torch.stack(torch.aminmax(param)).float() for param in weights.values()])
-    are_finite = bounds.isfinite().all(dim=1).tolist()
+    weight_ranges = torch.stack([torch.stack(torch.aminmax(param)).float() for param in weights.values()])
+    are_finite = weight_ranges.isfinite().all(dim=1).tolist()
     invalid_keys = [key for key, is_finite in zip(weights, are_finite, strict=True) if not is_finite]
     if invalid_keys:
         others_note = f" and {len(invalid_keys) - 1} others" if len(invalid_keys) > 1 else ""
@@ -170,56 +172,56 @@ def _check_finite(name: str, model: Any) -> None:
         )
 
 
-def composite_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+def read_composite_config(name: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Return the config of a composite model. Return None for other models, and for hub ids that are not cached on this
     machine."""
-    source, options = locate_model(name, resolve_model_name(name))
+    location, options = locate_model(name, resolve_model_name(name))
     options |= {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-    if "gguf_file" in options or not (local_folder(source, options) / "config.json").is_file():
+    if "gguf_file" in options or not (find_local_folder(location, options) / "config.json").is_file():
         return None
-    with explained_errors(f"the config of {name!r} could not be read", source, options, "config.json"):
-        config = read_config(source, options)
+    with explain_errors(f"the config of {name!r} could not be read", location, options, "config.json"):
+        config = read_config(location, options)
     return config if composite.is_composite(config) else None
 
 
-def stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
+def read_stored_dtype(name: str, revision: str | None = None, trust_remote_code: bool = False) -> torch.dtype:
     """Return the dtype of the stored weights; float32 if the config does not name one."""
     from transformers import AutoConfig
 
-    target = resolve_model_name(name)
-    if target in BUILTINS:
+    resolved_name = resolve_model_name(name)
+    if resolved_name in BUILTINS:
         return torch.float32
-    source, options = locate_model(name, target)
+    location, options = locate_model(name, resolved_name)
     options |= {"revision": revision, "trust_remote_code": trust_remote_code}
-    with explained_errors(f"the config of {name!r} could not be read", source, options, "config.json"):
-        config = AutoConfig.from_pretrained(source, **options)
+    with explain_errors(f"the config of {name!r} could not be read", location, options, "config.json"):
+        config = AutoConfig.from_pretrained(location, **options)
     return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
 def _load_pretrained(
-    name: str, target: str, options: Options, weight_options: Options, vision: bool
+    name: str, resolved_name: str, options: Options, weight_options: Options, vision: bool
 ) -> PretrainedParts:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    source, gguf_options = locate_model(name, target)
+    location, gguf_options = locate_model(name, resolved_name)
     options |= gguf_options
-    if source == target and not Path(source).exists():
-        check_hub(name, target, options["revision"])
+    if location == resolved_name and not Path(location).exists():
+        check_hub(name, resolved_name, options["revision"])
     if gguf_options:
-        file = Path(source, gguf_options["gguf_file"])
-        size = file.stat().st_size
-        size_text = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
-        print(f"Reading {file} ({size_text}) ...", file=sys.stderr, flush=True)
+        gguf_file = Path(location, gguf_options["gguf_file"])
+        num_bytes = gguf_file.stat().st_size
+        size_text = f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+        print(f"Reading {gguf_file} ({size_text}) ...", file=sys.stderr, flush=True)
     else:  # safetensors only: other weight files are pickles, which execute code when they are read
         weight_options["use_safetensors"] = True
-    explain = partial(
-        explained_errors, f"model {name!r} could not be loaded from {source!r}", source, options
+    explain_load_errors = partial(
+        explain_errors, f"model {name!r} could not be loaded from {location!r}", location, options
     )
     config: Any = None  # of a composite model
     with cache_gguf_reader() if gguf_options else nullcontext():
         if not gguf_options:
-            with explain("config.json"):
-                whole_config = read_config(source, options)
+            with explain_load_errors("config.json"):
+                whole_config = read_config(location, options)
             config = whole_config if composite.is_composite(whole_config) else None
         if vision and getattr(config, "vision_config", None) is None:
             raise ValueError(
@@ -228,26 +230,26 @@ def _load_pretrained(
         part_options: Options = {}  # for a part of a composite model
         if config is not None:
             part_options = (
-                composite.vision_options(config) if vision else composite.loading_options(name, config)
+                composite.make_vision_options(config) if vision else composite.make_text_options(name, config)
             )
-        with explain("tokenizer.json"):
-            tokenizer = read_tokenizer(source, options)
+        with explain_load_errors("tokenizer.json"):
+            tokenizer = read_tokenizer(location, options)
         image_processor = None
         if vision:
-            with explain(composite.IMAGE_PROCESSOR):
-                image_processor = composite.read_image_processor(source, options)
+            with explain_load_errors(composite.IMAGE_PROCESSOR):
+                image_processor = composite.read_image_processor(location, options)
         hide_warnings = nullcontext() if config is None else composite.hide_expected_warnings()
         auto_class: Any = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        with explain("config.json"), hide_warnings:  # or the weights, if they do not match it
-            loaded: Any = auto_class.from_pretrained(
-                source, output_loading_info=True, **options, **weight_options, **part_options
+        with explain_load_errors("config.json"), hide_warnings:  # or the weights, if they do not match it
+            model_and_report: Any = auto_class.from_pretrained(
+                location, output_loading_info=True, **options, **weight_options, **part_options
             )
-    model, report = loaded
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would continue with random weights
+    model, report = model_and_report
+    missing_weights = sorted(report["missing_keys"])
+    if missing_weights:  # transformers would continue with random weights
         raise ValueError(
-            f"model {name!r}: {len(missing)} weights are missing from {source!r}, the first is {missing[0]}; "
-            f"{RECOPY_ADVICE}"
+            f"model {name!r}: {len(missing_weights)} weights are missing from {location!r}, the first is "
+            f"{missing_weights[0]}; {RECOPY_ADVICE}"
         )
     if gguf_options:
         # The weights of a GGUF file are dequantized, and these attributes would prevent saving them.
@@ -259,6 +261,6 @@ def _load_pretrained(
     if config is None:
         return PretrainedParts(model, tokenizer)
     composite.detach_from_composite(model)
-    folder = local_folder(source, options)
+    folder = find_local_folder(location, options)
     note = composite.describe_text_part(name, config, model, folder, report["unexpected_keys"])
     return PretrainedParts(model, tokenizer, (note,))

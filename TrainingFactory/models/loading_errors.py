@@ -19,7 +19,7 @@ TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json
 
 
 @contextmanager
-def explained_errors(problem: str, source: str, options: dict[str, Any], component: str) -> Iterator[None]:
+def explain_errors(problem: str, location: str, options: dict[str, Any], filename: str) -> Iterator[None]:
     """Convert errors of the block, except device errors, to a one-line ValueError: problem, file, cause, remedy."""
     try:
         yield
@@ -28,41 +28,41 @@ def explained_errors(problem: str, source: str, options: dict[str, Any], compone
     except LOADING_ERRORS as error:
         if "allocate memory" in str(error):
             raise
-        raise ValueError(f"{problem}: {_describe_cause(error, source, options, component)}") from error
+        raise ValueError(f"{problem}: {_describe_cause(error, location, options, filename)}") from error
 
 
-def local_folder(source: str, options: dict[str, Any]) -> Path:
+def find_local_folder(location: str, options: dict[str, Any]) -> Path:
     """Return the folder of a model's files: a local folder, or the hub's cache if it has the model."""
     from huggingface_hub import try_to_load_from_cache
 
-    folder = Path(source)
+    folder = Path(location)
     if not folder.is_dir():
-        cached = try_to_load_from_cache(source, "config.json", revision=options.get("revision"))
-        folder = Path(cached).parent if isinstance(cached, str) else folder
+        cached_path = try_to_load_from_cache(location, "config.json", revision=options.get("revision"))
+        folder = Path(cached_path).parent if isinstance(cached_path, str) else folder
     return folder
 
 
-def _describe_cause(error: Exception, source: str, options: dict[str, Any], component: str) -> str:
+def _describe_cause(error: Exception, location: str, options: dict[str, Any], filename: str) -> str:
     """Return the cause of a loading error and its remedy. Name the missing or damaged file if there is one; otherwise
-    quote the library's error for the file `component`."""
+    quote the library's error for the file `filename`."""
     if isinstance(error, ImportError):
         return _first_line(error)
-    if (name := options.get("gguf_file")) is not None:
-        file = Path(source, name)
-        return f"{file} is damaged or has an unknown format ({_first_line(error)}): {RECOPY_ADVICE}"
-    folder = local_folder(source, options)
-    if damaged := describe_damaged_file(folder):
-        return damaged
-    patterns = TOKENIZER_FILES if component == "tokenizer.json" and folder.is_dir() else ()
+    if (gguf_name := options.get("gguf_file")) is not None:
+        gguf_file = Path(location, gguf_name)
+        return f"{gguf_file} is damaged or has an unknown format ({_first_line(error)}): {RECOPY_ADVICE}"
+    folder = find_local_folder(location, options)
+    if damage_text := describe_damaged_file(folder):
+        return damage_text
+    patterns = TOKENIZER_FILES if filename == "tokenizer.json" and folder.is_dir() else ()
     if patterns and not any(file for pattern in patterns for file in folder.glob(pattern)):
         return (
             f"{folder} has no tokenizer (such as tokenizer.json): copy the model's tokenizer files into it, or write "
             "them with tokenizer.save_pretrained"
         )
-    unsupported = "trust_remote_code" in str(error) or "model type" in str(error)
-    if unsupported or isinstance(error, OSError):  # the files may be intact
+    is_unsupported = "trust_remote_code" in str(error) or "model type" in str(error)
+    if is_unsupported or isinstance(error, OSError):  # the files may be intact
         return _first_line(error)
-    return f"{folder / component} is damaged or does not fit the other files ({_first_line(error)}): {RECOPY_ADVICE}"
+    return f"{folder / filename} is damaged or does not fit the other files ({_first_line(error)}): {RECOPY_ADVICE}"
 
 
 def describe_damaged_file(folder: Path) -> str | None:

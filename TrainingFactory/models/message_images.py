@@ -11,38 +11,42 @@ from typing import TYPE_CHECKING
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image, has_images
 from TrainingFactory.common.images import as_text, placeholder
-from TrainingFactory.models.encoding import Control, TextEncoder
+from TrainingFactory.models.encoding import ControlToken, TextEncoder
 from TrainingFactory.types import Image, Message, PlacedImage
 
 if TYPE_CHECKING:
     from TrainingFactory.models.vision import Vision
 
 IMAGE = -1  # the place of an image in a rendering
-NO_IMAGE = Image("", 1, 1, b"")  # for probes, which render no pixels
+BLANK_IMAGE = Image("", 1, 1, b"")  # for probes, which render no pixels
 IMAGES_NOTE = (
     "note: the chat template shows no images of tool results, so they are in a user message after the results"
 )
 
 
-class ImagePlaces:
+class ImageLocator:
     """Locator of image placeholders in the renderings of a chat template. The same placeholder in a conversation's
     texts stays text, because only the template's own text is searched."""
 
     def __init__(self, vision: Vision | None, encoder: TextEncoder) -> None:
         self._vision, self._encoder = vision, encoder
-        self._token = None if vision is None else encoder.control_texts[vision.placeholder]
+        self._image_id = None if vision is None else encoder.control_texts[vision.placeholder]
 
-    def split(self, text: str) -> list[str | Control]:
+    def split_at_images(self, text: str) -> list[str | ControlToken]:
         """Split a template's own text at its control tokens and image placeholders."""
-        parts = self._encoder.split(text)
+        parts = self._encoder.split_at_controls(text)
         if self._vision is None:
             return parts
-        before, after = (self._encoder.split(part) for part in (self._vision.before, self._vision.after))
-        image_parts = [*before, Control(IMAGE), *after]
-        return list(chain.from_iterable(image_parts if part == (self._token,) else [part] for part in parts))
+        parts_before, parts_after = (
+            self._encoder.split_at_controls(part) for part in (self._vision.prefix, self._vision.suffix)
+        )
+        image_parts = [*parts_before, ControlToken(IMAGE), *parts_after]
+        return list(
+            chain.from_iterable(image_parts if part == (self._image_id,) else [part] for part in parts)
+        )
 
     def count_images(self, text: str) -> int:
-        return self.split(text).count(Control(IMAGE))
+        return self.split_at_images(text).count(ControlToken(IMAGE))
 
     def require_image(self, render: Callable[[], str]) -> None:
         """Raise ValueError unless the rendering of a message with one image shows that image once."""
@@ -66,19 +70,19 @@ class ImagePlaces:
         return self._vision.ids(image)
 
 
-def check_all_shown(remaining: Iterator[Image]) -> None:
-    if next(remaining, None) is not None:
+def check_all_images_shown(remaining_images: Iterator[Image]) -> None:
+    if next(remaining_images, None) is not None:
         raise ValueError(
             "the chat template drops an image of this conversation; set model.chat_template to a template that shows "
             "the images of all roles"
         )
 
 
-def images_of(messages: Sequence[Message]) -> list[Image]:
+def collect_images(messages: Sequence[Message]) -> list[Image]:
     return [image for message in messages for _, image in message.images]
 
 
-def without_images(message: Message) -> Message:
+def replace_images(message: Message) -> Message:
     """Return a tool result with a text in place of its images, for a model that sees none."""
     if message.role != "tool":
         raise ValueError(
@@ -90,30 +94,36 @@ def without_images(message: Message) -> Message:
 
 def join_results(messages: Sequence[Message]) -> list[Message]:
     """Join the tool results of each turn into one user message, for templates that render no tool messages."""
-    joined: list[Message] = []
+    joined_messages: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
         group_messages = list(group)
         headings = [f"Result of {message.name or 'the tool'}:\n" for message in group_messages]
-        joined += [_join(headings, group_messages)] if are_results else group_messages
-    return joined
+        joined_messages += [_join_messages(headings, group_messages)] if are_results else group_messages
+    return joined_messages
 
 
-def images_after_results(messages: Sequence[Message]) -> list[Message]:
+def move_images_after_results(messages: Sequence[Message]) -> list[Message]:
     """Move the images of tool results into a user message after the results of each turn, for templates that render
     them only there."""
-    result: list[Message] = []
+    new_messages: list[Message] = []
     for are_results, group in groupby(messages, lambda message: message.role == "tool"):
         group_messages = list(group)
         with_images = [message for message in group_messages if message.images] if are_results else []
-        result += [replace(message, images=[]) if with_images else message for message in group_messages]
+        new_messages += [
+            replace(message, images=[]) if with_images else message for message in group_messages
+        ]
         if with_images:
             headings = [f"Images of the result of {message.name or 'the tool'}:\n" for message in with_images]
-            images = [[PlacedImage(0, image) for image in images_of([message])] for message in with_images]
-            result.append(_join(headings, [Message("user", images=placed) for placed in images]))
-    return result
+            images = [
+                [PlacedImage(0, image) for image in collect_images([message])] for message in with_images
+            ]
+            new_messages.append(
+                _join_messages(headings, [Message("user", images=placed) for placed in images])
+            )
+    return new_messages
 
 
-def _join(headings: Sequence[str], messages: Sequence[Message]) -> Message:
+def _join_messages(headings: Sequence[str], messages: Sequence[Message]) -> Message:
     """Return a user message with the contents and images of several messages, each after its heading."""
     content, images = "", list[PlacedImage]()
     for heading, message in zip(headings, messages, strict=True):

@@ -19,11 +19,11 @@ from TrainingFactory.models.weight_parts import SPLIT_WEIGHTS, join_parts
 MAX_LAYERS = 10_000  # a larger number in config.json is corrupt
 
 
-def locate_model(name: str, target: str) -> tuple[str, dict[str, Any]]:
+def locate_model(name: str, resolved_name: str) -> tuple[str, dict[str, Any]]:
     """Return the hub id or folder for transformers, and for a GGUF file its name as the option `gguf_file`."""
-    if target.startswith("package:"):
-        target = str(_find_gguf_in_package(name, target.removeprefix("package:")))
-    path = Path(target).expanduser()
+    if resolved_name.startswith("package:"):
+        resolved_name = str(_find_gguf_in_package(name, resolved_name.removeprefix("package:")))
+    path = Path(resolved_name).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"model {name!r}: file {path} does not exist")
@@ -32,18 +32,18 @@ def locate_model(name: str, target: str) -> tuple[str, dict[str, Any]]:
         if not (path / "config.json").is_file():
             raise ValueError(f"model {name!r}: folder {path} has no config.json, so it contains no model")
         return str(path), {}
-    if target.startswith((".", "/", "~")) or path.is_file() or target.count("/") != 1:
+    if resolved_name.startswith((".", "/", "~")) or path.is_file() or resolved_name.count("/") != 1:
         raise UnknownNameError(
             name, f"model {name!r}: no such folder, hub id (owner/name) or short name{_suggest_name(name)}"
         )
-    return target, {}
+    return resolved_name, {}
 
 
 def _find_gguf_in_package(name: str, package: str) -> Path:
     if package in SPLIT_WEIGHTS:
         return join_parts(name, package)
     spec = importlib.util.find_spec(package)
-    folders = [Path(p) for p in (spec.submodule_search_locations or [])] if spec else []
+    folders = [Path(location) for location in (spec.submodule_search_locations or [])] if spec else []
     files = [file for folder in folders for file in sorted(folder.rglob("*.gguf"))]
     if not files:
         raise ValueError(f"model {name!r} is part of a package: pip install {package.replace('_', '-')}")
@@ -55,17 +55,17 @@ def _suggest_name(name: str) -> str:
     return did_you_mean(match and repr(match)) or f"; short names are: {', '.join(SUPPORTED_MODELS)}"
 
 
-def check_hub(name: str, target: str, revision: str) -> None:
+def check_hub(name: str, hub_id: str, revision: str) -> None:
     """Raise UnknownNameError if the model is not cached and the hub is unreachable. The check takes one round of the
     hub library's retries; loading would take one round for each file."""
     from huggingface_hub import errors, hf_hub_download
 
     try:
-        hf_hub_download(target, "config.json", revision=revision)
+        hf_hub_download(hub_id, "config.json", revision=revision)
     except errors.LocalEntryNotFoundError as error:
         raise UnknownNameError(
             name,
-            f"model {name!r}: {target} is not in this machine's Hugging Face cache, and the hub cannot be reached (no "
+            f"model {name!r}: {hub_id} is not in this machine's Hugging Face cache, and the hub cannot be reached (no "
             "connection, or HF_HUB_OFFLINE is set). Download the model on a connected machine, copy it here, and set "
             "model.name to its folder",
         ) from error
@@ -73,33 +73,33 @@ def check_hub(name: str, target: str, revision: str) -> None:
         return
 
 
-def read_config(source: str, options: dict[str, Any]) -> Any:
+def read_config(location: str, options: dict[str, Any]) -> Any:
     """Return the model's config. Raise an error if config.json is corrupt, and ValueError if it names more than
     MAX_LAYERS layers or if generation_config.json is corrupt, because transformers would silently skip that file."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(source, **options)
-    layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(layers, int) and layers > MAX_LAYERS:  # building them would take hours and all memory
-        raise ValueError(f"num_hidden_layers is {layers}, more than {MAX_LAYERS}")
-    if damage := find_damage(Path(source, "generation_config.json")):
+    config = AutoConfig.from_pretrained(location, **options)
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if isinstance(num_layers, int) and num_layers > MAX_LAYERS:  # they would take hours and all memory
+        raise ValueError(f"num_hidden_layers is {num_layers}, more than {MAX_LAYERS}")
+    if damage := find_damage(Path(location, "generation_config.json")):
         raise ValueError(damage)
     return config
 
 
-def read_tokenizer(source: str, options: dict[str, Any]) -> Any:
+def read_tokenizer(location: str, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    tokenizer = AutoTokenizer.from_pretrained(location, **options)
     backend = getattr(tokenizer, "backend_tokenizer", None)  # slow tokenizers have none
     if "gguf_file" in options:
         _check_merges(backend, options["gguf_file"])
         return tokenizer
     if backend is not None and not decodes_unchanged(backend):
         # Transformers rebuilds some tokenizers from the class in their config, which may contradict tokenizer.json.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(source, **options)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(location, **options)
     if tokenizer.chat_template is None:
-        tokenizer.chat_template = composite.read_processor_template(source, options)
+        tokenizer.chat_template = composite.read_processor_template(location, options)
     return tokenizer
 
 
@@ -122,11 +122,11 @@ def cache_gguf_reader() -> Iterator[None]:
     time."""
     import gguf
 
-    originals: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
-    for name, function in originals.items():
+    functions: dict[str, Any] = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    for name, function in functions.items():
         setattr(gguf, name, functools.cache(function))
     try:
         yield
     finally:
-        for name, function in originals.items():
+        for name, function in functions.items():
             setattr(gguf, name, function)

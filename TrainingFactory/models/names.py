@@ -61,5 +61,5 @@ HUB_ALIASES = {
 
 def resolve_model_name(name: str) -> str:
     """Return the hub id, package or built-in model of a short name. Other names are returned unchanged."""
-    target = SUPPORTED_MODELS.get(name.lower(), name)
-    return HUB_ALIASES.get(target, target)
+    hub_id = SUPPORTED_MODELS.get(name.lower(), name)
+    return HUB_ALIASES.get(hub_id, hub_id)

@@ -11,7 +11,7 @@ from typing import Any
 from TrainingFactory.common.openai_format import spec_to_dict
 from TrainingFactory.models import probes
 from TrainingFactory.models.encoding import TextEncoder
-from TrainingFactory.models.probes import IMAGE_PART, CallStyle, content_parts
+from TrainingFactory.models.probes import IMAGE_PART, CallStyle, split_content
 from TrainingFactory.models.templates import ChatTemplate, Transform, json_escape
 from TrainingFactory.types import Message, ToolCall, ToolSpec
 
@@ -54,7 +54,7 @@ class Outlines:
             return json_escape(text)
         if context not in self._transforms:
             render = probes.make_renderer(self._template, context, self._style)
-            self._transforms[context] = self._template.transform(context, render)
+            self._transforms[context] = self._template.find_transform(context, render)
         return self._transforms[context](text)
 
     def shield(self, value: Any, texts: Texts, context: str, key: str = "nested argument") -> Any:
@@ -64,11 +64,11 @@ class Outlines:
         if isinstance(value, dict):
             contexts = {"name": key} | ({"type": "tool type"} if context.startswith("tool ") else {})
             return {
-                self.shield(name, texts, key): self.shield(item, texts, contexts.get(name, inner), key)
-                for name, item in value.items()
+                self.shield(name, texts, key): self.shield(child, texts, contexts.get(name, inner), key)
+                for name, child in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.shield(item, texts, inner, key) for item in value]
+            return [self.shield(child, texts, inner, key) for child in value]
         if (
             isinstance(value, str)
             and value not in SCHEMA_WORDS
@@ -87,7 +87,7 @@ class Outlines:
         schemas, text, texts = self._last_schemas
         return schemas, text, list(texts)
 
-    def call(self, call: ToolCall, texts: Texts) -> ToolCall:
+    def outline_call(self, call: ToolCall, texts: Texts) -> ToolCall:
         arguments = {
             self.shield(key, texts, "nested argument"): self._shield_argument(value, texts)
             for key, value in call.arguments.items()
@@ -108,10 +108,10 @@ class Outlines:
         """Render the texts around a message's images. Return at least one text."""
         if not message.images:
             return [self.transform_text(message.role, message.content) if message.content else ""]
-        parts = [part for part in content_parts(message) if part is not None]
+        parts = [part for part in split_content(message) if part is not None]
         return [self.transform_text(f"{message.role} part", part) for part in parts] or [""]
 
-    def content(self, message: Message, texts: Texts) -> Any:
+    def outline_content(self, message: Message, texts: Texts) -> Any:
         """Return a message's content with marks in place of its texts and placeholders in place of its images."""
         if not message.images:
             text = self.transform_text(message.role, message.content) if message.content else ""
@@ -120,18 +120,18 @@ class Outlines:
             IMAGE_PART
             if part is None
             else {"type": "text", "text": self.mark(self.transform_text(f"{message.role} part", part), texts)}
-            for part in content_parts(message)
+            for part in split_content(message)
         ]
 
-    def message(self, message: Message, texts: Texts) -> dict[str, Any]:
+    def outline(self, message: Message, texts: Texts) -> dict[str, Any]:
         """Return the message as templates expect it, with marks in place of its texts."""
-        content = self.content(message, texts)
+        content = self.outline_content(message, texts)
         outline: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             if self._style is None:
                 raise ValueError("the chat template renders no tool calls, so this message cannot be written")
-            calls = [self.call(call, texts) for call in message.tool_calls]
-            outline = self._style.message(calls, content)
+            calls = [self.outline_call(call, texts) for call in message.tool_calls]
+            outline = self._style.outline(calls, content)
         if message.reasoning:
             outline[self._thought_key] = self.mark(message.reasoning.strip("\n"), texts)
         if message.role == "tool":
@@ -144,11 +144,11 @@ class Outlines:
 
         def restore(value: Any) -> Any:
             if isinstance(value, str):
-                parts = self._template.marks.split(value)
+                parts = self._template.marks.split_at_marks(value)
                 return "".join(quotes[part] if isinstance(part, int) else part for part in parts)
             if isinstance(value, dict):
-                return {restore(key): restore(item) for key, item in value.items()}
-            return [restore(item) for item in value] if isinstance(value, list) else value
+                return {restore(key): restore(child) for key, child in value.items()}
+            return [restore(child) for child in value] if isinstance(value, list) else value
 
         calls = [
             ToolCall(restore(call.name), restore(call.arguments), call.id, restore(call.error))

@@ -18,7 +18,7 @@ from TrainingFactory.types import ToolCall, ToolSpec
 
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
 _TAG = re.compile("</?tool_call>")
-_SPACE = re.compile(r"\s*")
+_WHITE_SPACE = re.compile(r"\s*")
 _CLOSING_BRACE = re.compile(r"\s*\}")
 _TOOLS_TAG = re.compile(r"^[ \t]*<tools>\s*(.*?)\s*(?:</tools>|\Z)", re.MULTILINE | re.DOTALL)
 MAX_DEPTH = 64  # of nested arguments, because the schema check and saving walk them recursively
@@ -36,17 +36,17 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
             calls.append(malformed_call("found </tool_call> without <tool_call> before it"))
             continue
         try:
-            value, end = _decode_braces(text, position)
+            call_value, end = _decode_braces(text, position)
         except (ValueError, RecursionError):
-            value, end = None, position
+            call_value, end = None, position
         end_match = _TAG.search(text, end)
         if end_match is None or end_match.group() == "<tool_call>":
             calls.append(malformed_call("found <tool_call> without </tool_call> after it"))
             position = end_match.start() if end_match else len(text)
         else:
-            decoded = end > position and not text[end : end_match.start()].strip()
+            is_decoded = end > position and not text[end : end_match.start()].strip()
             call_text = text[position : end_match.start()]
-            calls.append(call_from_value(value) if decoded else _call_from_json(call_text))
+            calls.append(call_from_value(call_value) if is_decoded else _call_from_json(call_text))
             position = end_match.end()
     if not calls:
         return _read_untagged(text, tools)
@@ -55,7 +55,7 @@ def read_tagged(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[To
 
 def _decode_braces(text: str, position: int) -> tuple[Any, int]:
     """Decode JSON at a position; its first and last brace may be doubled. Return the value and its end."""
-    start = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+    start = _WHITE_SPACE.match(text, position).end()  # type: ignore[union-attr]
     is_doubled = text.startswith("{{", start)
     value, end = DECODER.raw_decode(text, start + is_doubled)
     extra_brace = _CLOSING_BRACE.match(text, end) if is_doubled else None
@@ -85,21 +85,23 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
     if start_match is None:
         return text, []
     body = re.sub(r"\s*```\s*\Z", "", text[start_match.end() :])
-    names = [tool.name for tool in tools]
+    tool_names = [tool.name for tool in tools]
     calls, position = list[ToolCall](), 0
     while position < len(body):
         try:
             value, position = DECODER.raw_decode(body, position)
         except (ValueError, RecursionError):
-            remaining = body[position:].lstrip()
-            if not calls and not re.search(r'"(arguments|parameters)"', remaining):
+            remaining_text = body[position:].lstrip()
+            if not calls and not re.search(r'"(arguments|parameters)"', remaining_text):
                 return text, []
-            if not calls or remaining.startswith("{"):
+            if not calls or remaining_text.startswith("{"):
                 calls.append(malformed_call("the call is not valid JSON"))
             break
         if isinstance(value, dict) and isinstance(value.get("function"), dict):
             value = value["function"]
-        if isinstance(value, dict) and ({"arguments", "parameters"} & {*value} or value.get("name") in names):
+        if isinstance(value, dict) and (
+            {"arguments", "parameters"} & {*value} or value.get("name") in tool_names
+        ):
             calls.append(call_from_value(value))
         elif not calls:
             return text, []
@@ -109,28 +111,28 @@ def read_bare_json(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list
 
 def read_llama(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     """Parse calls of Llama 3.x: bare JSON, or after <|python_tag|> JSON, name.call(key="value") or Python code."""
-    before, tag, after = text.partition("<|python_tag|>")
-    if not tag:
+    text_before, call_tag, text_after = text.partition("<|python_tag|>")
+    if not call_tag:
         return read_bare_json(text, tools)
-    content, calls = read_bare_json(after, tools)
+    content, calls = read_bare_json(text_after, tools)
     if calls:
-        return before.strip(), calls
+        return text_before.strip(), calls
     builtin_call = re.fullmatch(r"\s*(\w+)\.call\((.*)\)\s*", content, re.DOTALL)
     if builtin_call:
-        return before.strip(), [call_from_keywords(builtin_call.group(1), builtin_call.group(2))]
-    return before.strip(), [ToolCall("python", {"code": content.strip()})]
+        return text_before.strip(), [call_from_keywords(builtin_call.group(1), builtin_call.group(2))]
+    return text_before.strip(), [ToolCall("python", {"code": content.strip()})]
 
 
 def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[ToolCall]]:
     """Parse calls of DeepSeek V3 and R1 (type, separator, name, fenced JSON) and V3.1 (name, separator, JSON)."""
-    begin, sep, end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
-    content, *blocks = text.split(begin)
+    begin_tag, separator_tag, end_tag = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    content, *blocks = text.split(begin_tag)
     calls = []
     for block in blocks:
-        call_text, end_tag, _ = block.partition(end)
-        first_field, separator, second_field = call_text.partition(sep)
-        if not end_tag or not separator:
-            calls.append(malformed_call(f"a call needs {sep} inside and {end} at its end"))
+        call_text, has_end, _ = block.partition(end_tag)
+        first_field, separator, second_field = call_text.partition(separator_tag)
+        if not has_end or not separator:
+            calls.append(malformed_call(f"a call needs {separator_tag} inside and {end_tag} at its end"))
         elif first_field.strip() == "function":
             name, _, arguments = second_field.strip().partition("\n")
             fence = re.fullmatch(r"\s*```(?:json)?\s*(.*?)\s*```\s*", arguments, re.DOTALL)
@@ -138,7 +140,7 @@ def read_deepseek(text: str, tools: Sequence[ToolSpec] = ()) -> tuple[str, list[
         else:
             calls.append(make_call(first_field, second_field))
     if not calls and "<｜tool▁calls▁begin｜>" in text:
-        calls.append(malformed_call(f"no call in it starts with {begin}"))
+        calls.append(malformed_call(f"no call in it starts with {begin_tag}"))
     return content.replace("<｜tool▁calls▁begin｜>", "").strip() if calls else text, calls
 
 
@@ -167,7 +169,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
             arguments = _decode_json(arguments) if arguments.strip() else {}
         if not isinstance({} if arguments is None else arguments, dict):
             raise ValueError("no JSON object")
-        return ToolCall(valid_text(name.strip()), _to_plain(arguments or {}))
+        return ToolCall(valid_text(name.strip()), _to_plain_json(arguments or {}))
     except ValueError as error:
         return malformed_call(f"the arguments are {error}", name)
 
@@ -211,16 +213,16 @@ class _Constants(ast.NodeTransformer):
         return ast.Constant(constants[node.id]) if node.id in constants else node
 
 
-def _to_plain(value: Any, depth: int = 0) -> Any:
+def _to_plain_json(value: Any, depth: int = 0) -> Any:
     """Return the value in plain JSON types, with strings that can be encoded as UTF-8."""
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):
         return valid_text(value)
     if isinstance(value, dict):
-        return {valid_text(str(key)): _to_plain(item, depth + 1) for key, item in value.items()}
+        return {valid_text(str(key)): _to_plain_json(child, depth + 1) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_to_plain(item, depth + 1) for item in value]
+        return [_to_plain_json(child, depth + 1) for child in value]
     return value
 
 

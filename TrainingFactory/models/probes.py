@@ -12,7 +12,7 @@ from itertools import count as count_from
 from typing import Any
 
 from TrainingFactory.common.images import split_text
-from TrainingFactory.models.templates import ChatTemplate, text_parts
+from TrainingFactory.models.templates import ChatTemplate, make_text_parts
 from TrainingFactory.types import Message, ToolCall
 
 CALL_ID = "call0000"  # plus one digit: some templates require ids of nine characters
@@ -29,7 +29,7 @@ class CallStyle:
     arguments_as_text: bool  # JSON text instead of an object
     empty_content: str | None  # the value of `content` if there is none
 
-    def message(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
+    def outline(self, calls: Sequence[ToolCall], content: str = "") -> dict[str, Any]:
         tool_calls = []
         for index, call in enumerate(calls):
             as_text = self.arguments_as_text
@@ -39,33 +39,33 @@ class CallStyle:
         return {"role": "assistant", "content": content or self.empty_content, "tool_calls": tool_calls}
 
 
-def user_message(text: Any) -> dict[str, Any]:
+def make_user_turn(text: Any) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def content_parts(message: Message) -> list[str | None]:
+def split_content(message: Message) -> list[str | None]:
     """Return the parts of a message's content in order: its texts, and None for each image."""
     return [part if isinstance(part, str) else None for part in split_text(message.content, message.images)]
 
 
-def content_shape(message: Message) -> tuple[bool, ...]:
+def get_content_shape(message: Message) -> tuple[bool, ...]:
     """Return for each part of a message whether it is an image. Messages of equal shape have the same rendering around
     their texts."""
     if not message.images:
         return (False,) if message.content else ()
-    return tuple(part is None for part in content_parts(message))
+    return tuple(part is None for part in split_content(message))
 
 
 def reads_only_parts(template: ChatTemplate) -> bool:
     """Return whether the template renders content only as a list of parts, not as a text (SmolVLM)."""
     mark = template.marks[0]
     try:
-        if mark in template.text([user_message(mark)]):
+        if mark in template.render([make_user_turn(mark)]):
             return False
     except ValueError:
         pass
     try:
-        return mark in template.text([user_message(text_parts(mark))])
+        return mark in template.render([make_user_turn(make_text_parts(mark))])
     except ValueError:
         return False
 
@@ -82,23 +82,23 @@ def find_thought_style(template: ChatTemplate, prompt: str, control_texts: Itera
     """Find how the template writes a thought. `prompt` is its prompt for a user message."""
     content, thought = template.marks[1], template.marks[2]
     key = None
-    for candidate in THOUGHT_KEYS:
-        turn = {"role": "assistant", "content": content, candidate: thought}
+    for candidate_key in THOUGHT_KEYS:
+        turn = {"role": "assistant", "content": content, candidate_key: thought}
         try:
-            before, has_thought, after = template.text(
-                [user_message(template.marks[0]), turn], header=False
+            text_before, has_thought, text_after = template.render(
+                [make_user_turn(template.marks[0]), turn], header=False
             ).partition(thought)
         except ValueError:
             continue
         if not has_thought:
             continue
-        key = key or candidate
-        opening, closing = re.search(rf"{TAG}\w*(?=\s*\Z)", before), re.match(rf"\s*({TAG})", after)
-        if opening and closing and content in after:
+        key = key or candidate_key
+        opening, closing = re.search(rf"{TAG}\w*(?=\s*\Z)", text_before), re.match(rf"\s*({TAG})", text_after)
+        if opening and closing and content in text_after:
             tags = opening[0], closing[1]
             before_tags = prompt.rstrip().removesuffix(tags[1]).rstrip().removesuffix(tags[0])
             if tags[0] not in before_tags:  # else it is the tag of any message
-                return ThoughtStyle(candidate, tags)
+                return ThoughtStyle(candidate_key, tags)
     return ThoughtStyle(key or THOUGHT_KEYS[0], _find_header_tags(template, prompt, control_texts))
 
 
@@ -107,12 +107,12 @@ def _find_header_tags(
 ) -> tuple[str, str] | None:
     """Return the tags of an empty thought at the end of the generation prompt that finished turns do not show.
     Otherwise return Gemma's tags, if the tokenizer has them."""
-    header = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", prompt)
-    if header:
+    header_match = re.search(rf"({TAG}\w*)\s*({TAG})\s*\Z", prompt)
+    if header_match:
         turn = {"role": "assistant", "content": template.marks[1]}
-        conversation = template.text([user_message(template.marks[0]), turn], header=False)
-        if conversation.startswith(prompt[: header.start()]) and header[1] not in conversation:
-            return header[1], header[2]
+        conversation = template.render([make_user_turn(template.marks[0]), turn], header=False)
+        if conversation.startswith(prompt[: header_match.start()]) and header_match[1] not in conversation:
+            return header_match[1], header_match[2]
     is_gemma = {"<|channel>", "<channel|>"} <= set(control_texts)
     return GEMMA_THOUGHT if is_gemma else None
 
@@ -123,8 +123,8 @@ def find_call_styles(template: ChatTemplate) -> list[CallStyle]:
     styles = dict[str, CallStyle]()
     for style in (CallStyle(as_text, empty) for as_text in (False, True) for empty in (None, "")):
         try:
-            turn = style.message([ToolCall(name, {"a": argument})])
-            text = template.text([user_message("m"), turn], header=False)
+            turn = style.outline([ToolCall(name, {"a": argument})])
+            text = template.render([make_user_turn("m"), turn], header=False)
         except ValueError:
             continue
         if name in text and argument in text and "None" not in text:
@@ -136,14 +136,14 @@ def renders_one_call(template: ChatTemplate, style: CallStyle) -> bool:
     """Return whether the template drops every call of a turn but one (gpt-oss)."""
     names = template.marks[1], template.marks[2]
     try:
-        turn = style.message([ToolCall(name, {}) for name in names])
-        text = template.text([user_message("m"), turn], header=False)
+        turn = style.outline([ToolCall(name, {}) for name in names])
+        text = template.render([make_user_turn("m"), turn], header=False)
     except ValueError:
         return False  # it has its own error for a second call
     return not all(name in text for name in names)
 
 
-def tool_schema(name: str, description: str, argument_type: str = "string") -> dict[str, Any]:
+def make_tool_schema(name: str, description: str, argument_type: str = "string") -> dict[str, Any]:
     schema = {"type": "object", "properties": {"a": {"type": argument_type, "description": "d"}}}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
@@ -151,7 +151,7 @@ def tool_schema(name: str, description: str, argument_type: str = "string") -> d
 def renders_tools(template: ChatTemplate) -> bool:
     name = template.marks[1]
     try:
-        return name in template.text([user_message("m")], [tool_schema(name, "d")])
+        return name in template.render([make_user_turn("m")], [make_tool_schema(name, "d")])
     except ValueError:
         return False
 
@@ -160,32 +160,32 @@ def find_example(template: ChatTemplate, begin: str, close: str) -> str | None:
     """Return the example call between these tags in the template's instructions, with values in place of placeholders
     such as <function-name>; None if there is none. A mention of both tags in a sentence is no example."""
     try:
-        text = template.text([user_message("m")], [tool_schema("f", "d")])
+        text = template.render([make_user_turn("m")], [make_tool_schema("f", "d")])
     except ValueError:
         return None
     begin, close = re.escape(begin), re.escape(close)
-    example = re.search(
+    example_match = re.search(
         f"{begin}(?:(?!{begin}|{close}).)*[{{<(=](?:(?!{begin}|{close}).)*{close}", text, re.DOTALL
     )
-    if example is None or "..." in example[0] or not begin.startswith(("<", "\\[")):
+    if example_match is None or "..." in example_match[0] or not begin.startswith(("<", "\\[")):
         return None
-    if '"name"' not in example[0]:
-        return example[0]
-    with_objects = re.sub(r"(?<=[:\s])<[\w -]*(?:arg|json|object|dict)[\w -]*>", "{}", example[0])
+    if '"name"' not in example_match[0]:
+        return example_match[0]
+    with_objects = re.sub(r"(?<=[:\s])<[\w -]*(?:arg|json|object|dict)[\w -]*>", "{}", example_match[0])
     return re.sub(r"(?<=[:\s])<[\w -]+>", '"f"', with_objects)
 
 
 def find_turn_end(template: ChatTemplate, control_texts: Iterable[str]) -> str | None:
     """Return the control token with which the template ends an assistant message; None if there is none."""
     placeholder = template.marks[1]
-    text = template.text([user_message("m"), {"role": "assistant", "content": placeholder}], header=False)
+    text = template.render([make_user_turn("m"), {"role": "assistant", "content": placeholder}], header=False)
     if placeholder not in text:
         raise ValueError("the chat template drops assistant messages without tool calls")
     ending = text.rpartition(placeholder)[2]
-    candidates = [
+    end_candidates = [
         (ending.index(control), -len(control), control) for control in control_texts if control in ending
     ]
-    return min(candidates)[2] if candidates else None
+    return min(end_candidates)[2] if end_candidates else None
 
 
 def find_calls_end(
@@ -194,16 +194,16 @@ def find_calls_end(
     """Return the control token that ends a turn with tool calls; None if that token also occurs inside the turn, as
     Gemma 4's does."""
     try:
-        turns = [style.message([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
-        user = user_message("m")
-        one_call, two_calls = (template.text([user, turn], header=False).rstrip() for turn in turns)
+        turns = [style.outline([ToolCall("f", {"a": "b"})] * count) if style else {} for count in (1, 2)]
+        user_turn = make_user_turn("m")
+        one_call, two_calls = (template.render([user_turn, turn], header=False).rstrip() for turn in turns)
     except ValueError:
         return None
-    shared_ends = [text for text in control_texts if one_call.endswith(text) and two_calls.endswith(text)]
-    return next((text for text in shared_ends if one_call.count(text) == two_calls.count(text)), None)
+    shared_texts = [text for text in control_texts if one_call.endswith(text) and two_calls.endswith(text)]
+    return next((text for text in shared_texts if one_call.count(text) == two_calls.count(text)), None)
 
 
-def without_thought(body: str, think_tags: tuple[str, str], is_thinking_open: bool) -> str:
+def remove_thought(body: str, think_tags: tuple[str, str], is_thinking_open: bool) -> str:
     """Return a turn without its leading thought."""
     has_thought = is_thinking_open or body.lstrip().startswith(think_tags[0])
     return body.partition(think_tags[1])[2] if has_thought and think_tags[1] in body else body
@@ -211,7 +211,7 @@ def without_thought(body: str, think_tags: tuple[str, str], is_thinking_open: bo
 
 def shows_tool_results(template: ChatTemplate, style: CallStyle | None, end_text: str | None) -> bool:
     try:
-        return template.marks[2] in continuation(template, style, end_text, [Message("tool", "r")])
+        return template.marks[2] in render_continuation(template, style, end_text, [Message("tool", "r")])
     except ValueError:
         return False
 
@@ -225,14 +225,14 @@ def render_body(
 ) -> str:
     """Render a conversation and return its assistant turn, from the model's first token. `prompt` is the template's
     prompt for a user message that is mark 0."""
-    conversation = template.text([user_message(template.marks[0]), outline], header=False)
+    conversation = template.render([make_user_turn(template.marks[0]), outline], header=False)
     if conversation.startswith(prompt):
         return conversation[len(prompt) :]
     # The header opens a thought that the finished turn no longer shows.
-    before, opens_thought, _ = prompt.rpartition(think_tags[0])
-    if not opens_thought or not conversation.startswith(before):
+    text_before, opens_thought, _ = prompt.rpartition(think_tags[0])
+    if not opens_thought or not conversation.startswith(text_before):
         raise ValueError(_describe_beginnings(template, prompt, conversation))
-    body = conversation[len(before) :]
+    body = conversation[len(text_before) :]
     if prompt.rstrip().endswith(think_tags[1]):
         return body
     if body.startswith(think_tags[0]):  # an empty thought, without the white space after the header's tag
@@ -261,24 +261,26 @@ def make_renderer(template: ChatTemplate, context: str, style: CallStyle | None)
         call = calls.get(context)
         turn = {"role": "assistant", "content": "m"}
         if style:
-            turn = style.message([call or ToolCall("f", {"a": "b"})])
-        conversation = [user_message("m")]
+            turn = style.outline([call or ToolCall("f", {"a": "b"})])
+        conversation = [make_user_turn("m")]
         if context == "system":
-            conversation = [{"role": "system", "content": text}, user_message("m")]
+            conversation = [{"role": "system", "content": text}, make_user_turn("m")]
         elif context in ("user", "user part"):
-            conversation = [user_message(text if context == "user" else [IMAGE_PART, *text_parts(text)])]
+            conversation = [
+                make_user_turn(text if context == "user" else [IMAGE_PART, *make_text_parts(text)])
+            ]
         elif context == "assistant":
-            conversation = [user_message("m"), {"role": "assistant", "content": text}]
+            conversation = [make_user_turn("m"), {"role": "assistant", "content": text}]
         elif context in ("tool", "tool part"):
-            content = text if context == "tool" else [IMAGE_PART, *text_parts(text)]
+            content = text if context == "tool" else [IMAGE_PART, *make_text_parts(text)]
             reply = {"role": "tool", "tool_call_id": f"{CALL_ID}0", "name": "f", "content": content}
-            conversation = [user_message("m"), turn, reply]
+            conversation = [make_user_turn("m"), turn, reply]
         elif call:
-            conversation = [user_message("m"), turn]
+            conversation = [make_user_turn("m"), turn]
         else:
             tool_fields = {"tool name": (text, "d"), "tool type": ("f", "d", text)}
-            tools = [tool_schema(*tool_fields.get(context, ("f", text)))]
-        return template.text(conversation, tools, header=False)
+            tools = [make_tool_schema(*tool_fields.get(context, ("f", text)))]
+        return template.render(conversation, tools, header=False)
 
     return render
 
@@ -289,43 +291,44 @@ def outline_reply(template: ChatTemplate, reply: Message, index: int, mark_numbe
     if not reply.images:
         return template.marks[2 + 2 * index] if reply.content else ""
     marks = chain([2 + 2 * index], mark_numbers)
-    parts = content_parts(reply)
-    return [IMAGE_PART if part is None else text_parts(template.marks[next(marks)])[0] for part in parts]
+    parts = split_content(reply)
+    return [IMAGE_PART if part is None else make_text_parts(template.marks[next(marks)])[0] for part in parts]
 
 
-def continuation(
+def render_continuation(
     template: ChatTemplate, style: CallStyle | None, end_text: str | None, replies: Sequence[Message]
 ) -> str:
     """Return the template's text after a sampled turn: the rest of the turn's end marker, the replies, and the next
     generation prompt."""
     placeholders = template.marks
-    tool_replies = [index for index, reply in enumerate(replies) if reply.role == "tool"]
-    failure: ValueError | None = None
+    tool_indices = [index for index, reply in enumerate(replies) if reply.role == "tool"]
+    last_error: ValueError | None = None
     # Some templates accept only one call per turn, but any number of results.
-    for count in dict.fromkeys((len(tool_replies), min(1, len(tool_replies)))):
+    for num_calls in dict.fromkeys((len(tool_indices), min(1, len(tool_indices)))):
         calls = [
-            ToolCall(placeholders[3 + 2 * index], {"a": placeholders[1]}) for index in tool_replies[:count]
+            ToolCall(placeholders[3 + 2 * index], {"a": placeholders[1]})
+            for index in tool_indices[:num_calls]
         ]
-        turn = style.message(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
-        answers: list[dict[str, Any]] = []
+        turn = style.outline(calls) if style and calls else {"role": "assistant", "content": placeholders[1]}
+        reply_messages: list[dict[str, Any]] = []
         mark_numbers = count_from(2 + 2 * len(replies))
         # mark 2 + 2i is the text of reply i, mark 3 + 2i the name of its tool
         for index, reply in enumerate(replies):
             content = outline_reply(template, reply, index, mark_numbers)
-            answer = {"role": reply.role, "content": content}
+            reply_message = {"role": reply.role, "content": content}
             if reply.role == "tool":
-                call_id = f"{CALL_ID}{min(len(answers), max(count - 1, 0))}"
-                answer |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * index]}
-            answers.append(answer)
+                call_id = f"{CALL_ID}{min(len(reply_messages), max(num_calls - 1, 0))}"
+                reply_message |= {"tool_call_id": call_id, "name": placeholders[3 + 2 * index]}
+            reply_messages.append(reply_message)
         try:
-            without_answers = template.text([user_message(placeholders[0]), turn], header=False)
-            conversation = template.text([user_message(placeholders[0]), turn, *answers])
+            without_answers = template.render([make_user_turn(placeholders[0]), turn], header=False)
+            conversation = template.render([make_user_turn(placeholders[0]), turn, *reply_messages])
         except ValueError as error:
-            failure = error
+            last_error = error
             continue
         return _cut_reply(without_answers, conversation, (placeholders[0], placeholders[1]), end_text)
-    assert failure is not None
-    raise failure
+    assert last_error is not None
+    raise last_error
 
 
 def _cut_reply(without_answers: str, conversation: str, marks: tuple[str, str], end_text: str | None) -> str:

@@ -21,7 +21,7 @@ def check_quantization(quantization: str, name: str) -> None:
         raise ValueError(f"model.quantization is {quantization}, which needs: pip install bitsandbytes")
 
 
-def quantization_options(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def make_quantization_options(quantization: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     if quantization == "none":
         return {}
     from transformers import BitsAndBytesConfig
@@ -29,8 +29,8 @@ def quantization_options(quantization: str, dtype: torch.dtype, device: torch.de
     # With 8 bits, bitsandbytes warns at every call that it computes in float16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": dtype}
-    config = {"4bit": {"load_in_4bit": True, **nf4}, "8bit": {"load_in_8bit": True}}[quantization]
-    return {"quantization_config": BitsAndBytesConfig(**config), "device_map": {"": device}}
+    options = {"4bit": {"load_in_4bit": True, **nf4}, "8bit": {"load_in_8bit": True}}[quantization]
+    return {"quantization_config": BitsAndBytesConfig(**options), "device_map": {"": device}}
 
 
 def keep_trainable(model: Any) -> None:

@@ -45,8 +45,8 @@ class RowStates:
         self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
     ) -> torch.Tensor:
         """Store the last inputs [P, C, K], and return all inputs of the convolution [P, C, K + T]."""
-        previous = self.conv_states[state_idx]
-        inputs = conv_states if previous is None else torch.cat((previous, conv_states), -1)
+        previous_inputs = self.conv_states[state_idx]
+        inputs = conv_states if previous_inputs is None else torch.cat((previous_inputs, conv_states), -1)
         padding = max(conv_kernel_size - inputs.shape[-1], 0)
         self.conv_states[state_idx] = pad(inputs, (padding, 0))[..., -conv_kernel_size:]
         return inputs
@@ -72,15 +72,15 @@ def is_recurrent(module: nn.Module) -> bool:
     )
 
 
-def recurrent_layers(model: nn.Module) -> list[Any]:
+def find_recurrent_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if is_recurrent(module)]
 
 
-def kernel_packages(model: nn.Module) -> list[str]:
+def find_kernel_packages(model: nn.Module) -> list[str]:
     """Return the packages whose functions transformers has chosen for the recurrent layers, such as `fla`; without
     them, it computes the layers in torch."""
     packages = set[str]()
-    for module in {type(layer).__module__ for layer in recurrent_layers(model)}:
+    for module in {type(layer).__module__ for layer in find_recurrent_layers(model)}:
         for function in vars(sys.modules[module]).values():
             if inspect.isfunction(function) and "implementation" in function.__code__.co_freevars:
                 implementation = inspect.getclosurevars(function).nonlocals["implementation"]
@@ -89,18 +89,18 @@ def kernel_packages(model: nn.Module) -> list[str]:
 
 
 @functools.cache
-def cache_argument(layer_class: type[nn.Module]) -> str:
+def get_cache_argument(layer_class: type[nn.Module]) -> str:
     """Return the name of the argument with which the layer's forward takes the cache."""
     parameters = inspect.signature(layer_class.forward).parameters
     return next(name for name in CACHE_ARGUMENTS if name in parameters)
 
 
-def unsupported_types(model: Any, supported: set[str]) -> list[str]:
-    """Return the model's layer types that are neither in `supported` nor types of recurrent layers."""
+def find_unsupported_types(model: Any, supported_types: set[str]) -> list[str]:
+    """Return the model's layer types that are neither in `supported_types` nor types of recurrent layers."""
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    recurrent_indices = {layer.layer_idx for layer in recurrent_layers(model)}
+    recurrent_indices = {layer.layer_idx for layer in find_recurrent_layers(model)}
     return sorted(
-        {str(kind) for index, kind in enumerate(layer_types) if index not in recurrent_indices}
-        - supported
+        {str(layer_type) for index, layer_type in enumerate(layer_types) if index not in recurrent_indices}
+        - supported_types
         - PASSIVE_LAYERS
     )

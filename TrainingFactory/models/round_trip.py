@@ -13,16 +13,16 @@ class RoundTripError(ValueError):
     """Raised for a message whose tokens this model's parser would read as a different message."""
 
 
-def same_turn(parsed: Message, written: Message) -> bool:
+def is_same_turn(parsed_message: Message, written_message: Message) -> bool:
     """Return whether two turns have the same thought, text and calls. Texts that differ only in how accents are encoded
     are equal, because many tokenizers normalize text to NFC."""
 
-    def comparable_parts(message: Message) -> list[str]:
+    def normalize_message(message: Message) -> list[str]:
         texts = [message.content.strip(), (message.reasoning or "").strip()]
         calls = [json.dumps(_normalize([call.name, call.arguments])) for call in message.tool_calls]
         return [*map(_normalize, texts), *calls]
 
-    return comparable_parts(parsed) == comparable_parts(written)
+    return normalize_message(parsed_message) == normalize_message(written_message)
 
 
 def _normalize(value: Any) -> Any:
@@ -30,11 +30,11 @@ def _normalize(value: Any) -> Any:
     if isinstance(value, str):
         return unicodedata.normalize("NFC", value)
     if isinstance(value, dict):
-        return sorted([_normalize(key), json.dumps(_normalize(item))] for key, item in value.items())
-    return [_normalize(item) for item in value] if isinstance(value, list | tuple) else value
+        return sorted([_normalize(key), json.dumps(_normalize(child))] for key, child in value.items())
+    return [_normalize(child) for child in value] if isinstance(value, list | tuple) else value
 
 
-def describe_difference(family: str, written: Message, parsed: Message) -> str:
+def describe_difference(family: str, written_message: Message, parsed_message: Message) -> str:
     def summarize(message: Message) -> str:
         parts = [f"thought {message.reasoning!r}"] if message.reasoning else []
         parts += [f"text {message.content!r}"] if message.content else []
@@ -42,7 +42,7 @@ def describe_difference(family: str, written: Message, parsed: Message) -> str:
             parts.append(f"call {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
         return ", ".join(parts) or "nothing"
 
-    texts = summarize(written), summarize(parsed)
+    texts = summarize(written_message), summarize(parsed_message)
     if len({unicodedata.normalize("NFKC", text) for text in texts}) == 1:  # they look the same
         escaped_texts = [ascii(text)[1:-1][:300] for text in texts]
         return (

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from TrainingFactory.models.composite import is_composite
 
 Shapes = dict[str, tuple[int, ...]]
-WEIGHTS = "model.safetensors"  # the file in a folder of weights; never sharded
+WEIGHTS_FILE = "model.safetensors"  # the file in a folder of weights; never sharded
 
 
 def build_meta_model(config: Any, trust_remote_code: bool = False) -> Any:
@@ -31,13 +31,13 @@ def to_checkpoint_names(meta_model: Any, weights: Mapping[str, torch.Tensor]) ->
     loaded from."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = {name for name, _ in meta_model.named_parameters(remove_duplicate=False)}
-    duplicates = names - {name for name, _ in meta_model.named_parameters()}
-    unique = {name: weight for name, weight in weights.items() if name not in duplicates}
-    return revert_weight_conversion(meta_model, unique)
+    parameter_names = {name for name, _ in meta_model.named_parameters(remove_duplicate=False)}
+    duplicate_names = parameter_names - {name for name, _ in meta_model.named_parameters()}
+    unique_weights = {name: weight for name, weight in weights.items() if name not in duplicate_names}
+    return revert_weight_conversion(meta_model, unique_weights)
 
 
-def checkpoint_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:
+def read_checkpoint_shapes(folder: str, trust_remote_code: bool = False) -> Shapes:
     """Return the checkpoint names and shapes of a model's weights from its config.json, in a folder or on the hub."""
     from transformers import AutoConfig
 
@@ -54,17 +54,18 @@ def check_weights(file: Path, shapes: Shapes | None) -> Shapes:
     try:
         with safe_open(file, "pt") as weights:
             names = list(weights.keys())
-            stored = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
-            expected = stored if shapes is None else shapes
-            for name in sorted(stored.keys() | expected.keys()):
-                if stored.get(name) != expected.get(name):
+            stored_shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in names}
+            expected_shapes = stored_shapes if shapes is None else shapes
+            for name in sorted(stored_shapes.keys() | expected_shapes.keys()):
+                if stored_shapes.get(name) != expected_shapes.get(name):
                     raise ValueError(
-                        f"{file} does not contain the model's weights: {name} is {stored.get(name, 'missing')} in the "
-                        f"file and {expected.get(name, 'missing')} in the model"
+                        f"{file} does not contain the model's weights: {name} is "
+                        f"{stored_shapes.get(name, 'missing')} in the file and "
+                        f"{expected_shapes.get(name, 'missing')} in the model"
                     )
             for name in names:
                 if not bool(torch.isfinite(weights.get_tensor(name)).all()):
                     raise ValueError(f"{file}: weight {name} has NaN or infinite values")
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
-    return stored
+    return stored_shapes

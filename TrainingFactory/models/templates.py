@@ -57,7 +57,7 @@ class Marks:
     def __init__(self) -> None:
         self._salt = secrets.token_hex(8)
         self._pattern = re.compile(rf"Tf{self._salt}x(\d+)fT")
-        self._any_case = re.compile(self._pattern.pattern, re.IGNORECASE)
+        self._any_case_pattern = re.compile(self._pattern.pattern, re.IGNORECASE)
 
     def __getitem__(self, index: int) -> str:
         return f"Tf{self._salt}x{index}fT"
@@ -65,16 +65,16 @@ class Marks:
     def restore_case(self, text: str) -> str:
         """Return the text with its marks in their original case, because Gemma 4's template upper-cases the type of a
         property."""
-        return self._any_case.sub(lambda match: self[int(match[1])], text)
+        return self._any_case_pattern.sub(lambda match: self[int(match[1])], text)
 
     def is_damaged(self, text: str) -> bool:
         """Return whether a text without whole marks contains the beginning or end of one."""
-        return any(part in text.lower() for part in (f"tf{self._salt[:6]}", f"{self._salt[-6:]}x"))
+        return any(fragment in text.lower() for fragment in (f"tf{self._salt[:6]}", f"{self._salt[-6:]}x"))
 
     def find_numbers(self, text: str) -> set[int]:
         return set(map(int, self._pattern.findall(text)))
 
-    def split(self, text: str) -> list[str | int]:
+    def split_at_marks(self, text: str) -> list[str | int]:
         """Split the text at its marks into texts and mark numbers, in order, without empty texts."""
         parts: list[str | int] = []
         for position, part in enumerate(self._pattern.split(text)):
@@ -87,12 +87,12 @@ class Marks:
 
 def _render_bounded(render: Callable[[], str]) -> str:
     """Return a template's rendering; raise ValueError if it executes more than MAX_STEPS lines."""
-    steps = 0
+    num_steps = 0
 
     def count_step(frame: FrameType, event: str, arg: Any) -> Any:
-        nonlocal steps
-        steps += 1
-        if steps > MAX_STEPS:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > MAX_STEPS:
             raise ValueError(f"it did not finish within {MAX_STEPS} steps")
         return count_step
 
@@ -149,12 +149,12 @@ def set_chat_template(tokenizer: Any, file: str | None, adapter: str | None) -> 
         tokenizer.chat_template = saved_template.read_text(encoding="utf-8")
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+def _convert_content(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
-    return message if isinstance(content, list) else message | {"content": text_parts(content or "")}
+    return message if isinstance(content, list) else message | {"content": make_text_parts(content or "")}
 
 
-def text_parts(text: str) -> list[dict[str, str]]:
+def make_text_parts(text: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text}]
 
 
@@ -172,11 +172,11 @@ class ChatTemplate:
         self.takes_parts = False  # the template reads content only as a list of parts
         self.limits_steps = True  # count steps until the template is known to finish; that doubles the time
 
-    def text(
+    def render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = (), header: bool = True
     ) -> str:
         if self.takes_parts:
-            messages = [_with_parts(message) for message in messages]
+            messages = [_convert_content(message) for message in messages]
         render = partial(
             self._tokenizer.apply_chat_template,
             list(messages),
@@ -186,30 +186,30 @@ class ChatTemplate:
             **self._options,
         )
         try:
-            rendered = _render_bounded(render) if self.limits_steps else render()
+            rendered_text = _render_bounded(render) if self.limits_steps else render()
         except TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template has a syntax error in line {error.lineno}: {error}"
             ) from error
         except Exception as error:  # templates are third-party code
             raise ValueError(f"the chat template cannot render this conversation: {error}") from error
-        return self.marks.restore_case(rendered)
+        return self.marks.restore_case(rendered_text)
 
-    def transform(self, context: str, render: Callable[[str], str]) -> Transform:
+    def find_transform(self, context: str, render: Callable[[str], str]) -> Transform:
         """Find out how the template changes a text at the place `context`, by rendering test texts there."""
         placeholder = self.marks[0]
-        pattern = render(placeholder)
-        if placeholder not in pattern and context.startswith("tool "):
+        placeholder_text = render(placeholder)
+        if placeholder not in placeholder_text and context.startswith("tool "):
             return str  # the template does not render this part of a tool
-        if placeholder not in pattern:
+        if placeholder not in placeholder_text:
             raise ValueError(
                 f"the chat template drops or rewrites a text ({context}), so conversations with one cannot be rendered"
             )
-        rendered = [render(canary) for canary in CANARIES]
+        rendered_canaries = [render(canary) for canary in CANARIES]
         for transform in TRANSFORMS + (CASE_TRANSFORMS if context.startswith("tool ") else ()):
             if all(
-                pattern.replace(placeholder, transform(c)) == s
-                for c, s in zip(CANARIES, rendered, strict=True)
+                placeholder_text.replace(placeholder, transform(canary)) == canary_text
+                for canary, canary_text in zip(CANARIES, rendered_canaries, strict=True)
             ):
                 return transform
         raise ValueError(

@@ -12,14 +12,14 @@ from typing import Any
 from TrainingFactory.models.names import BUILTIN, BUILTIN_VL, TORCH_SEED_PREFIX
 from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
 
-VL_PATCH = 8  # pixels along the edge of a patch; a token shows two by two patches
+VL_PATCH_SIZE = 8  # pixels along the edge of a patch; a token shows two by two patches
 SPECIAL_TOKENS = """<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|>
 <|box_end|> <|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|>
 <|video_pad|>""".split()
 PLAIN_TOKENS = """<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|>
 <|file_sep|> <tool_response> </tool_response> <think> </think>""".split()
 # Qwen's pre-tokenization: digits are split one by one, a word may include one leading space.
-SPLIT = (
+SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -45,8 +45,8 @@ def _train_tokenizer() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    splitter = pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=640, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -59,8 +59,8 @@ def _train_tokenizer() -> str:
             vocabulary.setdefault(spelling, len(vocabulary))
     tokenizer_state["model"]["ignore_merges"] = True  # use the vocabulary's whole words directly
     tokenizer = Tokenizer.from_str(json.dumps(tokenizer_state))
-    special = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
-    tokenizer.add_special_tokens(special)
+    special_tokens = [AddedToken(text, normalized=False, special=True) for text in SPECIAL_TOKENS]
+    tokenizer.add_special_tokens(special_tokens)
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_TOKENS])
     return tokenizer.to_str()
 
@@ -96,9 +96,9 @@ def tiny_model(vocab_size: int, eos_token_id: int, pad_token_id: int, revision: 
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    shape = _text_shape(vocab_size, eos_token_id, pad_token_id)
-    config = Qwen3Config(**shape, rope_parameters=rope, tie_word_embeddings=True)
+    rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    text_options = _make_text_options(vocab_size, eos_token_id, pad_token_id)
+    config = Qwen3Config(**text_options, rope_parameters=rope_parameters, tie_word_embeddings=True)
     seed_text = revision.removeprefix(TORCH_SEED_PREFIX)
     seed = _parse_seed(BUILTIN, seed_text, revision)
     with torch.random.fork_rng(devices=[]):
@@ -114,23 +114,23 @@ def tiny_vl_config(tokenizer: Any) -> Any:
     shape and a vision tower of two layers."""
     from transformers import Qwen3VLConfig
 
-    rope = {
+    rope_parameters = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [6, 5, 5],
         "mrope_interleaved": True,
     }
-    text_shape = _text_shape(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    token_id = tokenizer.convert_tokens_to_ids
+    text_options = _make_text_options(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id)
+    get_token_id = tokenizer.convert_tokens_to_ids
     return Qwen3VLConfig(
-        text_config=text_shape | {"rope_parameters": rope, "tie_word_embeddings": True},
+        text_config=text_options | {"rope_parameters": rope_parameters, "tie_word_embeddings": True},
         vision_config={
-            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": VL_PATCH,
+            "depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": VL_PATCH_SIZE,
             "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 128,
             "num_position_embeddings": 64, "deepstack_visual_indexes": [0],
         },
-        image_token_id=token_id("<|image_pad|>"), video_token_id=token_id("<|video_pad|>"),
-        vision_start_token_id=token_id("<|vision_start|>"), vision_end_token_id=token_id("<|vision_end|>"),
+        image_token_id=get_token_id("<|image_pad|>"), video_token_id=get_token_id("<|video_pad|>"),
+        vision_start_token_id=get_token_id("<|vision_start|>"), vision_end_token_id=get_token_id("<|vision_end|>"),
         tie_word_embeddings=True,
     )  # fmt: skip
 
@@ -148,8 +148,8 @@ def tiny_vl_model(tokenizer: Any, revision: str = "0") -> Any:
     # Else a language model could hardly read from a random tower where something is: positions would vanish among the
     # differences of the pixels.
     for name, weight in model.model.visual.named_parameters():
-        factor = 15 if "pos_embed" in name else 3 if "merger" in name and weight.dim() > 1 else 1
-        weight.data.mul_(factor)
+        scale = 15 if "pos_embed" in name else 3 if "merger" in name and weight.dim() > 1 else 1
+        weight.data.mul_(scale)
     return model
 
 
@@ -157,11 +157,13 @@ def tiny_image_processor() -> Any:
     """Return the image processor of the built-in vision-language model. An image token shows 16 x 16 pixels."""
     from transformers import Qwen2VLImageProcessorPil
 
-    size = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}
-    return Qwen2VLImageProcessorPil(patch_size=VL_PATCH, merge_size=2, temporal_patch_size=2, size=size)
+    limits = {"shortest_edge": 16 * 16, "longest_edge": 512 * 512}
+    return Qwen2VLImageProcessorPil(
+        patch_size=VL_PATCH_SIZE, merge_size=2, temporal_patch_size=2, size=limits
+    )
 
 
-def _text_shape(vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
+def _make_text_options(vocab_size: int, eos_token_id: int, pad_token_id: int) -> dict[str, Any]:
     return {
         "vocab_size": vocab_size, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
@@ -186,9 +188,9 @@ def _draw_weights(model: Any, seed: int, deviation: float) -> None:
         if weight.dim() < 2:
             continue
         random_ints = generator.random_raw(3 * weight.numel()).astype("<u8").view("<u2").reshape(-1, 12)
-        centered = 2 * random_ints.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
-        values = (centered * (deviation / (2 * 65536))).astype(np.float32)
-        weight.data.copy_(torch.from_numpy(values).view_as(weight))
+        sums = 2 * random_ints.sum(axis=1, dtype=np.int64) - 12 * 65535  # mean 0, deviation 2 x 65536
+        weight_values = (sums * (deviation / (2 * 65536))).astype(np.float32)
+        weight.data.copy_(torch.from_numpy(weight_values).view_as(weight))
 
 
 def _build_corpus() -> list[str]:

@@ -14,7 +14,7 @@ from TrainingFactory.models import probes
 from TrainingFactory.models.loading import LoadedModel
 from TrainingFactory.models.templates import ChatTemplate
 
-TAGS = {"hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")}
+FORMAT_TAGS = {"hermes": ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")}
 
 
 def add_tools_format(
@@ -41,15 +41,16 @@ def add_tools_format(
             "adapter on the model of that run, without model.tools_format"
         )
     vocabulary = tokenizer.get_vocab()
-    new_tags = [tag for tag in TAGS[name] if tag not in vocabulary]
+    new_tags = [tag for tag in FORMAT_TAGS[name] if tag not in vocabulary]
     vocabulary_size = len(tokenizer)
     tokenizer.add_tokens(new_tags)  # not as special tokens, which decoding may skip
     tokenizer.chat_template = tools_template + chat_template
     _add_rows(loaded_model.model, tokenizer.convert_tokens_to_ids(new_tags), vocabulary_size)
     tags = ", ".join(new_tags)
-    added = f"the tokens {tags} (embeddings: the mean of the others)" if tags else "no new token"
+    addition = f"the tokens {tags} (embeddings: the mean of the others)" if tags else "no new token"
     notify(
-        f"note: {loaded_model.name} has no chat template for tools. model.tools_format={name} adds them, and {added}"
+        f"note: {loaded_model.name} has no chat template for tools. model.tools_format={name} adds them, and "
+        f"{addition}"
     )
 
 
@@ -58,11 +59,11 @@ def _read_template(name: str) -> str:
 
 
 @torch.no_grad()
-def _add_rows(model: Any, tokens: list[int], vocabulary_size: int) -> None:
+def _add_rows(model: Any, token_ids: list[int], vocabulary_size: int) -> None:
     """Add embedding rows for new tokens, each the mean of the first `vocabulary_size` rows. Some models have spare
     rows to use."""
-    num_rows = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in tokens)])
+    num_rows = max([model.get_input_embeddings().weight.shape[0], *(token + 1 for token in token_ids)])
     model.resize_token_embeddings(num_rows, mean_resizing=False)
     layers = model.get_input_embeddings(), model.get_output_embeddings()
     for weight in {id(layer.weight): layer.weight for layer in layers}.values():  # tied weights once
-        weight[tokens] = weight[:vocabulary_size].float().mean(0).to(weight.dtype)
+        weight[token_ids] = weight[:vocabulary_size].float().mean(0).to(weight.dtype)

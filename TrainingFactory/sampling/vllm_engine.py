@@ -178,11 +178,11 @@ class VllmEngine:
     async def _load_full(self, weights: Weights) -> None:
         """Load full weights while requests are paused. Running requests resume with the new weights and recomputed keys
         and values, and vLLM reports the version of each token. Requests with an adapter finish before the load."""
-        from TrainingFactory.models.saved import WEIGHTS, check_weights, checkpoint_shapes
+        from TrainingFactory.models.saved import WEIGHTS_FILE, check_weights, read_checkpoint_shapes
 
-        spec, weights_file = self._spec, Path(weights.folder) / WEIGHTS
+        spec, weights_file = self._spec, Path(weights.folder) / WEIGHTS_FILE
         if self._shapes is None:
-            self._shapes = await asyncio.to_thread(checkpoint_shapes, spec.model, spec.trust_remote_code)
+            self._shapes = await asyncio.to_thread(read_checkpoint_shapes, spec.model, spec.trust_remote_code)
         await asyncio.to_thread(check_weights, weights_file, self._shapes)
         pause_mode = "keep" if self._reports_versions and self._adapter is None else "wait"
         await self._llm.pause_generation(mode=pause_mode, clear_cache=True)

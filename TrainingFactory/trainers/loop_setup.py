@@ -254,7 +254,7 @@ def _make_source(
     if dataset is not None:
         return DatasetSource(dataset, order, algorithm)
     assert setup is not None
-    if KINDS[config.training.algorithm].demonstrations:
+    if KINDS[config.training.algorithm].accepts_demonstrations:
         limits = {
             "max_reply_tokens": config.sampling.max_reply_tokens,
             "max_length": setup.max_length,
@@ -318,9 +318,9 @@ def _forecast_stop(
 ) -> StopForecast:
     """Warn if the checkpoints will not fit on the disk. Forecast how long it takes to stop the run, from the size of a
     checkpoint and the time of earlier updates."""
-    from TrainingFactory.learning.checkpoints import checkpoint_bytes  # torch
+    from TrainingFactory.learning.checkpoints import count_checkpoint_bytes  # torch
 
-    run, checkpoint_sizes = training.run, checkpoint_bytes(policy.learner)
+    run, checkpoint_sizes = training.run, count_checkpoint_bytes(policy.learner)
     used_bytes = sum(path.stat().st_size for path in (run.path / "checkpoints").rglob("*") if path.is_file())
     checkpoint_space = CheckpointSpace(training.config.logging, num_steps, *checkpoint_sizes)
     warning = checkpoint_space.make_warning(shutil.disk_usage(run.path).free + used_bytes, str(run.path))

@@ -41,7 +41,7 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
             or bool(config.tools)
         )
         if not (has_episodes and training.eval_every is not None):
-            uses_expert = kind.demonstrations and config.data.dataset is None
+            uses_expert = kind.accepts_demonstrations and config.data.dataset is None
             used_keys = {"sampling.max_reply_tokens"} if uses_expert else set()
             sampling_keys = [key for key in changed_keys(config, "sampling") if key not in used_keys]
             if not uses_expert:

@@ -88,7 +88,9 @@ def gather_data(
         dataset.examples = read_examples(config, config.data.dataset)
     if dataset.environment is not None and dataset.examples is None:
         dataset.tasks = list(objects.tasks or ()) or make_tasks(config, dataset.environment, TRAINING_TASKS)
-        if KINDS[config.training.algorithm].demonstrations and not hasattr(dataset.environment, "expert"):
+        if KINDS[config.training.algorithm].accepts_demonstrations and not hasattr(
+            dataset.environment, "expert"
+        ):
             raise ValueError(
                 f"sft needs demonstrations, but {environment_name(dataset.environment)} has no `expert` method that "
                 "generates them. Write one, or set data.dataset=FILE.jsonl"
@@ -156,9 +158,9 @@ def _have_same_rows(dataset: Any, heldout: Any, is_same_split: bool) -> bool:
 
 def make_form(config: TrainingConfig) -> Form:
     algorithm = config.training.algorithm
-    form = KINDS[algorithm].form
+    form = KINDS[algorithm].get_form
     if form is None:
-        algorithms = ", ".join(name for name, kind in KINDS.items() if kind.form is not None)
+        algorithms = ", ".join(name for name, kind in KINDS.items() if kind.get_form is not None)
         raise ValueError(
             f"training.algorithm={algorithm} trains on its own episodes, not on a dataset. Set its tasks with "
             f"data.tasks=FILE.jsonl; data.dataset is for {algorithms}"

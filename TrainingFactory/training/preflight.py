@@ -37,7 +37,7 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
     """Run the checks that need no torch, because the web server does not import it."""
     training, name = config.training, config.training.algorithm
     kind = KINDS[name]
-    if training.group_size < (min_size := kind.min_group(getattr(config, name))):
+    if training.group_size < (min_size := kind.get_min_group(getattr(config, name))):
         raise group_size_error(training.group_size, min_size, name)
     if training.activation_offload and not training.gradient_checkpointing:
         raise ValueError(
@@ -70,7 +70,7 @@ def check_options(config: TrainingConfig, is_recorded: bool) -> None:
         _check_branching(config, training.branching)
     if is_recorded:
         make_form(config)  # raises for algorithms that do not train on a dataset
-    if not (is_recorded or kind.samples or kind.demonstrations):
+    if not (is_recorded or kind.samples or kind.accepts_demonstrations):
         raise ValueError(
             f"training.algorithm={name} needs a dataset. Set data.dataset=FILE, with "
             f"{REQUIRED_COLUMNS[make_form(config)]}; or with recorded trajectories"

@@ -208,7 +208,7 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
     config = collect("", lambda: resolve_ids(config)) or config
     collect("model.name", lambda: with_resolved_model(config))
     kind, has_dataset = KINDS[config.training.algorithm], config.data.dataset is not None
-    plays_episodes = kind.samples or (kind.demonstrations and not has_dataset)
+    plays_episodes = kind.samples or (kind.accepts_demonstrations and not has_dataset)
     collect("", lambda: check_options(config, has_dataset))
     if (name := config.environment.environment_id) is not None:
         collect("environment.environment_id", lambda name=name: check_name(name))

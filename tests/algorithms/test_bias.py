@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from TrainingFactory.algorithms.advantages import Credit, advantages
+from TrainingFactory.algorithms.advantages import Credit, compute_advantages
 from TrainingFactory.rewards.process_reward import CAPPED, CLAWED_BACK, calculate_process_reward
 from TrainingFactory.types import (
     Completion,
@@ -214,7 +214,7 @@ WRONG = 10.0
 @pytest.mark.parametrize(("baseline", "factor"), [("rloo", 1.0), ("group", (MEMBERS - 1) / MEMBERS)])
 def test_unbiased(sampled: Episodes, listed: Listed, baseline: Any, factor: float, credit: Credit) -> None:
     """`group` has its own reward in the mean, which makes it shorter by the factor (n - 1) / n, and nothing else."""
-    found = estimates(advantages(sampled.outcomes, sampled.steps, credit, baseline), sampled)
+    found = estimates(compute_advantages(sampled.outcomes, sampled.steps, credit, baseline), sampled)
     wanted = factor * exact_gradient(listed).ravel()
     assert tell(f"{baseline}, {credit}", found, wanted, "exactly") < SURE
 
@@ -222,7 +222,7 @@ def test_unbiased(sampled: Episodes, listed: Listed, baseline: Any, factor: floa
 def test_credit_by_turn_is_the_more_precise(sampled: Episodes) -> None:
     spread = {}
     for credit in ("trajectory", "turn"):
-        found = estimates(advantages(sampled.outcomes, sampled.steps, credit, "rloo"), sampled)
+        found = estimates(compute_advantages(sampled.outcomes, sampled.steps, credit, "rloo"), sampled)
         spread[credit] = float(found.var(0).sum())
     print(f"\nvariance of one group's gradient: {spread}")
     assert spread["turn"] < 0.95 * spread["trajectory"]
@@ -232,10 +232,12 @@ def test_credit_by_turn_is_the_more_precise(sampled: Episodes) -> None:
 def test_division_by_the_deviation_is_biased(sampled: Episodes, listed: Listed, credit: Credit) -> None:
     """Its mean, summed up over all groups that there can be, is another one: rare differences weigh as much as large
     ones."""
-    found = estimates(advantages(sampled.outcomes, sampled.steps, credit, "group", scale=True), sampled)
+    found = estimates(
+        compute_advantages(sampled.outcomes, sampled.steps, credit, "group", scale=True), sampled
+    )
     members = np.array(list(product(range(len(listed.chances)), repeat=MEMBERS)))
     groups = Episodes(*(each[members] for each in listed.episodes))
-    every = advantages(groups.outcomes, groups.steps, credit, "group", scale=True)
+    every = compute_advantages(groups.outcomes, groups.steps, credit, "group", scale=True)
     wanted = listed.chances[members].prod(1) @ estimates(every, groups)
     assert tell(f"scaled, {credit}", found, wanted, "summed up") < SURE
     exact = exact_gradient(listed).ravel()
@@ -253,10 +255,10 @@ def test_comparing_turn_by_turn_is_biased(sampled: Episodes, listed: Listed) -> 
     others = (sampled.steps.sum(1, keepdims=True) - sampled.steps) / (MEMBERS - 1)
     per_turn = (sampled.steps - others) * sampled.alive
     to_go = np.flip(np.cumsum(np.flip(per_turn, -1), -1), -1)
-    outcomes = advantages(sampled.outcomes, np.zeros_like(sampled.steps), "trajectory", "rloo")
+    outcomes = compute_advantages(sampled.outcomes, np.zeros_like(sampled.steps), "trajectory", "rloo")
     found = estimates(outcomes + to_go, sampled)
     exact = exact_gradient(listed).ravel()
-    right = estimates(advantages(sampled.outcomes, sampled.steps, "turn", "rloo"), sampled)
+    right = estimates(compute_advantages(sampled.outcomes, sampled.steps, "turn", "rloo"), sampled)
     apart = {
         "credit by turn": tell("credit by turn", right, exact, "exactly"),
         "turn by turn": tell("turn by turn", found, exact, "if unbiased"),
@@ -284,6 +286,6 @@ def test_what_is_lost_must_be_booked_where_it_is_settled(
     exact = exact_gradient(listed).ravel()
     cases: list[tuple[Credit, bool]] = [("trajectory", False), ("turn", True)]
     for credit, biased in cases:
-        found = estimates(advantages(changed.outcomes, changed.steps, credit, "rloo"), changed)
+        found = estimates(compute_advantages(changed.outcomes, changed.steps, credit, "rloo"), changed)
         distance = tell(f"{what}, {credit}", found, exact, "exactly")
         assert distance > WRONG if biased else distance < SURE

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from TrainingFactory.algorithms.grpo import GRPO
-from TrainingFactory.algorithms.policy_loss import kl_terms
+from TrainingFactory.algorithms.policy_loss import estimate_kl
 from TrainingFactory.algorithms.ppo import PPO
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 
@@ -79,7 +79,7 @@ def test_the_relatives_stay_finite_as_well(options: Any, gap: float, advantage: 
 def test_k3_is_held_at_10() -> None:
     gaps = [-1000.0, -100.0, -21.0, -3.0, -2.6, -1.0, 0.0, 1.0, 10.0, 12.0, 25.0, 1000.0]
     now = torch.tensor(gaps, requires_grad=True)
-    values = kl_terms(now, torch.zeros(len(gaps)), "k3")
+    values = estimate_kl(now, torch.zeros(len(gaps)), "k3")
     (slope,) = torch.autograd.grad(values.sum(), now)
     plain = [math.exp(-max(gap, -20.0)) + min(gap, 20.0) - 1 for gap in gaps]
     wanted = [0.0 if value > 10 else 1 - math.exp(-gap) for gap, value in zip(gaps, plain, strict=True)]

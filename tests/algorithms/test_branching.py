@@ -23,8 +23,8 @@ from tests.kits.walks import (
     trees,
     walks,
 )
-from TrainingFactory.algorithms.advantages import returns_to_go, reward_tables
-from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, tree_advantages
+from TrainingFactory.algorithms.advantages import make_reward_tables, returns_to_go
+from TrainingFactory.algorithms.branching import EpisodeTrees, TurnTable, compute_tree_advantages
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.data.samples import to_samples
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
@@ -193,7 +193,7 @@ def shared_turns_repeated(group: list[Trajectory]) -> np.ndarray:
 def baseline_over_leaves(group: list[Trajectory]) -> np.ndarray:
     """The right values and weights, less the mean of all leaves but the one that trains the turn."""
     table = credit_of(group)
-    returns = returns_to_go(*reward_tables(group), "turn")
+    returns = returns_to_go(*make_reward_tables(group), "turn")
     others = (returns.sum(0) - returns) / (len(group) - 1)
     total = np.zeros(2 * STATES)
     for leaf, trajectory in enumerate(group):
@@ -205,8 +205,8 @@ def baseline_over_leaves(group: list[Trajectory]) -> np.ndarray:
 
 
 def credit_of(group: list[Trajectory]) -> TurnTable:
-    returns = returns_to_go(*reward_tables(group), "turn")
-    return tree_advantages(EpisodeTrees(group, group), returns, np.ones(returns.shape, bool), "rloo")
+    returns = returns_to_go(*make_reward_tables(group), "turn")
+    return compute_tree_advantages(EpisodeTrees(group, group), returns, np.ones(returns.shape, bool), "rloo")
 
 
 @pytest.mark.parametrize("estimator", [leaves_as_episodes, shared_turns_repeated, baseline_over_leaves])

@@ -87,8 +87,8 @@ def tokens(seed: int, size: int = 60) -> TrainedTokens:
     values = near(0.0, 1.0)
     return TrainedTokens(
         near(old, 0.2).requires_grad_(), zeros, sampled, near(0.0, 1.0), zeros, torch.arange(size) // 10, zeros[:6],
-        torch.zeros(0, 2), 100, 7, 0, old=old, values=values.requires_grad_(), old_values=values.detach(),
-        returns=near(values.detach(), 1.0), reference=near(old, 0.2),
+        torch.zeros(0, 2), 100, 7, 0, old_logprobs=old, values=values.requires_grad_(), old_values=values.detach(),
+        returns=near(values.detach(), 1.0), reference_logprobs=near(old, 0.2),
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ ALGORITHMS: dict[str, Any] = {
 def test_where_the_learner_sampled_nothing_changes(name: str, correction: Correction) -> None:
     """To the last bit, in the loss and in its gradient."""
     trained = tokens(3)
-    trained.old = trained.sampled
+    trained.old_logprobs = trained.sampled_logprobs
     found = []
     for algorithm in (ALGORITHMS[name], replace(ALGORITHMS[name], correction=correction)):
         loss, metrics = algorithm.loss(trained)
@@ -121,12 +121,12 @@ def test_ppo_by_hand(correction: Correction) -> None:
     trained = tokens(4)
     ppo = PPO(clip=0.1, clip_dual=None, value_clip=None, value_weight=0.7, correction=correction)
     loss, metrics = ppo.loss(trained)
-    assert trained.old is not None and trained.values is not None and trained.returns is not None
+    assert trained.old_logprobs is not None and trained.values is not None and trained.returns is not None
     slopes, value_slopes = torch.autograd.grad(loss, [trained.logprobs, trained.values])
     now, old, sampled, advantage, values, returns = (
         part.detach().double().numpy()
-        for part in (trained.logprobs, trained.old, trained.sampled, trained.advantages, trained.values,
-                     trained.returns)
+        for part in (trained.logprobs, trained.old_logprobs, trained.sampled_logprobs, trained.advantages,
+                     trained.values, trained.returns)
     )  # fmt: skip
     total, wanted = 0.0, []
     for t in range(60):
@@ -175,7 +175,7 @@ def mean_gradient(
     flat, zeros = now.flatten(), torch.zeros(now.numel(), dtype=torch.double)
     trained = TrainedTokens(
         flat, zeros, sampled.flatten(), (chances * rewards)[number], zeros, number, torch.zeros(len(now)),
-        torch.zeros(0, 2), 1, 1, 0, old=flat.detach(), values=zeros, old_values=zeros, returns=zeros,
+        torch.zeros(0, 2), 1, 1, 0, old_logprobs=flat.detach(), values=zeros, old_values=zeros, returns=zeros,
     )  # fmt: skip
     return -torch.autograd.grad(algorithm.loss(trained)[0], logits)[0]
 
@@ -231,8 +231,10 @@ def test_mismatch_and_staleness_are_told_apart() -> None:
 def test_a_token_that_older_updates_have_moved_to_the_clip_counts_no_more() -> None:
     """On the side of its advantage alone, and only where that is asked for."""
     trained = tokens(6)
-    trained.sampled = torch.full((60,), -2.0)
-    trained.old = trained.sampled + torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1, -0.1]).repeat(10)
+    trained.sampled_logprobs = torch.full((60,), -2.0)
+    trained.old_logprobs = trained.sampled_logprobs + torch.tensor([0.5, 0.5, -0.5, -0.5, 0.1, -0.1]).repeat(
+        10
+    )
     trained.advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0]).repeat(10)
     counts = torch.tensor([False, True, True, False, True, True]).repeat(10)
     for algorithm in (GRPO(clip_low=0.2, clip_high=0.28), PPO(clip=0.2)):
@@ -249,9 +251,11 @@ def test_a_token_that_older_updates_have_moved_to_the_clip_counts_no_more() -> N
 def test_with_a_ratio_of_whole_episodes_their_drift_counts() -> None:
     """Noise of single tokens is far beyond bounds that are made for the mean over an episode."""
     trained = tokens(7)
-    trained.old = trained.sampled + 0.01 * torch.tensor([1.0, -1.0]).repeat(30)
+    trained.old_logprobs = trained.sampled_logprobs + 0.01 * torch.tensor([1.0, -1.0]).repeat(30)
     gspo = GRPO(ratio="sequence", clip_low=3e-4, clip_high=4e-4, correction=Correction(anchored=True))
     assert gspo.loss(trained)[1]["importance_moved"] == 0
-    trained.old = trained.sampled + 0.01 * torch.arange(60).ge(30)  # the last three episodes
+    trained.old_logprobs = trained.sampled_logprobs + 0.01 * torch.arange(60).ge(
+        30
+    )  # the last three episodes
     share = float((trained.advantages[30:] > 0).sum()) / trained.step_tokens
     assert gspo.loss(trained)[1]["importance_moved"] == pytest.approx(share) and share > 0

@@ -27,7 +27,7 @@ from tests.kits.learner import words
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.forward import output_head, tree_mode, tree_states
+from TrainingFactory.learning.forward import get_output_head, run_tree, tree_mode
 from TrainingFactory.types import Completion, Message, Reward, Sample, Task, Trajectory, Turn
 
 LOOK, ZERO, ONE, KEEP_ZERO, KEEP_ONE = range(1, 6)  # what the agent samples
@@ -249,14 +249,14 @@ def test_gradients_over_the_tree_are_those_of_single_rows_in_float64() -> None:
     grpo, model = GRPO(), float64_model()
     rows = [row for group in folded_groups(0) for row in grpo.samples(group)]
     assert len(rows) == 2 * 3 * 3
-    head = output_head(model)
+    head = get_output_head(model)
 
     def gradient(batches: Sequence[Any], over_tree: bool) -> dict[str, torch.Tensor]:
         model.zero_grad()
         for pack in (pack for batch in batches for pack in batch.packs):
             with tree_mode(model, over_tree):
                 if over_tree:
-                    states = tree_states(model, pack)
+                    states = run_tree(model, pack)
                 else:
                     states = model.model(input_ids=torch.from_numpy(pack.token_ids)[None]).last_hidden_state[
                         0
@@ -285,13 +285,13 @@ def test_an_episode_that_exceeds_the_token_budget_is_split_with_the_same_gradien
     rows = [row for group in folded_groups(1) for row in grpo.samples(group)]
     for number, row in enumerate(rows):
         row.weights = [trained / (1 + number % 2) for trained in row.loss_mask]
-    head, budget = output_head(model), max(len(row.token_ids) for row in rows)
+    head, budget = get_output_head(model), max(len(row.token_ids) for row in rows)
 
     def gradient(batch: Any) -> torch.Tensor:
         model.zero_grad()
         for pack in batch.packs:
             with tree_mode(model, True):
-                logits = head(tree_states(model, pack)[torch.from_numpy(pack.source)])
+                logits = head(run_tree(model, pack)[torch.from_numpy(pack.source)])
             everything = torch.log_softmax(logits, -1)
             logprobs = everything.gather(1, torch.from_numpy(pack.target)[:, None])[:, 0]
             sampled, advantages, weights = (

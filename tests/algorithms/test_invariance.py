@@ -146,11 +146,11 @@ def test_the_model_is_asked_for_sampled_tokens_alone(name: str, monkeypatch: pyt
     batch = batch_for(learner, algorithm, rows_of(name), 250)
 
     def states(*given: Any) -> torch.Tensor:
-        seen.append(Learner.states(learner, *given))
+        seen.append(Learner.compute_states(learner, *given))
         seen[-1].retain_grad()
         return seen[-1]
 
-    monkeypatch.setattr(learner, "states", states)
+    monkeypatch.setattr(learner, "compute_states", states)
     gradients(learner, batch, algorithm.loss, algorithm.needs)
     for pack, output in zip(batch.packs, seen, strict=True):
         assert output.grad is not None

@@ -108,7 +108,7 @@ def random_tokens(seed: int, size: int = 60) -> TrainedTokens:
     old_values = normal()
     return TrainedTokens(
         (sampled + 0.3 * normal()).requires_grad_(), normal().abs().requires_grad_(), sampled, normal(), zeros,
-        zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 0, reference=sampled + 0.2 * normal(),
+        zeros.long(), zeros[:1], torch.zeros(0, 2), 100, 7, 0, reference_logprobs=sampled + 0.2 * normal(),
         old_values=old_values, values=(old_values + 0.3 * normal()).requires_grad_(), returns=old_values + normal(),
         baseline=1.7,
     )  # fmt: skip
@@ -123,8 +123,8 @@ def test_the_loss_is_the_formula(value_clip: float | None, kl_in: Any) -> None:
     loss.backward()
     now, entropy, sampled, advantage, reference, old_values, values, returns = (
         part.detach().double().numpy()  # pyright: ignore[reportOptionalMemberAccess]
-        for part in (trained.logprobs, trained.entropy, trained.sampled, trained.advantages, trained.reference,
-                     trained.old_values, trained.values, trained.returns)
+        for part in (trained.logprobs, trained.entropy, trained.sampled_logprobs, trained.advantages,
+                     trained.reference_logprobs, trained.old_values, trained.values, trained.returns)
     )  # fmt: skip
     total = value_loss = kl = clipped = 0.0
     slopes, value_slopes = [], []

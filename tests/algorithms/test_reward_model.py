@@ -95,7 +95,7 @@ def test_a_process_row_is_labelled_at_the_end_of_each_turn() -> None:
 
 def classifier(learner: Learner) -> Any:
     """The same weights as transformers has them for a sequence classifier of one label."""
-    model: Any = learner.causal
+    model: Any = learner.causal_lm
     config = type(model.config)(**model.config.to_dict() | {"vocab_size": VOCABULARY + 1, "num_labels": 1})
     config.pad_token_id = PAD
     other: Any = Qwen3ForSequenceClassification(config).train()
@@ -200,5 +200,5 @@ def test_a_process_model_finds_the_bad_turn() -> None:
     heldout = [trajectory for [trajectory] in one_bad_turn("heldout", 40)]
     places = [each.reward.steps.index(0.0) for each in heldout if each.reward]
     assert len(set(places)) >= 3  # a constant guess will not do
-    found = [scores.index(min(scores)) for scores in scorer.scores(heldout)]
+    found = [scores.index(min(scores)) for scores in scorer.compute_scores(heldout)]
     assert sum(f == p for f, p in zip(found, places, strict=True)) / len(heldout) > 0.9

@@ -96,7 +96,7 @@ def test_what_was_saved_scores_as_what_was_trained(
     folder, learner = (tmp_path / "rm", saved(tmp_path / "rm", lora)) if lora else made
     episodes = episodes_of(5)
     episodes[2] = cut(episodes[2])
-    found = RewardScorer.load(folder).scores(episodes)
+    found = RewardScorer.load(folder).compute_scores(episodes)
     for trajectory, scores in zip(episodes, found, strict=True):
         [row] = PROCESS.samples([trajectory])
         with torch.no_grad():
@@ -129,8 +129,8 @@ def test_scores_become_rewards(made: tuple[Path, Learner]) -> None:
     outcome = RewardScorer(learner.model, learner.head, chat(), "outcome", token_budget=10)
     process = RewardScorer(learner.model, learner.head, chat(), "process")
     for trajectory, plain, judged, [last], every in zip(
-        episodes, outcome.score(episodes), process.score(episodes), outcome.scores(episodes),
-        process.scores(episodes), strict=True,
+        episodes, outcome.score(episodes), process.score(episodes), outcome.compute_scores(episodes),
+        process.compute_scores(episodes), strict=True,
     ):  # fmt: skip
         assert plain == Reward(round(last, 4)) and last == pytest.approx(every[-1], abs=1e-5)
         chances = [float(torch.tensor(round(value, 4)).sigmoid()) for value in every]
@@ -172,7 +172,7 @@ def test_a_folder_without_a_reward_model(tmp_path: Path, name: str, text: str | 
 def test_what_cannot_be_scored_is_an_error(made: tuple[Path, Learner]) -> None:
     [own], (folder, learner) = episodes_of(1), made
     scorer = RewardScorer.load(folder)
-    limit = learner.causal.config.max_position_embeddings
+    limit = learner.causal_lm.config.max_position_embeddings
     last = own.turns[-1]
     last.completion = replace(last.completion, token_ids=[5] * limit, logprobs=[0.0] * limit, finish="length")
     last.message = chat().parse(last.completion.token_ids)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from TrainingFactory.algorithms.base import whiten
+from TrainingFactory.algorithms.base import whiten_advantages
 from TrainingFactory.algorithms.correction import Correction
 from TrainingFactory.algorithms.grpo import GRPO
 from TrainingFactory.algorithms.trained_tokens import TrainedTokens
@@ -42,7 +42,7 @@ def tokens_of(batch: Batch) -> tuple[TrainedTokens, torch.Tensor]:
     trained = TrainedTokens(
         logprobs, logprobs**2, sampled, advantages, rewards, torch.from_numpy(pack.episode),
         torch.from_numpy(pack.labels), torch.from_numpy(pack.pairs), batch.token_weight, batch.episodes, batch.pairs,
-        reference=sampled - 0.1, old=sampled + 0.2, weights=weights,
+        reference_logprobs=sampled - 0.1, old_logprobs=sampled + 0.2, weights=weights,
     )  # fmt: skip
     return trained, parameters
 
@@ -72,6 +72,6 @@ def test_counts_and_whitening_are_weighted() -> None:
     assert plain.packs[0].weights is None and plain.token_weight == plain.tokens == 3
     assert (weighted.tokens, weighted.token_weight, weighted.episodes) == (9, 3.0, 2)
     for batch in (plain, weighted):
-        whiten(batch.packs)
+        whiten_advantages(batch.packs)
     by_token = [dict(zip(b.packs[0].target, b.packs[0].advantages, strict=True)) for b in (plain, weighted)]
     assert by_token[0] == pytest.approx(by_token[1])

@@ -23,7 +23,7 @@ from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.sampling import NativeEngine
 
 
-def changed_routes(sampled: Any, trained: Any) -> float | None:
+def measure_changed_routes(sampled: Any, trained: Any) -> float | None:
     async def measure() -> float | None:
         engine = NativeEngine(sampled, slots=2, max_length=256)
         try:
@@ -37,7 +37,7 @@ def changed_routes(sampled: Any, trained: Any) -> float | None:
 @torch.no_grad()
 def test_routes_of_equal_and_of_different_weights() -> None:
     model = tiny("moe").eval()
-    assert changed_routes(model, model) == 0
+    assert measure_changed_routes(model, model) == 0
     other = moved(copy.deepcopy(model), 1)
     ids = torch.tensor([[tree_rows()[0].token_ids[-1], *tree_rows()[0].token_ids]])
     chosen = []
@@ -46,8 +46,8 @@ def test_routes_of_equal_and_of_different_weights() -> None:
         chosen.append([set(map(int, token.topk(2).indices)) for layer in logits for token in layer])
     expected = sum(one != two for one, two in zip(*chosen, strict=True)) / len(chosen[0])
     assert expected > 0
-    assert changed_routes(model, other) == pytest.approx(expected)
-    assert changed_routes(tiny(), tiny()) is None
+    assert measure_changed_routes(model, other) == pytest.approx(expected)
+    assert measure_changed_routes(tiny(), tiny()) is None
 
 
 def test_large_difference_is_a_finding() -> None:

@@ -21,8 +21,8 @@ from TrainingFactory.assembly.memory import (
 )
 from TrainingFactory.common.image_tokens import find_image
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.models.tower_shape import ImageUse, described_tower, loaded_tower
-from TrainingFactory.models.vision import CACHE_BYTES, tower_parameters
+from TrainingFactory.models.tower_shape import ImageUse, measure_described_tower, measure_loaded_tower
+from TrainingFactory.models.vision import CACHE_BYTES, find_tower_parameters
 from TrainingFactory.runs.tracking import PlainLines
 from TrainingFactory.types import Completion, Message, Task, Trajectory, Turn
 
@@ -38,10 +38,10 @@ SCREEN: dict[str, Any] = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tower_has_the_sizes_of_the_model(family: str) -> None:
     loaded = vision_model(family)
-    vision, tower = loaded.vision, loaded_tower(loaded.model)
+    vision, tower = loaded.vision, measure_loaded_tower(loaded.model)
     assert vision is not None and tower is not None
-    assert tower == described_tower(loaded.model.config.to_dict())
-    assert tower.weights == sum(weight.numel() for _, weight in tower_parameters(loaded.model))
+    assert tower == measure_described_tower(loaded.model.config.to_dict())
+    assert tower.weights == sum(weight.numel() for _, weight in find_tower_parameters(loaded.model))
     tokens = find_image(max(vision.ids(picture(1))))
     rows = vision._encode_cached(loaded.model, tokens)
     assert rows[0].numel() == tower.outputs
@@ -52,7 +52,7 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
         "gemma4_moe",
     ):  # their tower adds a token of its own, or pads
         return
-    inputs = vision._inputs(loaded.model, tokens)
+    inputs = vision._make_inputs(loaded.model, tokens)
     pixels = inputs["pixel_values"]
     patch = loaded.model.config.vision_config.patch_size
     patches = len(pixels) if pixels.dim() == 2 else pixels.numel() / 3 / patch**2
@@ -63,10 +63,10 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
 def test_a_trained_tower_keeps_what_is_estimated() -> None:
     """The bytes that autograd saves in the tower, of tensors that are no weights."""
     loaded = vision_model("qwen3_vl")
-    tower = loaded_tower(loaded.model)
+    tower = measure_loaded_tower(loaded.model)
     assert tower is not None and loaded.vision is not None
     tokens = find_image(loaded.vision.ids(picture(2, 256, 256))[0])
-    inputs = loaded.vision._inputs(loaded.model, tokens)
+    inputs = loaded.vision._make_inputs(loaded.model, tokens)
     weights = {weight.untyped_storage().data_ptr() for weight in loaded.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -76,7 +76,7 @@ def test_a_trained_tower_keeps_what_is_estimated() -> None:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    trained = [weight for _, weight in tower_parameters(loaded.model)]
+    trained = [weight for _, weight in find_tower_parameters(loaded.model)]
     try:
         for weight in trained:
             weight.requires_grad_(True)
@@ -92,7 +92,7 @@ def test_a_trained_tower_keeps_what_is_estimated() -> None:
 
 def test_bytes_of_images() -> None:
     config = TrainingConfig(model={"name": "builtin:tiny-vl", "image_tokens": 256})
-    tower = loaded_tower(vision_model("qwen3_vl").model)
+    tower = measure_loaded_tower(vision_model("qwen3_vl").model)
     assert tower is not None
     images = ImageUse(tokens=100, share=0.5, total=3)
     parts = image_bytes(config, tower, images, 1000, 4)

@@ -54,7 +54,7 @@ def test_a_run_of_an_earlier_version_goes_on(
         [line] = [line for line in err.splitlines() if line.startswith("error:")]
         assert "Traceback" not in err and "resumes only on the processor type that started it" in line
         stored = json.loads(identity.read_text())["model"]["frozen"]
-        monkeypatch.setattr(learner, "frozen_digest", lambda model: stored)
+        monkeypatch.setattr(learner, "hash_frozen_weights", lambda model: stored)
         status, _, err = tfactory("runs", "resume", "before")
     assert status == 0, err
     run = RunFolder(before)

@@ -28,12 +28,12 @@ from tests.kits.learner import gradients, row_gradients, row_logprobs, sample, w
 from tests.kits.scale import HOME as VLLM
 from tests.kits.tokenizers import LLAMA3, QWEN3, from_wheel
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.forward import causal_model, sharing_problem
+from TrainingFactory.learning.forward import get_causal_lm, get_sharing_problem
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.compatibility import COLUMNS, PATH, Cell, read_compatibility
+from TrainingFactory.models.compatibility import COLUMNS, COMPATIBILITY_FILE, Cell, read_compatibility
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Completion, Message, Sample, SamplingParams, ToolCall, ToolSpec
@@ -117,7 +117,7 @@ def compare_with_forward(model: Any, engine: NativeEngine, episodes: int = 3) ->
 @contextmanager
 def own_attention(model: Any) -> Iterator[None]:
     """Run the model's forward with the attention that follows its config: PyTorch's ignores soft caps of scores."""
-    config = causal_model(model).config
+    config = get_causal_lm(model).config
     previous = config._attn_implementation
     if getattr(config, "attn_logit_softcapping", None):
         config._attn_implementation = "eager"
@@ -170,7 +170,7 @@ def learner_cell(family: ModelFamily) -> Cell:
 def check_learner(model: PreTrainedModel) -> str:
     """Compare log-probs and gradients with plain autograd over single rows. Return why prefixes are not shared."""
     learner, rows = Learner(model, OptimizerOptions(learning_rate=1e-3)), tree_rows()
-    problem = None if learner.sharing else sharing_problem(causal_model(model))
+    problem = None if learner.sharing else get_sharing_problem(get_causal_lm(model))
     batch = make_batch(rows, sharing=learner.sharing)
     model.eval()
     with own_attention(model):
@@ -179,7 +179,7 @@ def check_learner(model: PreTrainedModel) -> str:
         expected_gradients = row_gradients(model, rows, weighted_part)
     for pack in batch.packs:
         with torch.no_grad():
-            own = learner.logprobs(pack)[0]
+            own = learner.compute_logprobs(pack)[0]
         order = torch.from_numpy(pack.row).argsort(stable=True)
         error = float((own[order] - torch.cat([expected[row] for row in sorted(pack.rows)])).abs().max())
         if not error < TOLERANCE:
@@ -407,7 +407,7 @@ def versions() -> dict[str, str]:
 
 def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
     """Check the families and write both files. Results that are not checked here keep their recorded values."""
-    recorded = read_compatibility() if PATH.is_file() else None
+    recorded = read_compatibility() if COMPATIBILITY_FILE.is_file() else None
     old_cells = {family.key: family.cells for family in recorded.families} if recorded else {}
     packages = (recorded.versions if recorded else {}) | versions()
     columns = columns or tuple(COLUMNS)
@@ -425,14 +425,14 @@ def regenerate(keys: Sequence[str] = (), columns: Sequence[str] = ()) -> None:
             f"{family.key:18}", *(f"{name}: {cells[name].status}" for name in COLUMNS), sep="  ", flush=True
         )
         write_results(packages, results)
-    print(f"wrote {PATH} and {PAGE}")
+    print(f"wrote {COMPATIBILITY_FILE} and {PAGE}")
 
 
 def write_results(packages: dict[str, str], results: dict[str, dict[str, Cell]]) -> None:
     entries = [entry(family, results[family.key]) for family in FAMILIES if family.key in results]
     text = json.dumps({"versions": packages, "families": entries}, indent=1, ensure_ascii=False)
     text = re.sub(r'\{\s+("status": .*)\s+("note": .*)\s+\}', r"{\1 \2}", text)  # a result on one line
-    PATH.write_text(text + "\n", encoding="utf-8")
+    COMPATIBILITY_FILE.write_text(text + "\n", encoding="utf-8")
     read_compatibility.cache_clear()
     PAGE.write_text(compat_page(read_compatibility()), encoding="utf-8")
 

@@ -81,7 +81,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def composite_config(family: str, **changes: Any) -> Any:
+def read_composite_config(family: str, **changes: Any) -> Any:
     """Return the config of a family. `changes` are keys outside of its parts."""
     from transformers import AutoConfig
 
@@ -106,7 +106,7 @@ def save_composite(folder: Path, family: str, shards: str = "5GB", **changes: An
     from TrainingFactory.models.tiny import tiny_tokenizer
 
     torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(composite_config(family, **changes)).eval()
+    model = AutoModelForImageTextToText.from_config(read_composite_config(family, **changes)).eval()
     model.save_pretrained(folder, max_shard_size=shards)
     tiny_tokenizer().save_pretrained(folder)
     return model

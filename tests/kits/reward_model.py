@@ -60,6 +60,6 @@ def one_bad_turn(split: str, count: int) -> list[Group]:
 
 def row_scores(learner: Learner, row: Sample) -> torch.Tensor:
     """One row, no packing, the model's own attention: the head at the trained tokens."""
-    states = learner.causal.base_model(torch.tensor([row.token_ids]), use_cache=False).last_hidden_state[0]
+    states = learner.causal_lm.base_model(torch.tensor([row.token_ids]), use_cache=False).last_hidden_state[0]
     assert learner.head is not None
     return learner.head(states[torch.tensor(row.loss_mask)])

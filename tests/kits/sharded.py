@@ -179,7 +179,7 @@ def published(learner: Learner, folder: Path, adapters: bool) -> list[Any]:
         made.kind,
         made.version,
         publisher.dtype,
-        publisher.rank,
+        publisher.adapter_rank,
         list(made.canary[1]) if made.canary else [],
     ]
 

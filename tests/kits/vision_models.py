@@ -239,12 +239,12 @@ def own_inputs(loaded: LoadedModel, ids: Sequence[int]) -> dict[str, torch.Tenso
     is_image = (tokens == vision.placeholder_id).long()
     if not pictures:
         return inputs
-    tiled = vision.kind in ("idefics3", "smolvlm")
+    tiled = vision.model_type in ("idefics3", "smolvlm")
     processed = dict(vision.processor(images=[pictures] if tiled else pictures, return_tensors="pt"))
     for name in PROCESSOR_COUNTS:
         processed.pop(name, None)
-    if vision.kind.startswith(("qwen", "gemma4")):
+    if vision.model_type.startswith(("qwen", "gemma4")):
         inputs["mm_token_type_ids"] = is_image.int()
-    if vision.kind == "gemma3":
+    if vision.model_type == "gemma3":
         inputs["token_type_ids"] = is_image
     return inputs | processed

@@ -55,8 +55,8 @@ def test_gradients_are_equal_and_only_layer_inputs_are_copied(
     assert offloaded.keys() == plain.keys()
     for name, gradient in plain.items():
         torch.testing.assert_close(offloaded[name], gradient, rtol=1e-5, atol=1e-7, msg=name)
-    tokens, width = len(batch.packs[0].token_ids), learner.causal.config.hidden_size
-    layers = learner.causal.config.num_hidden_layers
+    tokens, width = len(batch.packs[0].token_ids), learner.causal_lm.config.hidden_size
+    layers = learner.causal_lm.config.num_hidden_layers
     # Besides the layers' inputs, the operations of the final norm save theirs.
     large = [shape for shape in copied_shapes if shape == (1, tokens, width)]
     assert len(large) in (layers + 2, layers + 3)  # fewer if its weight is frozen

@@ -80,7 +80,7 @@ def test_auxiliary_loss_under_an_adapter_of_experts_and_routers() -> None:
     assert routers is not None
     logits: list[list[torch.Tensor]] = []
     for row in rows:
-        with routers.recording() as routing:
+        with routers.record_routing() as routing:
             model(torch.tensor([row.token_ids]), use_cache=False)
         logits.append(routing.logits)
     probabilities = torch.cat([layer.softmax(-1) for row in logits for layer in row])

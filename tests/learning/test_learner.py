@@ -31,7 +31,7 @@ from TrainingFactory.data.packing import Pack, make_batch, pack
 from TrainingFactory.learning import forward
 from TrainingFactory.learning import logprobs as chunking
 from TrainingFactory.learning.learner import Learner
-from TrainingFactory.learning.logprobs import token_logprobs
+from TrainingFactory.learning.logprobs import compute_token_logprobs
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import recurrent
 from TrainingFactory.types import Sample
@@ -61,7 +61,7 @@ def test_logprobs_equal_plain_rows(kind: str) -> None:
     model.eval()
     for tree in pack(rows, 400):
         with torch.no_grad():
-            found, entropies = learner.logprobs(tree)
+            found, entropies = learner.compute_logprobs(tree)
         for number in tree.rows:
             wanted = row_logprobs(model, rows[number], temperature).detach()
             torch.testing.assert_close(
@@ -102,9 +102,9 @@ def test_rows_that_went_the_same_way_share_the_head() -> None:
 def test_a_token_that_the_model_does_not_have_is_not_taken_for_another() -> None:
     learner = make_learner(two_layers("gqa_tied"))
     (packed,) = pack(ragged_rows(2)[:2], 100_000)
-    packed.target[0] += learner.causal.config.get_text_config().vocab_size
+    packed.target[0] += learner.causal_lm.config.get_text_config().vocab_size
     with pytest.raises(AssertionError, match="outside the model's vocabulary"):
-        learner.logprobs(packed)
+        learner.compute_logprobs(packed)
 
 
 def test_figures_do_not_depend_on_packing() -> None:
@@ -167,7 +167,7 @@ def test_memory_of_the_head_does_not_grow_with_the_batch(monkeypatch: pytest.Mon
     hidden = torch.randn(tokens, width, requires_grad=True)
     source, target = torch.arange(tokens), torch.randint(vocabulary, (tokens,))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        found, _ = token_logprobs(hidden, head, source, target, vocabulary)
+        found, _ = compute_token_logprobs(hidden, head, source, target, vocabulary)
         assert max(made) == chunk * vocabulary and sum(made) == tokens * vocabulary
         assert sum(kept.values()) < chunk * vocabulary + tokens * (width + 8)
     found.sum().backward()
@@ -265,14 +265,14 @@ def test_rounding_in_sixteen_bits_is_told_from_a_wrong_tree(
         num_key_value_heads=1, head_dim=8, initializer_range=0.4,
     )  # fmt: skip
     model: Any = Qwen3ForCausalLM(config).to(torch.bfloat16)
-    assert forward.sharing_problem(model) is None
-    tree_states = forward.tree_states
+    assert forward.get_sharing_problem(model) is None
+    run_tree = forward.run_tree
 
     def flat(model: Any, pack: Pack) -> torch.Tensor:
-        return tree_states(model, replace(pack, positions=np.arange(len(pack.token_ids))))
+        return run_tree(model, replace(pack, positions=np.arange(len(pack.token_ids))))
 
-    monkeypatch.setattr(forward, "tree_states", flat)
-    assert "over a tree differ" in (forward.sharing_problem(model) or "")
+    monkeypatch.setattr(forward, "run_tree", flat)
+    assert "over a tree differ" in (forward.get_sharing_problem(model) or "")
 
 
 def test_sharing_is_tried_and_not_only_read_from_the_config(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,7 +354,7 @@ def test_gradients_of_log_probs_and_entropies_are_those_of_the_formulas(
     for which in ("log-probs", "entropies", "both"):
         every = torch.log_softmax(hidden[source] @ weight.T / temperature, -1)
         plain = (every.gather(1, target[:, None])[:, 0], -(every.exp() * every).sum(-1))
-        ours = token_logprobs(hidden, head, source, target, 50, temperature)
+        ours = compute_token_logprobs(hidden, head, source, target, 50, temperature)
         for found, wanted in zip(
             (*ours, *slopes(*ours, which)), (*plain, *slopes(*plain, which)), strict=True
         ):

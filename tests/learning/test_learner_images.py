@@ -19,7 +19,7 @@ from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models.chat import chat_format
 from TrainingFactory.models.loading import load_model
-from TrainingFactory.models.vision import open_vision, tower_modules, tower_parameters
+from TrainingFactory.models.vision import find_tower_modules, find_tower_parameters, open_vision
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Message, PlacedImage, Sample, SamplingParams
 
@@ -64,12 +64,12 @@ def compare(family: str, train_tower: bool = False) -> None:
     if train_tower:
         vision.is_trained = True
         for each in (model, own):
-            for _, weight in tower_parameters(each):
+            for _, weight in find_tower_parameters(each):
                 weight.requires_grad_(True)
     learner = Learner(model, OptimizerOptions(), vision=vision)
     batch = make_batch(rows, 10_000, learner.sharing)
     (pack,) = batch.packs
-    logprobs, _ = learner.logprobs(pack)
+    logprobs, _ = learner.compute_logprobs(pack)
     expected = {number: own_logprobs(family, own, rows[number]) for number in pack.rows.tolist()}
     for number, values in expected.items():
         actual = logprobs[torch.from_numpy(np.flatnonzero(pack.row == number))]
@@ -130,7 +130,7 @@ def test_the_learner_agrees_with_the_engine() -> None:
 def test_the_learner_agrees_with_the_engine_in_four_bits(family: str, tmp_path: Path) -> None:
     name = save_vision_model(family, tmp_path)
     loaded = load_model(name, vision=True, quantization="4bit", dtype="float32", device="cpu")
-    model = add_lora(loaded.model, r=4, excluded=tower_modules(loaded.model))
+    model = add_lora(loaded.model, r=4, excluded_modules=find_tower_modules(loaded.model))
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if "lora_B" in key:
@@ -141,10 +141,10 @@ def test_the_learner_agrees_with_the_engine_in_four_bits(family: str, tmp_path: 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5", "gemma4_moe"])
 def test_an_adapter_is_on_the_language_model_alone(family: str) -> None:
     model = copy.deepcopy(vision_model(family).model)
-    tower = {name for name, _ in tower_parameters(model)}
+    tower = {name for name, _ in find_tower_parameters(model)}
     assert any("vis" in name for name in tower)
     assert not any("language_model" in name for name in tower)
-    adapted = add_lora(model, r=4, excluded=tower_modules(model))
+    adapted = add_lora(model, r=4, excluded_modules=find_tower_modules(model))
     trained = [name for name, weight in adapted.named_parameters() if weight.requires_grad]
     assert trained
     assert all("language_model" in name for name in trained)

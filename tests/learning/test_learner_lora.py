@@ -68,7 +68,7 @@ def test_a_base_in_bfloat16_is_bit_identical_after_updates() -> None:
     # adapters off is the model before training, and adapters on again is not
     assert [learner._compute_reference_logprobs(pack).tolist() for pack in batch.packs] == reference
     with torch.no_grad():
-        now = [learner.logprobs(pack)[0].tolist() for pack in batch.packs]
+        now = [learner.compute_logprobs(pack)[0].tolist() for pack in batch.packs]
     assert now != reference
     assert all(param.requires_grad == ("lora_" in name) for name, param in model.named_parameters())
 
@@ -190,12 +190,12 @@ def test_the_reference_is_the_model_that_training_starts_with(tmp_path: Path, st
     assert (learner.reference is None) == (start == "fresh")
     batch = make_batch(rows_of())
     with torch.no_grad():
-        before = [learner.logprobs(pack)[0].numpy() for pack in batch.packs]
+        before = [learner.compute_logprobs(pack)[0].numpy() for pack in batch.packs]
     learner.update(batch, weighted)
     [pack] = learner.annotate(batch, frozenset({"reference"})).packs
     assert pack.reference is not None and abs(pack.reference - before[0]).max() < 1e-5
     with torch.no_grad():
-        assert abs(learner.logprobs(pack)[0].numpy() - before[0]).max() > 1e-3
+        assert abs(learner.compute_logprobs(pack)[0].numpy() - before[0]).max() > 1e-3
     if start == "loaded":  # the base is there once
         ours, theirs = (dict(m.named_parameters()) for m in (learner.model, learner.reference))
         assert all((ours[name] is theirs[name]) == ("lora_" not in name) for name in ours)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.kits.engine import tiny
 from tests.kits.learner import ragged_rows
 from TrainingFactory.data.packing import Pack, TreeNode, pack
-from TrainingFactory.learning.forward import tree_mode, tree_states
+from TrainingFactory.learning.forward import run_tree, tree_mode
 from TrainingFactory.learning.tree import attention as tree
 from TrainingFactory.learning.tree import flex as tree_flex
 from TrainingFactory.learning.tree.layers import compile_once, fused_layers
@@ -39,14 +39,14 @@ def seen(packed: Pack) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("block", [16, 128])
 def test_blocks_are_counted_right(seed: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_flex, "BLOCK", block)
+    monkeypatch.setattr(tree_flex, "BLOCK_SIZE", block)
     (packed,) = pack(ragged_rows(seed), 100_000)
     size = -(-len(packed.token_ids) // block) * block
     table = np.zeros((size, size), np.int64)
     table[: len(packed.token_ids), : len(packed.token_ids)] = seen(packed)
     wanted = table.reshape(size // block, block, size // block, block).sum((1, 3))
     assert (tree_flex.count_visible_pairs(packed) == wanted).all()
-    mask = tree_flex.block_mask(packed, torch.device("cpu"))
+    mask = tree_flex.make_block_mask(packed, torch.device("cpu"))
     assert (mask.to_dense()[0, 0].bool().numpy() == (wanted > 0)).all()
     if block == 16:
         assert (wanted == block * block).any()
@@ -66,7 +66,7 @@ def test_flex_attention_equals_levels() -> None:
     plan = tree.TreePlan(packed, torch.device("cpu"))
     module = torch.nn.Module()
     wanted, _ = tree.tree_attention(module, query, key, value, None, tfactory_tree=plan)
-    mask = tree_flex.block_mask(packed, torch.device("cpu"))
+    mask = tree_flex.make_block_mask(packed, torch.device("cpu"))
     found = flex_attention(query, key, value, block_mask=mask, enable_gqa=True)
     assert isinstance(found, torch.Tensor)
     torch.testing.assert_close(found.transpose(1, 2), wanted, rtol=1e-4, atol=1e-5)
@@ -78,7 +78,7 @@ def test_tokens_of_no_use_fill_the_last_block() -> None:
     assert size % 128 and len(full.token_ids) == len(full.positions) == -(-size // 128) * 128
     table = seen(full)
     assert (table[:size, :size] == seen(packed)).all() and not table[:size, size:].any()
-    mask = tree_flex.block_mask(full, torch.device("cpu"))
+    mask = tree_flex.make_block_mask(full, torch.device("cpu"))
     query = key = torch.arange(len(full.token_ids))
     assert (mask.mask_mod(0, 0, query[:, None], key[None]).numpy() == table).all()
     assert tree_flex.pad_to_blocks(full).nodes == full.nodes
@@ -122,11 +122,11 @@ def test_fused_layers_give_what_the_layers_give(family: str, make: Any, linear: 
     for quick in (False, True):
         model.zero_grad()
         with tree_mode(model), fused_layers(model, tree.tree_attention, plain) if quick else nullcontext():
-            states = tree_states(model, packed)
+            states = run_tree(model, packed)
             (states * torch.linspace(-1, 1, 32)).sum().backward()
         results.append([states, *(each.grad for each in model.parameters() if each.grad is not None)])
     pieces = ["rms_norm", "rotate", "rotate", "add_norm", "gate"]
-    assert calls == (pieces if linear is OtherLinear else ["attention_inputs", "layer_output"]) * 2
+    assert calls == (pieces if linear is OtherLinear else ["project_qkv", "compute_layer_output"]) * 2
     for wanted, found in zip(*results, strict=True):
         assert (found - wanted).norm() < 1e-5 * wanted.norm()
     assert "forward" not in model.model.layers[0].__dict__

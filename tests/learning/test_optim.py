@@ -63,12 +63,12 @@ def test_who_is_trained_how() -> None:
 
 def test_schedules() -> None:
     constant = OptimizerOptions(warmup_steps=4)
-    assert [constant.factor(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [constant.get_lr_factor(step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
     linear = OptimizerOptions(schedule="linear", warmup_steps=2, total_steps=6)
-    assert [linear.factor(step) for step in range(8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    assert [linear.get_lr_factor(step) for step in range(8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
     cosine = OptimizerOptions(schedule="cosine", total_steps=4)
     wanted = [(1 + math.cos(math.pi * step / 4)) / 2 for step in range(5)]
-    assert [cosine.factor(step) for step in range(5)] == pytest.approx(wanted)
+    assert [cosine.get_lr_factor(step) for step in range(5)] == pytest.approx(wanted)
 
 
 def test_clipping_and_the_rate_of_a_step() -> None:

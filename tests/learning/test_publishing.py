@@ -18,7 +18,7 @@ from tests.kits.engine import KINDS, plain_logprobs, tiny
 from tests.kits.forks import FORKED, fork
 from tests.kits.learner import make_learner
 from TrainingFactory.learning.publishing import Publisher
-from TrainingFactory.models.saved import check_weights, checkpoint_shapes
+from TrainingFactory.models.saved import check_weights, read_checkpoint_shapes
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,7 +31,7 @@ def test_the_names_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (Path(weights.folder), tmp_path))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    check_weights(Path(weights.folder) / "model.safetensors", checkpoint_shapes(publisher.model_folder))
+    check_weights(Path(weights.folder) / "model.safetensors", read_checkpoint_shapes(publisher.model_folder))
     tokens, logprobs = weights.canary
     expected = plain_logprobs(model, [tokens[0]], list(tokens[1:]))  # at temperature 1
     assert logprobs == pytest.approx(expected, abs=1e-4)
@@ -39,7 +39,7 @@ def test_the_names_of_a_checkpoint(kind: str, tmp_path: Path) -> None:
     home = Path(weights.folder).parent
     last = publisher.publish(5)
     assert sorted(path.name for path in home.iterdir()) == ["000001-version-4", "000002-version-5", "model"]
-    assert (last.kind, last.base, publisher.rank) == ("full", "", None)
+    assert (last.kind, last.base, publisher.adapter_rank) == ("full", "", None)
     publisher.close()
     publisher.close()
     assert not home.exists()
@@ -67,7 +67,7 @@ def test_what_is_trained_beside_an_adapter_is_merged(name: str) -> None:
                 param.add_(0.1 * torch.randn_like(param))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     publisher = Publisher(learner)
-    assert publisher.rank is None
+    assert publisher.adapter_rank is None
     weights = publisher.publish(0)
     after = model.state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
@@ -84,13 +84,13 @@ def test_a_pure_adapter_goes_as_it_is() -> None:
     )
     publisher = Publisher(make_learner(model))
     weights = publisher.publish(1)
-    assert (publisher.rank, weights.kind, weights.base) == (5, "adapter", publisher.model_folder)
+    assert (publisher.adapter_rank, weights.kind, weights.base) == (5, "adapter", publisher.model_folder)
     names = {path.name for path in Path(weights.folder).iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     base = load_file(Path(weights.base) / "model.safetensors")
     assert all(torch.equal(weight, tiny().state_dict()[name]) for name, weight in base.items())
     publisher.close()
-    merged = Publisher(make_learner(model), adapters=False)
+    merged = Publisher(make_learner(model), publish_adapters=False)
     assert merged.publish(1).kind == "full"
     merged.close()
 

@@ -15,7 +15,7 @@ from tests.kits.compat import tree_rows
 from tests.kits.families import BY_KEY
 from tests.kits.learner import far, gradients, make_learner, row_gradients, weighted, weighted_part
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.routers import load_metrics
+from TrainingFactory.learning.routers import summarize_loads
 from TrainingFactory.models import load_model
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Sample
@@ -127,11 +127,11 @@ def test_loads_of_the_experts_count_every_row(family: str) -> None:
 
 def test_metrics_of_even_and_of_one_sided_loads() -> None:
     even, one_sided = np.full((2, 4), 5.0), np.array([[8.0, 0, 0, 0]] * 2)
-    assert load_metrics(even) == pytest.approx(
+    assert summarize_loads(even) == pytest.approx(
         {"experts/max_load": 1, "experts/max_load_worst_layer": 1, "experts/entropy": 1, "experts/unused": 0}
     )
-    assert load_metrics(one_sided)["experts/max_load"] == 4
-    assert load_metrics(one_sided)["experts/unused"] == 0.75
+    assert summarize_loads(one_sided)["experts/max_load"] == 4
+    assert summarize_loads(one_sided)["experts/unused"] == 0.75
 
 
 def test_coefficient_is_the_models_own_unless_it_is_set(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from tests.kits.sharded import CASES, SAVED, Found, forked, go_on, make_case, to
 from TrainingFactory.assembly.learner import check_sharded
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.packing import make_batch
-from TrainingFactory.learning.sharding import ShardedProcesses, rounds_cost
+from TrainingFactory.learning.sharding import ShardedProcesses, sum_round_tokens
 
 pytestmark = FORKED
 QUICK = ["grpo", "ppo-critic+", "ppo-critic>", "lora+", "router-aux-loss"]
@@ -140,8 +140,8 @@ def test_packs_are_made_for_all_processes() -> None:
         assert sorted(number for each in batch.packs for number in each.rows) == every
         assert (batch.rows, batch.tokens, batch.episodes) == (one.rows, one.tokens, one.episodes)
         ideal = sum(len(each.token_ids) for each in one.packs) / shares
-        assert rounds_cost(batch.packs, shares) < 1.6 * ideal
-        assert rounds_cost(batch.packs, shares) <= rounds_cost(one.packs, shares)
+        assert sum_round_tokens(batch.packs, shares) < 1.6 * ideal
+        assert sum_round_tokens(batch.packs, shares) <= sum_round_tokens(one.packs, shares)
 
 
 @pytest.mark.parametrize("name", [name[:-1] for name in WRITTEN])

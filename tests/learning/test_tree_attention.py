@@ -15,16 +15,16 @@ from TrainingFactory.data.packing import Pack, pack
 from TrainingFactory.learning.tree import capped, reach
 from TrainingFactory.learning.tree import flex as tree_flex
 from TrainingFactory.learning.tree.attention import TreePlan
-from TrainingFactory.learning.tree.flex import block_mask, flex, pad_to_blocks
+from TrainingFactory.learning.tree.flex import attend_on_gpu, make_block_mask, pad_to_blocks
 from TrainingFactory.learning.tree.parts import attend
-from TrainingFactory.learning.tree.reach import Reach
+from TrainingFactory.learning.tree.reach import AttentionRange
 
 CPU = torch.device("cpu")
 KEY_HEADS = 2
 GROUPS = 2
 
 
-def visible_pairs(packed: Pack, limit: Reach | None) -> torch.Tensor:
+def visible_pairs(packed: Pack, limit: AttentionRange | None) -> torch.Tensor:
     """[N, N], written down from the rows: the earlier tokens of the path that are in the window or in the chunk."""
     parents = np.full(len(packed.token_ids), -1)
     for node in packed.nodes:
@@ -37,7 +37,7 @@ def visible_pairs(packed: Pack, limit: Reach | None) -> torch.Tensor:
         if parent >= 0:
             table[query] |= table[parent]
     distance = packed.positions[:, None] - packed.positions
-    if limit is not None and limit.chunked:
+    if limit is not None and limit.is_chunked:
         chunks = packed.positions // limit.size
         table &= chunks[:, None] == chunks
     elif limit is not None:
@@ -68,19 +68,19 @@ def random_inputs(packed: Pack, rng: random.Random) -> list[torch.Tensor]:
     return [torch.randn(shape, requires_grad=True) for shape in shapes]
 
 
-LIMITS = [None, *(Reach(size, chunked) for size in (2, 30, 75) for chunked in (False, True))]
+LIMITS = [None, *(AttentionRange(size, is_chunked) for size in (2, 30, 75) for is_chunked in (False, True))]
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=str)
-def test_parts_equal_dense_attention(limit: Reach | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_equal_dense_attention(limit: AttentionRange | None, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(str(limit))
-    monkeypatch.setattr(reach, "PIECE", rng.choice([5, 20, 512]))
+    monkeypatch.setattr(reach, "MAX_PIECE_TOKENS", rng.choice([5, 20, 512]))
     monkeypatch.setattr(capped, "BLOCK_SCORES", rng.choice([5000, 1 << 22]))
     for cap, with_sinks in ((None, False), (1.5, False), (None, True), (1.5, True)):
         (packed,) = pack(ragged_rows(rng.randrange(1000))[:6], 100_000)
         q, k, v, logits = inputs = random_inputs(packed, rng)
         sinks = logits if with_sinks else None
-        plan: Any = TreePlan(packed, CPU).for_reach(limit)
+        plan: Any = TreePlan(packed, CPU).get_plan(limit)
         expected = dense(q, k, v, visible_pairs(packed, limit), 0.7, cap, sinks)
         actual = attend(q, k, v, plan, 0.7, cap, sinks)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
@@ -92,12 +92,12 @@ def test_parts_equal_dense_attention(limit: Reach | None, monkeypatch: pytest.Mo
 
 
 def test_keys_out_of_the_window_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reach, "PIECE", 10)
+    monkeypatch.setattr(reach, "MAX_PIECE_TOKENS", 10)
     (packed,) = pack(ragged_rows(0), 100_000)
     scores = [
-        sum(part.queries.spread(torch.ones(len(packed.token_ids))).numel() * part.keys.spread(
-            torch.ones(len(packed.token_ids))).shape[1] for part in TreePlan(packed, CPU).for_reach(limit))
-        for limit in (Reach(10), None)
+        sum(part.queries.pad_states(torch.ones(len(packed.token_ids))).numel() * part.keys.pad_states(
+            torch.ones(len(packed.token_ids))).shape[1] for part in TreePlan(packed, CPU).get_plan(limit))
+        for limit in (AttentionRange(10), None)
     ]  # fmt: skip
     assert scores[0] < scores[1] / 2
 
@@ -106,33 +106,37 @@ def test_a_window_that_no_row_exceeds_costs_nothing() -> None:
     (packed,) = pack(ragged_rows(0), 100_000)
     plan = TreePlan(packed, CPU)
     longest = int(packed.positions.max()) + 1
-    assert plan.for_reach(Reach(longest)) is plan.for_reach(None)
-    assert plan.for_reach(Reach(longest - 1)) is not plan.for_reach(None)
+    assert plan.get_plan(AttentionRange(longest)) is plan.get_plan(None)
+    assert plan.get_plan(AttentionRange(longest - 1)) is not plan.get_plan(None)
 
 
-@pytest.mark.parametrize("limit", [Reach(40), Reach(60, chunked=True)], ids=str)
-def test_flex_attention_equals_dense_attention(limit: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("limit", [AttentionRange(40), AttentionRange(60, is_chunked=True)], ids=str)
+def test_flex_attention_equals_dense_attention(
+    limit: AttentionRange, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tree_flex, "_compile_flex", lambda: torch_flex.flex_attention)
     rng = random.Random(0)
     (packed,) = pack(ragged_rows(1)[:6], 100_000)
     packed = pad_to_blocks(packed)
-    mask = block_mask(packed, CPU, limit)
+    mask = make_block_mask(packed, CPU, limit)
     q, k, v, sinks = (tensor.detach() for tensor in random_inputs(packed, rng))
     visible = visible_pairs(packed, limit)
     query, key, value = (states.transpose(0, 1)[None] for states in (q, k, v))
     for cap, logits in ((None, None), (1.5, sinks)):
         expected = dense(q, k, v, visible, 0.7, cap, logits)
-        actual = flex(query, key, value, mask, 0.7, cap, logits)[0].transpose(0, 1)
+        actual = attend_on_gpu(query, key, value, mask, 0.7, cap, logits)[0].transpose(0, 1)
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("limit", [Reach(7), Reach(40), Reach(60, chunked=True)], ids=str)
-def test_blocks_within_reach(limit: Reach, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "limit", [AttentionRange(7), AttentionRange(40), AttentionRange(60, is_chunked=True)], ids=str
+)
+def test_blocks_within_reach(limit: AttentionRange, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block that is listed as full has no masked pair, one that is not listed no visible one."""
-    monkeypatch.setattr(tree_flex, "BLOCK", 16)
+    monkeypatch.setattr(tree_flex, "BLOCK_SIZE", 16)
     (packed,) = pack(ragged_rows(0), 100_000)
     packed = pad_to_blocks(packed)
-    mask = block_mask(packed, CPU, limit)
+    mask = make_block_mask(packed, CPU, limit)
     visible = visible_pairs(packed, limit)
     blocks = len(visible) // 16
     pairs = visible.view(blocks, 16, blocks, 16).sum((1, 3))

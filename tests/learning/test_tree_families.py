@@ -12,7 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from TrainingFactory.data.packing import Pack, pack
 from TrainingFactory.learning import forward
-from TrainingFactory.learning.forward import output_head, sharing_problem, tree_mode, tree_states
+from TrainingFactory.learning.forward import (
+    get_output_head,
+    get_sharing_problem,
+    run_tree,
+    tree_mode,
+)
 from TrainingFactory.types import Sample
 
 VOCABULARY = 97
@@ -116,10 +121,10 @@ def test_tree_equals_rows(family: str) -> None:
         (logits * weights).sum().backward()
         row_logits.append(logits.detach())
     expected = gradients(model)
-    assert sharing_problem(model) is None
+    assert get_sharing_problem(model) is None
     with tree_mode(model):
-        states = tree_states(model, packed)[forward._row_positions(packed)]
-        logits = output_head(model)(states)
+        states = run_tree(model, packed)[forward._get_row_positions(packed)]
+        logits = get_output_head(model)(states)
         (logits * torch.cat(loss_weights)).sum().backward()
     torch.testing.assert_close(logits, torch.cat(row_logits), rtol=1e-4, atol=1e-4)
     actual = gradients(model)
@@ -130,8 +135,8 @@ def test_tree_equals_rows(family: str) -> None:
 
 def test_a_wrong_window_is_noticed_however_long() -> None:
     model = make_model("ministral", sliding_window=4096)
-    assert sharing_problem(model) is None
+    assert get_sharing_problem(model) is None
     layer = model.model.layers[0].self_attn
     layer.sliding_window = 2048  # the model's mask has 4096
-    assert "over a tree differ" in (sharing_problem(model) or "")
+    assert "over a tree differ" in (get_sharing_problem(model) or "")
     assert layer.sliding_window == 2048 and model.config.sliding_window == 4096

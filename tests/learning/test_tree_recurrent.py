@@ -84,12 +84,12 @@ def test_segments_cover_every_token_once(seed: int) -> None:
         assert width > 1
         for row, tokens in enumerate(batch.tokens.tolist()):
             before = path[batch.parents[row]] if batch.parents else []
-            if batch.saved:
-                path[batch.saved[row]] = before + tokens
-            for kept in [at - row * width for at in batch.outputs.tolist() if at // width == row]:
+            if batch.saved_segments:
+                path[batch.saved_segments[row]] = before + tokens
+            for kept in [at - row * width for at in batch.output_indices.tolist() if at // width == row]:
                 history = ids[before + tokens[: kept + 1]]
                 assert len(history) == packed.positions[tokens[kept]] + 1
-        kept_tokens = batch.tokens.flatten()[batch.outputs]
+        kept_tokens = batch.tokens.flatten()[batch.output_indices]
         assert torch.equal(kept_tokens, batch.output_tokens) and seen.isdisjoint(kept_tokens.tolist())
         seen.update(kept_tokens.tolist())
     assert seen == set(range(len(ids)))

@@ -283,11 +283,11 @@ def test_cut_keeps_both_ends_and_says_so() -> None:
     long = " ".join(f"word{i}" for i in range(5000))
     for limit in (40, 100, 1000):
         cut = chat.truncate(long, limit)
-        assert len(chat._encoder.plain(cut)) <= limit and len(cut) > limit
+        assert len(chat._encoder.encode_plain(cut)) <= limit and len(cut) > limit
         assert cut.startswith("word0") and cut.endswith("4999") and "[... cut from" in cut
     assert chat.truncate("x\ud83d" * 200, 50)  # half a character, as a model can write in JSON
     huge = "é" * 10_000_000
-    assert len(chat._encoder.plain(chat.truncate(huge, 64))) <= 64
+    assert len(chat._encoder.encode_plain(chat.truncate(huge, 64))) <= 64
 
 
 def test_seed_names_are_faces_of_the_layer() -> None:

@@ -105,9 +105,11 @@ def test_a_control_token_that_is_an_ordinary_entry_too_is_cut_in_two() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>"])
     encoder = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<s>"))
-    assert encoder.split("<s>") == [(vocabulary["<s>"],)]
-    assert vocabulary["<s>"] not in encoder.plain("a<s>b<s>")
-    assert encoder.plain("a<s>b") == [vocabulary[char] for char in "a<s>b"]  # in pieces, and nothing is lost
+    assert encoder.split_at_controls("<s>") == [(vocabulary["<s>"],)]
+    assert vocabulary["<s>"] not in encoder.encode_plain("a<s>b<s>")
+    assert encoder.encode_plain("a<s>b") == [
+        vocabulary[char] for char in "a<s>b"
+    ]  # in pieces, and nothing is lost
 
 
 INSERTIONS = (

@@ -89,9 +89,9 @@ def test_the_engine_check_notices_an_ignored_window() -> None:
 def test_the_learner_check_notices_an_ignored_window(monkeypatch: pytest.MonkeyPatch) -> None:
     family = BY_KEY["mistral_window"]
     other = without_window(family)
-    own_states = learner_module.Learner.states
+    own_states = learner_module.Learner.compute_states
     monkeypatch.setattr(
-        learner_module.Learner, "states", lambda self, pack, model=None: own_states(self, pack, other)
+        learner_module.Learner, "compute_states", lambda self, pack, model=None: own_states(self, pack, other)
     )
     cell = compat.learner_cell(family)
     assert cell.status == "wrong" and "log-probs differ" in cell.note

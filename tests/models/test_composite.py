@@ -20,7 +20,7 @@ from TrainingFactory.learning.learner import Learner
 from TrainingFactory.learning.lora import add_lora
 from TrainingFactory.learning.optim import OptimizerOptions
 from TrainingFactory.models import load_model
-from TrainingFactory.models.loading import stored_dtype
+from TrainingFactory.models.loading import read_stored_dtype
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.runs.folder import NOTES_KEY, RunFolder
 
@@ -82,7 +82,7 @@ def test_settings_of_the_whole_model_reach_the_text_part(tmp_path: Path) -> None
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "{{ 'of the processor' }}"}))
     loaded = load_model(str(tmp_path), device="cpu")
     assert loaded.stop_ids == tuple(ends)
-    assert stored_dtype(str(tmp_path)) == torch.bfloat16
+    assert read_stored_dtype(str(tmp_path)) == torch.bfloat16
     assert "of the processor" in loaded.tokenizer.chat_template
 
 

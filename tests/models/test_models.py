@@ -19,7 +19,7 @@ from transformers.utils import logging as hf_logging
 
 from tests.kits.engine import tiny
 from TrainingFactory.models import SUPPORTED_MODELS, chat_format, load_model
-from TrainingFactory.models.loading import load_tokenizer, stored_dtype
+from TrainingFactory.models.loading import load_tokenizer, read_stored_dtype
 from TrainingFactory.models.names import resolve_model_name
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.models.words import NAMES, PLACES, SENTENCE_WORDS, THINGS
@@ -269,7 +269,7 @@ def test_code_of_a_model_folder_is_not_run(
         (folder / file).write_text(json.dumps(about))
     asked: list[str] = []
     monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
-    for load in (load_model, load_tokenizer, stored_dtype):
+    for load in (load_model, load_tokenizer, read_stored_dtype):
         with pytest.raises(ValueError, match=r"custom code.*model.trust_remote_code=true runs it"):
             load(str(folder))
     assert not asked and not ran.exists()

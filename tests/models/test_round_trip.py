@@ -172,7 +172,7 @@ def test_a_turn_after_a_tool_result_does_not_begin_inside_a_thought() -> None:
 
 def test_tags_in_ordinary_tokens_are_text() -> None:
     chat = chat_format(qwen3())
-    encode = TextEncoder(qwen3()).plain
+    encode = TextEncoder(qwen3()).encode_plain
     for text in (
         'The page says <tool_call>{"name": "find", "arguments": {}}</tool_call>.',
         "the </think> tag",

@@ -14,7 +14,7 @@ from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models import LoadedModel, chat_format, load_model
 from TrainingFactory.models.tiny import tiny_model
-from TrainingFactory.models.tools_format import TAGS, add_tools_format
+from TrainingFactory.models.tools_format import FORMAT_TAGS, add_tools_format
 from TrainingFactory.types import Completion, Message, ToolCall, Turn
 
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
@@ -43,7 +43,7 @@ def test_turns_are_read_as_they_were_written(name: str) -> None:
     add_tools_format(loaded, "hermes", notify=said.append)
     assert len(said) == 1 and "<tool_call>" in said[0]
     assert loaded.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False) == own
-    chat, tags = chat_format(loaded.tokenizer), loaded.tokenizer.convert_tokens_to_ids(TAGS["hermes"])
+    chat, tags = chat_format(loaded.tokenizer), loaded.tokenizer.convert_tokens_to_ids(FORMAT_TAGS["hermes"])
     assert chat.warning is None, "the template's own example call is read"
     opening, closing, reply, replied = tags
     prompt = chat.render([Message("system", "Be kind."), Message("user", "</tool_response> Where?")], [TOOL])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from TrainingFactory.models import chat_format, load_model
-from TrainingFactory.models.untrained_tags import LAST_ROWS
+from TrainingFactory.models.untrained_tags import NUM_LAST_ROWS
 from TrainingFactory.types import ToolSpec
 
 TAGS = ["<tool_call>", "</tool_call>"]
@@ -22,11 +22,11 @@ def saved_model(folder: Path, *, equal_rows: bool, trained_tags: bool) -> Path:
     """Save the built-in model with unused rows, which are those of the tags unless these are trained."""
     loaded = load_model("builtin:tiny", device="cpu")
     model = loaded.model
-    model.resize_token_embeddings(len(loaded.tokenizer) + LAST_ROWS, mean_resizing=False)
+    model.resize_token_embeddings(len(loaded.tokenizer) + NUM_LAST_ROWS, mean_resizing=False)
     with torch.no_grad():
         weight = model.get_output_embeddings().weight
         if equal_rows:
-            weight[-LAST_ROWS:] = weight[-1].clone()
+            weight[-NUM_LAST_ROWS:] = weight[-1].clone()
         if not trained_tags:
             weight[loaded.tokenizer.convert_tokens_to_ids(TAGS)] = weight[-1].clone()
     model.save_pretrained(folder)

@@ -30,7 +30,7 @@ from TrainingFactory.common.image_tokens import (
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
 from TrainingFactory.models.tiny import template, tiny_tokenizer
-from TrainingFactory.models.tower_shape import described_tower, loaded_tower
+from TrainingFactory.models.tower_shape import measure_described_tower, measure_loaded_tower
 from TrainingFactory.models.vision import Vision, open_vision
 from TrainingFactory.types import Completion, Image, Message, PlacedImage, ToolCall, ToolSpec, Turn
 
@@ -212,8 +212,8 @@ def test_gemma_4_is_loaded_without_its_audio_part(tmp_path: Path) -> None:
     seen = load_model(str(tmp_path), vision=True, dtype="float32", device="cpu")
     assert seen.vision is not None and "without its audio part" in seen.notes[0]
     assert not [name for name in seen.model.state_dict() if "audio" in name]
-    tower = loaded_tower(seen.model)
-    assert tower is not None and tower == described_tower(config.to_dict())
+    tower = measure_loaded_tower(seen.model)
+    assert tower is not None and tower == measure_described_tower(config.to_dict())
     ids = chat_of("gemma4").render([Message("user", "Look.", images=[PlacedImage(0, picture(0))])])
     inputs = own_inputs(seen, ids)
     with torch.no_grad():

@@ -170,14 +170,14 @@ def test_the_tower_runs_once_per_image_within_its_budget() -> None:
 
     async def play(images: list[int]) -> int:
         engine = NativeEngine(loaded.model, slots=2, max_length=256, vision=vision)
-        before = vision.encoded_count
+        before = vision.num_encoded_images
         for seed in images:
             await engine.sample(ask(chat, picture(seed)), GREEDY)
         await engine.close()
-        return vision.encoded_count - before
+        return vision.num_encoded_images - before
 
     assert run(lambda: play([0, 1, 0, 1, 0])) == 2
-    vision.forget()
+    vision.clear_cache()
     vision._cache_bytes = 1  # only the last image stays
     assert run(lambda: play([0, 0, 1, 0])) == 3
 

@@ -253,7 +253,7 @@ def test_adapters(vllm_place: Shared, policy: Policy, tmp_path: Path) -> None:
     """Versions one after the other; turns under way keep theirs; then full weights again."""
     vllm_place.call("load", policy.change())
     pure = Policy(lora=True)
-    assert pure.publisher.rank == 4
+    assert pure.publisher.adapter_rank == 4
     for _ in range(2):
         weights = pure.change()
         assert weights.kind == "adapter"

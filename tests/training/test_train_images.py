@@ -15,7 +15,7 @@ from TrainingFactory.assembly.vision import check_vision, with_vision
 from TrainingFactory.common import image_tokens
 from TrainingFactory.config import ConfigError, TrainingConfig
 from TrainingFactory.models.chat import chat_format
-from TrainingFactory.models.vision import tower_parameters
+from TrainingFactory.models.vision import find_tower_parameters
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.sampling import NativeEngine
@@ -113,7 +113,7 @@ def test_the_tower_can_be_trained(family: str, tmp_path: Path) -> None:
     assert run.train().state == "finished"
     checkpoint = str(RunFolder(tmp_path / "tower").checkpoints()[-1])
     before, after = (
-        dict(tower_parameters(load(TrainingConfig(model={"name": model, "vision": True})).model))
+        dict(find_tower_parameters(load(TrainingConfig(model={"name": model, "vision": True})).model))
         for model in (name, checkpoint)
     )
     changed = [not before[key].equal(after[key]) for key in before]

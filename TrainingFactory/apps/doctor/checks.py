@@ -14,7 +14,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ContextSection
 from TrainingFactory.data.samples import turn_spans
 from TrainingFactory.models import LoadedModel, TemplateChatFormat, chat_format
-from TrainingFactory.models.round_trip import same_turn
+from TrainingFactory.models.round_trip import is_same_turn
 from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.diagnosis import Diagnosis
 from TrainingFactory.tools.schema import check_schema
@@ -54,7 +54,7 @@ def check_format(
         parsed_turn = chat.parse(native_chat.write(turn, tools=[PROBE_TOOL]), tools=[PROBE_TOOL])
     except ValueError:  # the template cannot write calls, so there is nothing to compare with
         return
-    if not same_turn(parsed_turn, turn):
+    if not is_same_turn(parsed_turn, turn):
         problem = (
             f"model.family is {family}, which cannot parse the calls that this model's own template writes (family "
             f"{native_chat.family.name}); calls in the model's native format would be read as text"

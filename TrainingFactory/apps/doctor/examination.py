@@ -27,9 +27,9 @@ from TrainingFactory.assembly.users import make_user
 from TrainingFactory.common.event_loop import run as run_anywhere
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.learning.forward import causal_model
+from TrainingFactory.learning.forward import get_causal_lm
 from TrainingFactory.learning.policy import LocalPolicy
-from TrainingFactory.learning.routers import find_routers, routing_bias_count
+from TrainingFactory.learning.routers import count_routing_biases, find_routers
 from TrainingFactory.models import LoadedModel, TemplateChatFormat
 from TrainingFactory.models.tower_shape import ImageUse
 from TrainingFactory.runs.diagnosis import Diagnosis
@@ -140,13 +140,13 @@ def _check_memory(
 
 def _describe_experts(diagnosis: Diagnosis, config: TrainingConfig, model: Any) -> None:
     """Report the number of experts of a model, and how training balances them."""
-    routers = find_routers(causal_model(model), config.training.router_aux_loss)
+    routers = find_routers(get_causal_lm(model), config.training.router_aux_loss)
     if routers is None:
         return
     balance_text = "no auxiliary loss"
     if routers.coefficient:
         balance_text = f"auxiliary loss with coefficient {routers.coefficient:g}"
-    biased = routing_bias_count(model)
+    biased = count_routing_biases(model)
     bias_text = (
         f"; the biases by which {pluralize(biased, 'router')} choose experts stay as loaded" if biased else ""
     )

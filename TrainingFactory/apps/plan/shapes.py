@@ -26,13 +26,13 @@ from TrainingFactory.assembly.states import (
     STATE_TYPES,
     RecurrentSizes,
     attention_layers,
+    find_recurrent_layers,
     recurrent_layer,
-    recurrent_layers,
 )
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.models.names import BUILTIN_VL, SUPPORTED_MODELS, resolve_model_name
 from TrainingFactory.models.tiny import builtin_tokenizer, tiny_vl_config
-from TrainingFactory.models.tower_shape import ImageUse, TowerShape, described_tower
+from TrainingFactory.models.tower_shape import ImageUse, TowerShape, measure_described_tower
 
 FIGURES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("figures.yaml").read_text(encoding="utf-8"))
 MODEL_CONFIGS: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -121,7 +121,7 @@ class ModelShape(NamedTuple):
         recurrent layer does not depend on the context."""
         weight_flops = 2 * self.layer_weights * self.num_hidden_layers
         attention_flops = 4 * self.num_attention_heads * self.head_dim * context * attention_layers(self)
-        return num_tokens * (weight_flops + attention_flops + self.recurrent.flops * recurrent_layers(self))
+        return num_tokens * (weight_flops + attention_flops + self.recurrent.flops * find_recurrent_layers(self))
 
     def encode(self, num_tokens: float) -> float:
         """Return the FLOPs of the vision tower for `num_tokens` image tokens, without its attention."""
@@ -166,8 +166,8 @@ def _count_shape(name: str, config_json: str) -> ModelShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from TrainingFactory.learning.lora import adapter_sizes
-    from TrainingFactory.learning.routers import expert_modules
+    from TrainingFactory.learning.lora import count_adapter_weights
+    from TrainingFactory.learning.routers import find_expert_modules
 
     config_dict = json.loads(config_json)
     try:
@@ -180,7 +180,7 @@ def _count_shape(name: str, config_json: str) -> ModelShape:
     if getattr(text, "kv_lora_rank", None):
         raise ValueError(f"model.name: {name} has latent attention, which plans and forecasts do not support")
     total_weights = sum(weight.numel() for weight in model.parameters())
-    experts = expert_modules(model).values()
+    experts = find_expert_modules(model).values()
     expert_weights = sum(weight.numel() for module in experts for weight in module.parameters(recurse=False))
     num_experts = max((module.num_experts for module in experts), default=1)
     idle_weights = expert_weights - expert_weights * active_experts(text) // num_experts if experts else 0
@@ -192,7 +192,7 @@ def _count_shape(name: str, config_json: str) -> ModelShape:
     return ModelShape(
         name.rpartition("/")[2], text.num_hidden_layers, text.hidden_size, mlp_width(text), text.num_attention_heads,
         max(1, key_width // head_dim), head_dim, text.vocab_size, is_tied, total_weights, total_weights - idle_weights,
-        *adapter_sizes(model), *_read_recurrent_sizes(text),
+        *count_adapter_weights(model), *_read_recurrent_sizes(text),
     )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def plan_shape(config: TrainingConfig, size: str | None) -> ModelShape:
 
 def _read_recurrent_sizes(text_config: Any) -> tuple[tuple[str, ...], RecurrentSizes]:
     """Return the layer types of a hybrid model and the sizes of its recurrent layers; empty values for other models."""
-    if not recurrent_layers(text_config):
+    if not find_recurrent_layers(text_config):
         return (), RecurrentSizes()
     return tuple(text_config.layer_types), recurrent_layer(text_config, 2)
 
@@ -238,7 +238,7 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
     is_plain = not has_experts and not any(dimensions.get(key) for key in LAYER_KEYS)
     is_plain = is_plain and STATE_TYPES.isdisjoint(dimensions.get("layer_types") or ())
     if not is_plain and "model_type" in dimensions:
-        return count_shape(name, dimensions)._replace(tower=described_tower(model_config))
+        return count_shape(name, dimensions)._replace(tower=measure_described_tower(model_config))
     if not is_plain:
         obstacle = "experts" if has_experts else "layers of different kinds"
         raise ValueError(f"model.name: config.json of {name} has {obstacle} but no model_type")
@@ -246,7 +246,7 @@ def _shape_from_config(name: str, model_config: dict[str, Any]) -> ModelShape:
         raise ValueError(
             f"model.name: config.json of {name} has no {', '.join(missing_keys)}; set --model-size"
         )
-    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=described_tower(model_config))
+    return ModelShape(name, *(dimensions[key] for key in DIMENSIONS), tower=measure_described_tower(model_config))
 
 
 def learner_bytes(
@@ -265,6 +265,6 @@ def sampler_bytes(shape: ModelShape, gpus: int, rows: int, length: float) -> dic
     recurrent states of a hybrid model are counted as in the native engine: the states of each row, its snapshots, and
     one row for padding."""
     sizes = {"weights": 2 * shape.params / gpus, "cache": cache_bytes(shape, rows - 1, 1, 2) * length / gpus}
-    if recurrent_layers(shape):
+    if find_recurrent_layers(shape):
         sizes["states"] = state_bytes(shape, rows, 2) / gpus
     return sizes

@@ -18,7 +18,7 @@ from PIL import Image as Pillow
 
 from TrainingFactory.envs.builtin.drawing import COLORS
 from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
-from TrainingFactory.models.vision import tower_parameters
+from TrainingFactory.models.vision import find_tower_parameters
 
 BATCH_SIZE, LEARNING_RATE, WARMUP_STEPS = 16, 1e-3, 20
 NO_BUTTON = "none"  # the color of a cell without a button
@@ -34,7 +34,7 @@ def align_tower(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         _initialize_weights(model)
-    tower_weights = [weight for _, weight in tower_parameters(model)]
+    tower_weights = [weight for _, weight in find_tower_parameters(model)]
     for weight in model.parameters():
         weight.requires_grad_(False)
     for weight in tower_weights:

@@ -18,7 +18,7 @@ from TrainingFactory.apps.recipes.gsm8k import PreparedRows
 from TrainingFactory.common.openai_format import message_to_dict, spec_to_dict
 from TrainingFactory.envs.builtin.screen import ScreenEnvironment, Screens
 from TrainingFactory.models import load_model
-from TrainingFactory.models.tools_format import TAGS
+from TrainingFactory.models.tools_format import FORMAT_TAGS
 from TrainingFactory.types import Message
 
 MODEL = "smollm2-135m"
@@ -89,7 +89,7 @@ def _first_tokens(tokenizer: Any) -> dict[str, int]:
     vocabulary = tokenizer.get_vocab()
     return {
         tag: tokenizer(tag, add_special_tokens=False)["input_ids"][0]
-        for tag in TAGS["hermes"]
+        for tag in FORMAT_TAGS["hermes"]
         if tag not in vocabulary
     }
 

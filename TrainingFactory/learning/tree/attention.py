@@ -12,11 +12,11 @@ import torch
 from transformers import AttentionInterface
 
 from TrainingFactory.data.packing import Pack
-from TrainingFactory.learning.tree.flex import block_mask, flex
+from TrainingFactory.learning.tree.flex import attend_on_gpu, make_block_mask
 from TrainingFactory.learning.tree.parts import attend, plan_parts
-from TrainingFactory.learning.tree.reach import Reach, plan_reach
+from TrainingFactory.learning.tree.reach import AttentionRange, plan_ranged_parts
 
-ATTENTION = "tfactory_tree"
+ATTENTION_NAME = "tfactory_tree"
 # Arguments that some models pass to their attention function and that would change its result.
 UNSUPPORTED_ARGUMENTS = ("position_bias", "head_mask")
 
@@ -27,23 +27,23 @@ class TreePlan:
 
     def __init__(self, pack: Pack, device: torch.device) -> None:
         self.pack, self.device = pack, device
-        self._plans: dict[Reach | None, Any] = {}
+        self._plans: dict[AttentionRange | None, Any] = {}
 
-    def for_reach(self, reach: Reach | None) -> Any:
-        """Return the parts of the attention, or the block mask on a GPU, for layers with this attention range. `reach`
-        None: queries attend to their whole path."""
-        if reach is not None and reach.size > self.pack.positions.max():
-            reach = None
-        if reach not in self._plans:
-            self._plans[reach] = self._plan(reach)
-        return self._plans[reach]
+    def get_plan(self, attention_range: AttentionRange | None) -> Any:
+        """Return the parts of the attention, or the block mask on a GPU, for layers with this attention range. None:
+        queries attend to their whole path."""
+        if attention_range is not None and attention_range.size > self.pack.positions.max():
+            attention_range = None
+        if attention_range not in self._plans:
+            self._plans[attention_range] = self._make_plan(attention_range)
+        return self._plans[attention_range]
 
-    def _plan(self, reach: Reach | None) -> Any:
+    def _make_plan(self, attention_range: AttentionRange | None) -> Any:
         if self.device.type == "cuda":
-            return block_mask(self.pack, self.device, reach)
-        if reach is None:
+            return make_block_mask(self.pack, self.device, attention_range)
+        if attention_range is None:
             return plan_parts(self.pack.nodes, self.device)
-        return plan_reach(self.pack.nodes, self.pack.positions, reach, self.device)
+        return plan_ranged_parts(self.pack.nodes, self.pack.positions, attention_range, self.device)
 
 
 def tree_attention(
@@ -61,32 +61,33 @@ def tree_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return the attention outputs [1, N, H, dv]. Attention dropout is not applied."""
-    if unsupported := [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]:
-        raise ValueError(f"tree attention does not support {unsupported[0]}")
+    if unsupported_arguments := [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]:
+        raise ValueError(f"tree attention does not support {unsupported_arguments[0]}")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if getattr(module, "attn_temperature_tuning", False) and not module.use_rope:
-        query = _retune_plan(module, query, tfactory_tree)
-    plan = tfactory_tree.for_reach(Reach(sliding_window) if sliding_window else _configured_reach(module))
+        query = _rescale_queries(module, query, tfactory_tree)
+    attention_range = AttentionRange(sliding_window) if sliding_window else _get_configured_range(module)
+    plan = tfactory_tree.get_plan(attention_range)
     if not isinstance(plan, list):
-        return flex(query, key, value, plan, scale, softcap, s_aux).transpose(1, 2), None
+        return attend_on_gpu(query, key, value, plan, scale, softcap, s_aux).transpose(1, 2), None
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
     return attend(q, k, v, plan, scale, softcap, s_aux)[None], None
 
 
-def _configured_reach(module: Any) -> Reach | None:
+def _get_configured_range(module: Any) -> AttentionRange | None:
     """Return the layer's attention range (sliding window or chunk) by its type in the config, for models that implement
     the range only in their mask. None: no limit."""
     config: Any = getattr(module, "config", None)
     layer_types = getattr(config, "layer_types", None)
     layer_type = layer_types[module.layer_idx] if layer_types and hasattr(module, "layer_idx") else None
     if layer_type == "sliding_attention":
-        return Reach(config.sliding_window)
+        return AttentionRange(config.sliding_window)
     if layer_type == "chunked_attention":
-        return Reach(config.attention_chunk_size, chunked=True)
+        return AttentionRange(config.attention_chunk_size, is_chunked=True)
     return None
 
 
-def _retune_plan(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tensor:
+def _rescale_queries(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tensor:
     """Replace the position-dependent scale of the queries. Llama 4 has scaled them by the index of the token, which in
     a prefix tree differs from its position."""
 
@@ -99,4 +100,4 @@ def _retune_plan(module: Any, query: torch.Tensor, plan: TreePlan) -> torch.Tens
 
 
 # No mask function is registered: transformers then builds no mask for this attention.
-AttentionInterface.register(ATTENTION, tree_attention)
+AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -13,7 +13,7 @@ import torch
 BLOCK_SCORES = 1 << 22  # largest number of scores in one block
 
 
-def capped_attention(
+def compute_capped_attention(
     q: torch.Tensor,  # [n, K, T, d]
     k: torch.Tensor,  # [n, K, A, d]
     v: torch.Tensor,  # [n, K, A, d]
@@ -23,17 +23,17 @@ def capped_attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the outputs [n, K, T, d] and the log-sum-exp [n, K, T] of the capped scores."""
     outputs = []
-    all_sums = []
+    logsumexps = []
     for block in _split_blocks(q, k):
         scores, _ = _compute_scores(q, k, mask, scale, cap, block)
-        sums = scores.logsumexp(-1)
-        outputs.append(torch.exp(scores - sums[..., None]) @ v.float())
-        all_sums.append(sums)
-    return torch.cat(outputs, 2), torch.cat(all_sums, 2)
+        block_logsumexp = scores.logsumexp(-1)
+        outputs.append(torch.exp(scores - block_logsumexp[..., None]) @ v.float())
+        logsumexps.append(block_logsumexp)
+    return torch.cat(outputs, 2), torch.cat(logsumexps, 2)
 
 
-def capped_gradients(
-    grad: torch.Tensor,  # [n, K, T, d]
+def compute_capped_gradients(
+    output_grad: torch.Tensor,  # [n, K, T, d]
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -50,7 +50,7 @@ def capped_gradients(
     for block in _split_blocks(q, k):
         scores, slope = _compute_scores(q, k, mask, scale, cap, block)
         weights = torch.exp(scores - logsumexp[:, :, block, None])
-        block_grad = grad[:, :, block].float()
+        block_grad = output_grad[:, :, block].float()
         value_grad += weights.mT @ block_grad
         mean_grad = (block_grad * output[:, :, block].float()).sum(-1, keepdim=True)
         score_grad = weights * (block_grad @ v.float().mT - mean_grad) * slope
@@ -60,9 +60,9 @@ def capped_gradients(
 
 
 def _split_blocks(q: torch.Tensor, k: torch.Tensor) -> Iterator[slice]:
-    length = max(1, BLOCK_SCORES // (k.shape[0] * k.shape[1] * k.shape[2]))
-    for start in range(0, q.shape[2], length):
-        yield slice(start, start + length)
+    block_length = max(1, BLOCK_SCORES // (k.shape[0] * k.shape[1] * k.shape[2]))
+    for start in range(0, q.shape[2], block_length):
+        yield slice(start, start + block_length)
 
 
 def _compute_scores(

@@ -17,20 +17,20 @@ from transformers import PreTrainedModel
 Jit = Callable[[Callable[..., Any]], Callable[..., Any]]
 Attend = Callable[..., tuple[torch.Tensor, None]]
 Matrix = tuple[torch.Tensor, torch.Tensor | None]  # and its bias
-SUPPORTED_MODELS = {"llama", "mistral", "qwen2", "qwen3"}
+SUPPORTED_MODEL_TYPES = {"llama", "mistral", "qwen2", "qwen3"}
 
 
 def rms_norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    upcast = states.float()
-    upcast = upcast * torch.rsqrt(upcast.square().mean(-1, keepdim=True) + epsilon)
-    return weight * upcast.to(states.dtype)
+    float_states = states.float()
+    float_states = float_states * torch.rsqrt(float_states.square().mean(-1, keepdim=True) + epsilon)
+    return weight * float_states.to(states.dtype)
 
 
 def add_norm(
     states: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = states + residual
-    return total, rms_norm(total, weight, epsilon)
+    residual_sum = states + residual
+    return residual_sum, rms_norm(residual_sum, weight, epsilon)
 
 
 def rotate(
@@ -39,8 +39,8 @@ def rotate(
     """Apply RMSNorm (if `weight` is given) and rotary embeddings. [1, N, H * d] -> [1, H, N, d]"""
     states = states.unflatten(-1, (-1, cos.shape[-1]))
     states = states if weight is None else rms_norm(states, weight, epsilon)
-    first, second = states.chunk(2, -1)
-    rotated = torch.cat((-second, first), -1)
+    first_half, second_half = states.chunk(2, -1)
+    rotated = torch.cat((-second_half, first_half), -1)
     return (states * cos[:, :, None] + rotated * sin[:, :, None]).transpose(1, 2)
 
 
@@ -48,7 +48,7 @@ def gate(gate_states: torch.Tensor, up_states: torch.Tensor) -> torch.Tensor:
     return silu(gate_states) * up_states
 
 
-def attention_inputs(
+def project_qkv(
     states: torch.Tensor, weight: torch.Tensor, epsilon: float, cos: torch.Tensor, sin: torch.Tensor,
     query: Matrix, key: Matrix, value: Matrix, query_norm: torch.Tensor | None, key_norm: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -59,7 +59,7 @@ def attention_inputs(
     return rotate(q, cos, sin, query_norm, epsilon), rotate(k, cos, sin, key_norm, epsilon), v
 
 
-def layer_output(
+def compute_layer_output(
     states: torch.Tensor, attention_output: torch.Tensor, weight: torch.Tensor, epsilon: float,
     out_proj: Matrix, gate_proj: Matrix, up_proj: Matrix, down_proj: Matrix,
 ) -> torch.Tensor:  # fmt: skip
@@ -72,13 +72,13 @@ def layer_output(
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile a function with torch.compile. Shapes are static except the number of tokens, which is dimension 1 of 3-D
     tensors."""
-    compiled = torch.compile(function)
+    compiled_function = torch.compile(function)
 
     def call(*args: Any) -> Any:
         for arg in args:
             if isinstance(arg, torch.Tensor) and arg.dim() == 3:
                 torch._dynamo.maybe_mark_dynamic(arg, 1)
-        return compiled(*args)
+        return compiled_function(*args)
 
     return call
 
@@ -88,10 +88,10 @@ def fused_layers(model: PreTrainedModel, attend: Attend, jit: Jit = compile_once
     """Replace the forward of each supported decoder layer by the fused one inside the block. Layers that other code has
     patched are skipped."""
     config = model.config.get_text_config()
-    is_supported = config.model_type in SUPPORTED_MODELS and config.hidden_act == "silu"
-    base: Any = model.base_model
+    is_supported = config.model_type in SUPPORTED_MODEL_TYPES and config.hidden_act == "silu"
+    base_model: Any = model.base_model
     text_model = getattr(
-        base, "language_model", getattr(base, "text_model", base)
+        base_model, "language_model", getattr(base_model, "text_model", base_model)
     )  # inside a vision-language model
     layers: list[Any] = list(filter(_is_unpatched, text_model.layers)) if is_supported else []
     for layer in layers:
@@ -121,10 +121,10 @@ def _forward(
     """Compute a decoder layer with fused operations."""
     attention, mlp, post_norm = layer.self_attn, layer.mlp, layer.post_attention_layernorm
     matrices = _get_matrices(layer)
-    inputs = _prepare_attention(layer, jit, matrices, hidden_states, *position_embeddings)
+    attention_inputs = _prepare_attention(layer, jit, matrices, hidden_states, *position_embeddings)
     attention_output, _ = attend(
         attention,
-        *inputs,
+        *attention_inputs,
         None,
         attention.scaling,
         tfactory_tree=tfactory_tree,
@@ -133,7 +133,7 @@ def _forward(
     attention_output = attention_output.flatten(2)
     norm_args = post_norm.weight, post_norm.variance_epsilon
     if matrices is not None:
-        return jit(layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
+        return jit(compute_layer_output)(hidden_states, attention_output, *norm_args, *matrices[3:])
     states, normed = jit(add_norm)(hidden_states, attention.o_proj(attention_output), *norm_args)
     return states + mlp.down_proj(jit(gate)(mlp.gate_proj(normed), mlp.up_proj(normed)))
 
@@ -156,7 +156,7 @@ def _prepare_attention(
     norms = [getattr(attention, f"{name}_norm", None) for name in ("q", "k")]
     weights = [None if qk_norm is None else qk_norm.weight for qk_norm in norms]
     if matrices is not None:
-        return jit(attention_inputs)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
+        return jit(project_qkv)(states, pre_norm.weight, epsilon, *cos_sin, *matrices[:3], *weights)
     normed = jit(rms_norm)(states, pre_norm.weight, epsilon)
     pairs = zip((attention.q_proj, attention.k_proj), weights, strict=True)
     rotated = [jit(rotate)(project(normed), *cos_sin, weight, epsilon) for project, weight in pairs]

@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import pad
 
 from TrainingFactory.data.packing import TreeNode
-from TrainingFactory.learning.tree.capped import capped_attention, capped_gradients
+from TrainingFactory.learning.tree.capped import compute_capped_attention, compute_capped_gradients
 
-FLASH = torch.ops.aten
+ATEN_OPS = torch.ops.aten
 FREE_PADDING = 256  # padding tokens that cost no more than one further part
 
 
@@ -30,20 +30,20 @@ class PaddedRows:
     """The queries or the keys of a part: n rows of tokens, padded to one length. A single row is a slice."""
 
     rows: int  # n
-    padded: torch.Tensor | slice  # [n * length] token indices, padded with 0
-    valid: torch.Tensor | None  # positions in `padded` that are not padding; None: all
+    padded_tokens: torch.Tensor | slice  # [n * length] token indices, padded with 0
+    valid_positions: torch.Tensor | None  # positions in `padded_tokens` that are not padding; None: all
     tokens: torch.Tensor | slice  # token indices without padding
 
-    def spread(self, states: torch.Tensor) -> torch.Tensor:
+    def pad_states(self, states: torch.Tensor) -> torch.Tensor:
         """Arrange the states of the tree's tokens in padded rows: [N, ...] -> [n, length, ...]"""
-        if isinstance(self.padded, slice):
-            return states[self.padded][None]
-        return states.index_select(0, self.padded).unflatten(0, (self.rows, -1))
+        if isinstance(self.padded_tokens, slice):
+            return states[self.padded_tokens][None]
+        return states.index_select(0, self.padded_tokens).unflatten(0, (self.rows, -1))
 
-    def gather(self, states: torch.Tensor) -> torch.Tensor:
+    def remove_padding(self, states: torch.Tensor) -> torch.Tensor:
         """Return the states of padded rows without the padding: [n, length, ...] -> [real tokens, ...]"""
         states = states.flatten(0, 1)
-        return states if self.valid is None else states.index_select(0, self.valid)
+        return states if self.valid_positions is None else states.index_select(0, self.valid_positions)
 
 
 @dataclass(slots=True)
@@ -54,42 +54,42 @@ class TreePart:
     bias: torch.Tensor | None  # additive mask [n, 1, 1 or T, A] or [1, 1, T, A]; None: nothing is masked
     _masks: dict[tuple[int, torch.dtype], torch.Tensor] = field(default_factory=dict)
 
-    def mask(self, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def get_mask(self, num_groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the mask for queries [n, K, G * T, d], cached for the following layers."""
         if self.bias is None:
             return None
-        if (groups, dtype) not in self._masks:
-            per_query = self.bias.shape[2] > 1
-            self._masks[groups, dtype] = self.bias.to(dtype).repeat(1, 1, groups if per_query else 1, 1)
-        return self._masks[groups, dtype]
+        if (num_groups, dtype) not in self._masks:
+            num_repeats = num_groups if self.bias.shape[2] > 1 else 1  # one mask per query, or one for all
+            self._masks[num_groups, dtype] = self.bias.to(dtype).repeat(1, 1, num_repeats, 1)
+        return self._masks[num_groups, dtype]
 
 
 def plan_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
     """Return the parts of the attention: first of each node's tokens to each other, then level by level of descendants
     to their ancestor node."""
-    descendants = descendant_tokens(nodes)
+    descendants = find_descendant_tokens(nodes)
     levels: list[list[int]] = [[] for _ in range(1 + max(node.level for node in nodes))]
     for index, node in enumerate(nodes):
         levels[node.level].append(index)
-    parts = plan_own_parts(nodes, device)
+    parts = plan_node_parts(nodes, device)
     for indices in levels:
         parents = [index for index in indices if len(descendants[index])]
         if parents:
             queries, _ = pad_rows([descendants[index] for index in parents], device)
-            keys, is_token = pad_rows([_token_range(nodes[index]) for index in parents], device)
-            padding_mask = torch.where(torch.from_numpy(is_token), 0.0, -torch.inf)[:, None, None].to(device)
-            parts.append(TreePart(queries, keys, False, None if keys.valid is None else padding_mask))
+            keys, is_token = pad_rows([_get_token_range(nodes[index]) for index in parents], device)
+            mask = torch.where(torch.from_numpy(is_token), 0.0, -torch.inf)[:, None, None].to(device)
+            parts.append(TreePart(queries, keys, False, None if keys.valid_positions is None else mask))
     return parts
 
 
-def plan_own_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
+def plan_node_parts(nodes: list[TreeNode], device: torch.device) -> list[TreePart]:
     """Return the parts in which the tokens of a node attend to each other. Nodes of similar length share a part."""
     parts = []
     for indices in _group_nodes(nodes):
-        padded, _ = pad_rows([_token_range(nodes[index]) for index in indices], device)
+        padded_rows, _ = pad_rows([_get_token_range(nodes[index]) for index in indices], device)
         length = max(nodes[index].length for index in indices)
         causal_mask = torch.full((length, length), -torch.inf).triu(1)[None, None].to(device)
-        parts.append(TreePart(padded, padded, True, causal_mask if length > 1 else None))
+        parts.append(TreePart(padded_rows, padded_rows, True, causal_mask if length > 1 else None))
     return parts
 
 
@@ -100,24 +100,24 @@ def _group_nodes(nodes: list[TreeNode]) -> list[list[int]]:
 def group_by_length(lengths: list[int]) -> list[list[int]]:
     """Group rows of similar length, trading the fixed cost of a part against padding, whose cost is quadratic."""
     groups: list[list[int]] = []
-    longest = num_tokens = padding = 0
+    max_length = num_tokens = padding = 0
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[index]
-        too_short = longest > FREE_PADDING and length < 3 / 4 * longest
-        if not groups or too_short or padding + longest - length > max(FREE_PADDING, num_tokens // 2):
+        is_too_short = max_length > FREE_PADDING and length < 3 / 4 * max_length
+        if not groups or is_too_short or padding + max_length - length > max(FREE_PADDING, num_tokens // 2):
             groups.append([])
-            longest, num_tokens, padding = length, 0, 0
+            max_length, num_tokens, padding = length, 0, 0
         groups[-1].append(index)
         num_tokens += length
-        padding += longest - length
+        padding += max_length - length
     return groups
 
 
-def _token_range(node: TreeNode) -> range:
+def _get_token_range(node: TreeNode) -> range:
     return range(node.start, node.start + node.length)
 
 
-def descendant_tokens(nodes: list[TreeNode]) -> list[range]:
+def find_descendant_tokens(nodes: list[TreeNode]) -> list[range]:
     """Return the token range of each node's descendants. The range follows the node's own tokens, because nodes are in
     depth-first order."""
     node_ends = [node.start + node.length for node in nodes]
@@ -136,7 +136,7 @@ def pad_rows(rows: list[range], device: torch.device) -> tuple[PaddedRows, np.nd
     if len(rows) == 1:
         token_range = slice(rows[0].start, rows[0].stop)
         return PaddedRows(1, token_range, None, token_range), is_token
-    return _with_padding(np.where(is_token, starts[:, None] + columns, 0), is_token, device), is_token
+    return _make_padded_rows(np.where(is_token, starts[:, None] + columns, 0), is_token, device), is_token
 
 
 def pad_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRows, np.ndarray]:
@@ -146,15 +146,15 @@ def pad_indices(rows: list[np.ndarray], device: torch.device) -> tuple[PaddedRow
     is_token = np.arange(lengths.max()) < lengths[:, None]
     indices = np.zeros(is_token.shape, np.int64)
     indices[is_token] = np.concatenate(rows)
-    return _with_padding(indices, is_token, device), is_token
+    return _make_padded_rows(indices, is_token, device), is_token
 
 
-def _with_padding(indices: np.ndarray, is_token: np.ndarray, device: torch.device) -> PaddedRows:
-    padded = torch.from_numpy(indices.ravel()).to(device)
+def _make_padded_rows(indices: np.ndarray, is_token: np.ndarray, device: torch.device) -> PaddedRows:
+    padded_tokens = torch.from_numpy(indices.ravel()).to(device)
     if is_token.all():
-        return PaddedRows(len(indices), padded, None, padded)
+        return PaddedRows(len(indices), padded_tokens, None, padded_tokens)
     valid_indices = torch.from_numpy(np.flatnonzero(is_token)).to(device)
-    return PaddedRows(len(indices), padded, valid_indices, padded[valid_indices])
+    return PaddedRows(len(indices), padded_tokens, valid_indices, padded_tokens[valid_indices])
 
 
 def attend(
@@ -168,8 +168,8 @@ def attend(
 ) -> torch.Tensor:
     """Compute tree attention part by part: [N, H, d], [N, K, d], [N, K, dv] -> [N, H, dv]. `softcap` caps the scores by
     tanh; `sinks` [H] are logits that take part in the softmax without a value."""
-    size = value.shape[-1]
-    padding = key.shape[-1] - size  # the kernel needs equal head sizes; zero padding changes nothing
+    value_size = value.shape[-1]
+    padding = key.shape[-1] - value_size  # the kernel needs equal head sizes; zero padding changes nothing
     if padding > 0:
         value = pad(value, (0, padding))
     elif padding < 0:
@@ -178,16 +178,16 @@ def attend(
     q = query.unflatten(1, (key.shape[1], -1))  # [N, K, G, d]
     sinks = None if sinks is None else sinks.unflatten(0, (key.shape[1], -1))
     output: Any = _Attention.apply(q, key, value, sinks, parts, scale, softcap)
-    return output.flatten(1, 2)[..., :size]
+    return output.flatten(1, 2)[..., :value_size]
 
 
-def _fold(queries: torch.Tensor) -> torch.Tensor:
+def _fold_heads(queries: torch.Tensor) -> torch.Tensor:
     """Fold queries [n, T, K, G, d] to [n, K, G * T, d]: query heads that share a key head become query positions."""
     return queries.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def _unfold(folded: torch.Tensor, groups: int) -> torch.Tensor:
-    return folded.unflatten(2, (groups, -1)).permute(0, 3, 1, 2, 4)
+def _unfold_heads(folded: torch.Tensor, num_groups: int) -> torch.Tensor:
+    return folded.unflatten(2, (num_groups, -1)).permute(0, 3, 1, 2, 4)
 
 
 class _Attention(torch.autograd.Function):
@@ -202,78 +202,78 @@ class _Attention(torch.autograd.Function):
         scale: float,
         softcap: float | None,
     ) -> torch.Tensor:
-        groups, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
+        num_groups, dtype = q.shape[2], torch.promote_types(q.dtype, torch.float32)
         output = torch.empty(q.shape, dtype=dtype, device=q.device)  # [N, K, G, d]
-        total = torch.empty(*q.shape[:3], 1, dtype=dtype, device=q.device)  # log-sum-exp
+        logsumexp = torch.empty(*q.shape[:3], 1, dtype=dtype, device=q.device)  # log-sum-exp
         inputs: list[torch.Tensor] = []
         for part in parts:
             queries = part.queries
-            part_q = _fold(queries.spread(q))  # [n, K, G * T, d]
-            part_k = part.keys.spread(k).transpose(1, 2)  # [n, K, A, d]
-            part_v = part.keys.spread(v).transpose(1, 2)
+            part_q = _fold_heads(queries.pad_states(q))  # [n, K, G * T, d]
+            part_k = part.keys.pad_states(k).transpose(1, 2)  # [n, K, A, d]
+            part_v = part.keys.pad_states(v).transpose(1, 2)
             inputs += [part_q, part_k, part_v]
-            mask = part.mask(groups, q.dtype)
+            mask = part.get_mask(num_groups, q.dtype)
             if softcap is None:
-                part_output, sums = FLASH._scaled_dot_product_flash_attention_for_cpu(
+                part_output, part_lse = ATEN_OPS._scaled_dot_product_flash_attention_for_cpu(
                     part_q, part_k, part_v, attn_mask=mask, scale=scale
                 )
             else:
-                part_output, sums = capped_attention(part_q, part_k, part_v, mask, scale, softcap)
-            part_output = queries.gather(_unfold(part_output, groups)).to(dtype)
-            sums = queries.gather(_unfold(sums[..., None], groups))
+                part_output, part_lse = compute_capped_attention(part_q, part_k, part_v, mask, scale, softcap)
+            part_output = queries.remove_padding(_unfold_heads(part_output, num_groups)).to(dtype)
+            part_lse = queries.remove_padding(_unfold_heads(part_lse[..., None], num_groups))
             if not part.is_causal:
-                previous_total = total[queries.tokens]
+                previous_logsumexp = logsumexp[queries.tokens]
                 part_output = torch.lerp(
-                    output[queries.tokens], part_output, torch.sigmoid(sums - previous_total)
+                    output[queries.tokens], part_output, torch.sigmoid(part_lse - previous_logsumexp)
                 )
-                sums = torch.logaddexp(previous_total, sums)
-            output[queries.tokens], total[queries.tokens] = part_output, sums
+                part_lse = torch.logaddexp(previous_logsumexp, part_lse)
+            output[queries.tokens], logsumexp[queries.tokens] = part_output, part_lse
         if sinks is not None:
-            logits = sinks.float()[..., None]
-            output *= torch.sigmoid(total - logits)
-            total = torch.logaddexp(total, logits)
+            sink_logits = sinks.float()[..., None]
+            output *= torch.sigmoid(logsumexp - sink_logits)
+            logsumexp = torch.logaddexp(logsumexp, sink_logits)
         output = output.to(q.dtype)
-        ctx.save_for_backward(output, total, sinks, *inputs)
+        ctx.save_for_backward(output, logsumexp, sinks, *inputs)
         ctx.parts, ctx.scale, ctx.softcap, ctx.keys = parts, scale, softcap, k.shape
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        output, total, sinks, *inputs = ctx.saved_tensors
-        groups = output.shape[2]
+        output, logsumexp, sinks, *inputs = ctx.saved_tensors
+        num_groups = output.shape[2]
         input_grads = [output.new_zeros(shape) for shape in (output.shape, ctx.keys, ctx.keys)]
         output_grad = grads[0].contiguous()
         for index, part in enumerate(ctx.parts):
             queries, keys = part.queries, part.keys
-            grad = queries.spread(output_grad)
+            grad = queries.pad_states(output_grad)
             if (
-                queries.valid is not None
+                queries.valid_positions is not None
             ):  # padded queries must not contribute to the gradients of keys and values
-                is_token = grad.new_zeros(grad.shape[0] * grad.shape[1]).index_fill_(0, queries.valid, 1.0)
+                is_token = grad.new_zeros(grad.shape[:2].numel()).index_fill_(0, queries.valid_positions, 1.0)
                 grad = grad * is_token.view(*grad.shape[:2], 1, 1, 1)
-            sums = _fold(queries.spread(total))[..., 0].contiguous()
+            part_lse = _fold_heads(queries.pad_states(logsumexp))[..., 0].contiguous()
             part_q, part_k, part_v = inputs[3 * index : 3 * index + 3]
-            mask = part.mask(groups, output.dtype)
-            part_output = _fold(queries.spread(output))
-            gradient_inputs = _fold(grad), part_q, part_k, part_v, part_output, sums
+            mask = part.get_mask(num_groups, output.dtype)
+            part_output = _fold_heads(queries.pad_states(output))
+            gradient_inputs = _fold_heads(grad), part_q, part_k, part_v, part_output, part_lse
             if ctx.softcap is None:
-                part_grads = FLASH._scaled_dot_product_flash_attention_for_cpu_backward(
+                part_grads = ATEN_OPS._scaled_dot_product_flash_attention_for_cpu_backward(
                     *gradient_inputs, 0.0, False, attn_mask=mask, scale=ctx.scale
                 )
             else:
-                part_grads = capped_gradients(*gradient_inputs, mask, ctx.scale, ctx.softcap)
-            input_grads[0][queries.tokens] += queries.gather(_unfold(part_grads[0], groups))
+                part_grads = compute_capped_gradients(*gradient_inputs, mask, ctx.scale, ctx.softcap)
+            input_grads[0][queries.tokens] += queries.remove_padding(_unfold_heads(part_grads[0], num_groups))
             for total_grad, part_grad in zip(input_grads[1:], part_grads[1:], strict=True):
-                total_grad[keys.tokens] += keys.gather(part_grad.transpose(1, 2))
-        return (*input_grads, _sink_gradient(output_grad, output, total, sinks), None, None, None)
+                total_grad[keys.tokens] += keys.remove_padding(part_grad.transpose(1, 2))
+        return (*input_grads, _compute_sink_gradient(output_grad, output, logsumexp, sinks), None, None, None)
 
 
-def _sink_gradient(
-    grad: torch.Tensor, output: torch.Tensor, total: torch.Tensor, sinks: torch.Tensor | None
+def _compute_sink_gradient(
+    output_grad: torch.Tensor, output: torch.Tensor, logsumexp: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Return the gradient of the sinks [K, G]. A sink is a softmax entry whose value is zero."""
     if sinks is None:
         return None
-    probability = torch.exp(sinks.float()[..., None] - total)
-    product = (grad.float() * output.float()).sum(-1, keepdim=True)
-    return -(probability * product).sum((0, -1)).to(sinks.dtype)
+    sink_probability = torch.exp(sinks.float()[..., None] - logsumexp)
+    product = (output_grad.float() * output.float()).sum(-1, keepdim=True)
+    return -(sink_probability * product).sum((0, -1)).to(sinks.dtype)

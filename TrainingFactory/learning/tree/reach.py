@@ -17,33 +17,33 @@ from TrainingFactory.learning.tree.parts import (
     group_by_length,
     pad_indices,
     pad_rows,
-    plan_own_parts,
+    plan_node_parts,
 )
 
-PIECE = 512  # tokens of a piece, unless the window is shorter or more than four pieces long
+MAX_PIECE_TOKENS = 512  # tokens of a piece, unless the window is shorter or more than four pieces long
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Attention range: a query attends to the last `size` positions, its own included, or with `chunked` to the earlier
-    positions of its chunk of `size` positions."""
+class AttentionRange:
+    """Attention range: a query attends to the last `size` positions, its own included, or with `is_chunked` to the
+    earlier positions of its chunk of `size` positions."""
 
     size: int
-    chunked: bool = False
+    is_chunked: bool = False
 
-    def first_visible(self, positions: np.ndarray) -> np.ndarray:
+    def get_first_visible(self, positions: np.ndarray) -> np.ndarray:
         """Return the first position that a query at each of these positions sees."""
-        return positions - positions % self.size if self.chunked else positions - (self.size - 1)
+        return positions - positions % self.size if self.is_chunked else positions - (self.size - 1)
 
-    def split(self, nodes: list[TreeNode]) -> list[TreeNode]:
+    def split_nodes(self, nodes: list[TreeNode]) -> list[TreeNode]:
         """Split the nodes into pieces so short that every token of a piece attends to all earlier tokens of the
         piece."""
-        length = min(self.size, max(PIECE, self.size // 4))
+        piece_length = min(self.size, max(MAX_PIECE_TOKENS, self.size // 4))
         pieces: list[TreeNode] = []
         last_piece: list[int] = []  # of each node
         for node in nodes:
             offsets = np.arange(node.depth, node.depth + node.length)
-            offsets = (offsets % self.size if self.chunked else offsets) % length
+            offsets = (offsets % self.size if self.is_chunked else offsets) % piece_length
             starts = [0, *(start for start in np.flatnonzero(offsets == 0).tolist() if start)]
             parent = last_piece[node.parent] if node.parent >= 0 else -1
             for start, end in zip(starts, [*starts[1:], node.length], strict=True):
@@ -54,14 +54,14 @@ class Reach:
         return pieces
 
 
-def plan_reach(
-    nodes: list[TreeNode], positions: np.ndarray, reach: Reach, device: torch.device
+def plan_ranged_parts(
+    nodes: list[TreeNode], positions: np.ndarray, attention_range: AttentionRange, device: torch.device
 ) -> list[TreePart]:
     """Return the parts of the attention: first of each piece's tokens to each other, then of pieces to their parents,
     grandparents and so on."""
-    pieces = reach.split(nodes)
-    first_visible = reach.first_visible(positions)
-    parts = plan_own_parts(pieces, device)
+    pieces = attention_range.split_nodes(nodes)
+    first_visible = attention_range.get_first_visible(positions)
+    parts = plan_node_parts(pieces, device)
     ancestors = [piece.parent for piece in pieces]
     while any(ancestor >= 0 for ancestor in ancestors):
         queries: dict[int, list[np.ndarray]] = {}  # of each ancestor
@@ -87,12 +87,12 @@ def _make_part(
     """Return the part in which the queries of each row attend to one piece. Every query sees at least the last key."""
     queries, is_query = pad_indices([tokens for tokens, _ in rows], device)
     keys, is_key = pad_rows([range(piece.start, piece.start + piece.length) for _, piece in rows], device)
-    visible = is_key[:, None] & is_query[:, :, None]  # [n, T, A]
+    is_visible = is_key[:, None] & is_query[:, :, None]  # [n, T, A]
     for index, (tokens, piece) in enumerate(rows):
         key_positions = np.arange(piece.depth, piece.depth + piece.length)
         is_near = key_positions >= first_visible[tokens][:, None]
-        visible[index, : len(tokens), : piece.length] &= is_near
-    if visible.all():
+        is_visible[index, : len(tokens), : piece.length] &= is_near
+    if is_visible.all():
         return TreePart(queries, keys, False, None)
-    mask = torch.where(torch.from_numpy(visible), 0.0, -torch.inf)[:, None].to(device)
+    mask = torch.where(torch.from_numpy(is_visible), 0.0, -torch.inf)[:, None].to(device)
     return TreePart(queries, keys, False, mask)

@@ -17,9 +17,9 @@ import torch
 from transformers import PreTrainedModel
 
 from TrainingFactory.data.packing import TreeNode
-from TrainingFactory.models.recurrent import RowStates, cache_argument, recurrent_layers
+from TrainingFactory.models.recurrent import RowStates, find_recurrent_layers, get_cache_argument
 
-PADDING = 64  # a leaf is padded by more tokens only if they are less than half of its own
+MAX_PADDING_TOKENS = 64  # a leaf is padded by more tokens only if they are less than half of its own
 
 
 @dataclass(slots=True)
@@ -37,24 +37,24 @@ class SegmentBatch(NamedTuple):
     """Segments that a recurrent layer processes in one call."""
 
     tokens: torch.Tensor  # [P, T] flat indices; padded with the last token of the row
-    outputs: torch.Tensor  # indices in [P * T] of the outputs that are not padding
+    output_indices: torch.Tensor  # indices in [P * T] of the outputs that are not padding
     output_tokens: torch.Tensor  # flat indices of the tokens of these outputs
     parents: list[int]  # [P] segments whose last states begin the rows; empty: the rows begin here
-    saved: list[int]  # [P] segments whose last states others need; empty: none
+    saved_segments: list[int]  # [P] segments whose last states others need; empty: none
 
 
 def plan_segments(nodes: Sequence[TreeNode], device: torch.device) -> list[SegmentBatch]:
     segments = _make_segments(nodes)
     groups: dict[tuple[int, bool, int], list[int]] = {}  # by level, whether rows begin here, and length
-    by_length = sorted(range(len(segments)), key=lambda index: -len(segments[index].tokens))
-    longest: dict[tuple[int, bool], int] = {}  # of the current group of leaves
-    for index in by_length:
+    sorted_indices = sorted(range(len(segments)), key=lambda index: -len(segments[index].tokens))
+    longest_leaf: dict[tuple[int, bool], int] = {}  # of the current group of leaves
+    for index in sorted_indices:
         segment = segments[index]
         length, leaf_key = len(segment.tokens), (segment.level, segment.parent < 0)
         if not segment.has_children:
-            if longest.get(leaf_key, 1 << 62) - length > max(PADDING, length // 2):
-                longest[leaf_key] = length
-            length = -longest[leaf_key]
+            if longest_leaf.get(leaf_key, 1 << 62) - length > max(MAX_PADDING_TOKENS, length // 2):
+                longest_leaf[leaf_key] = length
+            length = -longest_leaf[leaf_key]
         groups.setdefault((*leaf_key, length), []).append(index)
     return [
         _make_batch(segments, groups[key], device, is_first=key[1], keep_states=key[2] > 0)
@@ -75,9 +75,9 @@ def _make_segments(nodes: Sequence[TreeNode]) -> list[Segment]:
             level = parent_segment.level + 1
             if len(parent_segment.tokens) == 1:
                 repeated, parent, level = parent_segment.tokens, parent_segment.parent, parent_segment.level
-        joined = np.concatenate((repeated, tokens))
-        has_children = index in parents and len(joined) > 1
-        segments.append(Segment(joined, len(repeated), parent, level, has_children))
+        joined_tokens = np.concatenate((repeated, tokens))
+        has_children = index in parents and len(joined_tokens) > 1
+        segments.append(Segment(joined_tokens, len(repeated), parent, level, has_children))
     return segments
 
 
@@ -88,23 +88,23 @@ def _make_batch(
     lengths = np.array([len(row.tokens) for row in rows])
     columns = np.arange(max(int(lengths.max()), 2))
     tokens = np.stack([row.tokens[np.minimum(columns, len(row.tokens) - 1)] for row in rows])
-    repeated = np.array([row.num_repeated for row in rows])
-    is_kept = (columns < lengths[:, None]) & (columns >= repeated[:, None])
-    outputs = np.flatnonzero(is_kept)
-    on_device = [torch.from_numpy(array).to(device) for array in (tokens, outputs, tokens[is_kept])]
+    num_repeated = np.array([row.num_repeated for row in rows])
+    is_output = (columns < lengths[:, None]) & (columns >= num_repeated[:, None])
+    outputs = np.flatnonzero(is_output)
+    tensors = [torch.from_numpy(array).to(device) for array in (tokens, outputs, tokens[is_output])]
     parents = [] if is_first else [row.parent for row in rows]
-    return SegmentBatch(on_device[0], on_device[1], on_device[2], parents, indices if keep_states else [])
+    return SegmentBatch(tensors[0], tensors[1], tensors[2], parents, indices if keep_states else [])
 
 
 @contextlib.contextmanager
 def segmented_layers(model: PreTrainedModel) -> Iterator[None]:
     """Run the recurrent layers over the segments set by `set_segments` inside the block. A nested block changes
     nothing."""
-    layers = [layer for layer in recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
+    layers = [layer for layer in find_recurrent_layers(model) if "tfactory_segments" not in layer.__dict__]
     previous_forwards = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
         layer.__dict__["tfactory_segments"] = []
-        layer.forward = partial(_forward, layer, layer.forward, cache_argument(type(layer)))
+        layer.forward = partial(_forward, layer, layer.forward, get_cache_argument(type(layer)))
     try:
         yield
     finally:
@@ -117,7 +117,7 @@ def segmented_layers(model: PreTrainedModel) -> Iterator[None]:
 def set_segments(model: PreTrainedModel, nodes: Sequence[TreeNode]) -> None:
     """Set the tree for the recurrent layers in the next forward and in its backward pass, which may run the layers
     again."""
-    if layers := recurrent_layers(model):
+    if layers := find_recurrent_layers(model):
         batches = plan_segments(nodes, model.device)
         for layer in layers:
             layer.__dict__["tfactory_segments"] = batches
@@ -128,24 +128,27 @@ def _forward(
 ) -> Any:  # fmt: skip
     """Compute a recurrent layer for the tokens [1, N, D] of a tree."""
     batches: list[SegmentBatch] = layer.tfactory_segments
-    finals: dict[int, list[torch.Tensor | None]] = {}  # last states of segments, each [1, ...]
+    last_states: dict[int, list[torch.Tensor | None]] = {}  # last states of segments, each [1, ...]
     outputs: list[torch.Tensor] = []
-    result: Any = None
+    layer_output: Any = None
     for batch in batches:
-        starts = [_join(states) for states in zip(*(finals[parent] for parent in batch.parents), strict=True)]
-        states = RowStates(layer.layer_idx, *starts)
+        initial_states = [
+            _join_states(states)
+            for states in zip(*(last_states[parent] for parent in batch.parents), strict=True)
+        ]
+        states = RowStates(layer.layer_idx, *initial_states)
         inputs = hidden_states[0][batch.tokens]
-        result = forward(inputs, *args, **{**kwargs, "attention_mask": None, cache_name: states})
-        output = result[0] if isinstance(result, tuple) else result
-        outputs.append(output.flatten(0, 1).index_select(0, batch.outputs))
-        for row, index in enumerate(batch.saved):
-            finals[index] = [None if state is None else state[row : row + 1] for state in states.tensors]
+        layer_output = forward(inputs, *args, **{**kwargs, "attention_mask": None, cache_name: states})
+        output = layer_output[0] if isinstance(layer_output, tuple) else layer_output
+        outputs.append(output.flatten(0, 1).index_select(0, batch.output_indices))
+        for row, index in enumerate(batch.saved_segments):
+            last_states[index] = [None if state is None else state[row : row + 1] for state in states.tensors]
     indices = torch.cat([batch.output_tokens for batch in batches])
     joined = torch.cat(outputs)
     flat = joined.new_zeros(hidden_states.shape[1], joined.shape[1]).index_copy(0, indices, joined)[None]
-    return (flat, *result[1:]) if isinstance(result, tuple) else flat
+    return (flat, *layer_output[1:]) if isinstance(layer_output, tuple) else flat
 
 
-def _join(states: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
-    present = [state for state in states if state is not None]
-    return torch.cat(present) if present else None
+def _join_states(states: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
+    present_states = [state for state in states if state is not None]
+    return torch.cat(present_states) if present_states else None

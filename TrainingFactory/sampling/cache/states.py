@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from TrainingFactory.models.recurrent import RowStates, cache_argument, is_recurrent
+from TrainingFactory.models.recurrent import RowStates, get_cache_argument, is_recurrent
 from TrainingFactory.sampling.cache.snapshots import EMPTY_STATE, Snapshots
 
 UNLIMITED = (0.0, float("inf"))
@@ -202,7 +202,7 @@ class RecurrentLayer:
 
     def _call(self, inputs: torch.Tensor, states: RowStates, args: Any, kwargs: dict[str, Any]) -> Any:
         base: Any = super()
-        return base.forward(inputs, *args, **{**kwargs, cache_argument(type(self).__mro__[2]): states})
+        return base.forward(inputs, *args, **{**kwargs, get_cache_argument(type(self).__mro__[2]): states})
 
 
 def _read_rows(states: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:

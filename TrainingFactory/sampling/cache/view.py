@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import rms_norm
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from TrainingFactory.models.recurrent import PASSIVE_LAYERS, unsupported_types
+from TrainingFactory.models.recurrent import PASSIVE_LAYERS, find_unsupported_types
 from TrainingFactory.sampling.cache.latent import get_latent_class
 from TrainingFactory.sampling.cache.states import recurrent_class
 
@@ -29,7 +29,7 @@ def model_error(model_type: str, reason: str) -> ValueError:
     return ValueError(f"the native engine cannot sample a {model_type!r} model: {reason}. {ALTERNATIVES}")
 
 
-def unwrap_model(model: Any) -> PreTrainedModel:
+def get_causal_lm(model: Any) -> PreTrainedModel:
     """Return the transformers model inside `model`, with PEFT's LoRA layers in place and unmerged."""
     if isinstance(model, PreTrainedModel):
         return model
@@ -154,7 +154,7 @@ def check_model(model: PreTrainedModel) -> None:
         raise model_error(arch, "its attention does not go through transformers' attention interface")
     if "logits_to_keep" not in inspect.signature(type(model).forward).parameters:
         raise model_error(arch, "its forward has no `logits_to_keep`, so it is not a causal language model")
-    if unsupported_layers := unsupported_types(model, LAYER_TYPES):
+    if unsupported_layers := find_unsupported_types(model, LAYER_TYPES):
         raise model_error(
             arch,
             f"it has {' and '.join(unsupported_layers)} layers; full and sliding attention and recurrent layers with "
