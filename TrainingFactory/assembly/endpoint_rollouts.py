@@ -81,7 +81,7 @@ class EndpointSampler:
     def __init__(
         self,
         settings: EndpointSettings,
-        earlier: Usage | None = None,
+        usage: Usage | None = None,
         on_paid: Callable[[ModelReply], None] = lambda _: None,
     ) -> None:
         settings.check_key()
@@ -89,7 +89,7 @@ class EndpointSampler:
         self.endpoint = settings.endpoint()
         self.client = EndpointClient(
             model=self.endpoint, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
-            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay, earlier=earlier,
+            pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay, earlier=usage,
         )  # fmt: skip
 
     async def ask(self, request: ModelRequest, seed: int) -> ModelReply:
@@ -162,19 +162,19 @@ class EndpointRun(EpisodeRun):
             messages += [turn.message, *turn.replies]
         return self._end_episode("max_turns", None)
 
-    async def _ask(self, messages: Sequence[Message], number: int) -> ModelReply:
+    async def _ask(self, messages: Sequence[Message], turn_index: int) -> ModelReply:
         params, trajectory = self.rules.params, self.trajectory
         request = ModelRequest(
             list(messages), trajectory.tools, trajectory.member, params.temperature, params.max_tokens,
             dict(self.originals),
         )  # fmt: skip
-        return await self._sampler.ask(request, self.seed_of(number))
+        return await self._sampler.ask(request, self.seed_of(turn_index))
 
     def _usage_signals(self, reply: ModelReply) -> dict[str, float]:
         counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
         amounts = counts | ({"cost": budget.cost(reply)} if budget.priced else {})
-        return {f"{PREFIX}/{name}": float(value) for name, value in amounts.items()}
+        return {f"{PREFIX}/{signal}": float(amount) for signal, amount in amounts.items()}
 
 
 class EndpointRollouts(RolloutEngine):
@@ -198,9 +198,9 @@ def endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for trajectory in trajectories:
         for turn in trajectory.turns:
-            for name, value in turn.signals.items():
-                if name.startswith(f"{PREFIX}/"):
-                    totals[name] = totals.get(name, 0.0) + value
+            for signal, value in turn.signals.items():
+                if signal.startswith(f"{PREFIX}/"):
+                    totals[signal] = totals.get(signal, 0.0) + value
     return totals
 
 

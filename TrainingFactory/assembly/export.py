@@ -44,15 +44,15 @@ def export(
     model = find_model(name, runs, registry)
     if (checkpoint := model.folder) is None:
         raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
-    target = Path(out).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} already exists; name a new folder")
+    folder = Path(out).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists; name a new folder")
     is_adapter = (checkpoint / ADAPTER).is_file()
     if merge and not is_adapter:
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and is_adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    exported = ExportedModel(target, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
+    exported = ExportedModel(folder, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
     exported.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
     if is_adapter:
         exported.base = model.name
@@ -61,7 +61,7 @@ def export(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"
         )
-    with _write_aside(target) as partial_folder:
+    with _write_aside(folder) as partial_folder:
         if merge or dtype is not None:
             _convert(exported, model.run, dtype, partial_folder)
         else:
@@ -74,14 +74,14 @@ def export(
 
 
 @contextmanager
-def _write_aside(target: Path) -> Iterator[Path]:
+def _write_aside(final_folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` when it is complete."""
-    partial_folder = target.with_name(f".{target.name}.part")
+    partial_folder = final_folder.with_name(f".{final_folder.name}.part")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left by an interrupted export
     partial_folder.mkdir(parents=True)
     try:
         yield partial_folder
-        os.rename(partial_folder, target)  # over an empty folder too
+        os.rename(partial_folder, final_folder)  # over an empty folder too
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise

@@ -92,8 +92,8 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
         num_remote_learners = (compute.learners or 1) - 1
         bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * num_remote_learners
-        learners = f" and learners={compute.learners}" if num_remote_learners else ""
-        await session.check(bundles, f"compute.samplers={compute.samplers}{learners}")
+        learners_text = f" and learners={compute.learners}" if num_remote_learners else ""
+        await session.check(bundles, f"compute.samplers={compute.samplers}{learners_text}")
 
 
 def make_training_fleet(
@@ -157,7 +157,7 @@ def _make_fleet(
 
 
 def engine_hosts(
-    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, notify: Notify, role: str,
+    compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
     """Return the launcher of `count` engines: local processes, or actors on the Ray cluster. Engines log into
@@ -166,4 +166,4 @@ def engine_hosts(
     if compute.backend != "ray":
         return LocalEngineLauncher(spec, start_timeout=start_timeout, notify=notify, folder=logs, role=role)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, count, gpus, cpus, start_timeout, notify, role, logs)
+    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, logs)

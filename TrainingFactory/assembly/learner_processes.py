@@ -73,8 +73,8 @@ class Learners:
         """Start the other processes, or wait for those of a launcher, and check that all have the same versions and
         config."""
         self._config = config
-        count = config.compute.learners or 1
-        if count == 1:
+        learners = config.compute.learners or 1
+        if learners == 1:
             return
         from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
@@ -82,30 +82,30 @@ class Learners:
         cuda = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
         log_note = ""
         if launched_process() is not None:
-            group = await in_thread(RankGroup, 0, count, None, os.environ["MASTER_ADDR"], cuda)
+            rank_group = await in_thread(RankGroup, 0, learners, None, os.environ["MASTER_ADDR"], cuda)
         else:
             log_note = f", with a log in {folder}" if config.compute.backend == "local" else ""
-            group = await self._start_group(exit_stack, folder, count, cuda)
-        self._ranks = ranks = ShardedPolicy(group, interrupts.fail, log_note)
+            rank_group = await self._start_group(exit_stack, folder, learners, cuda)
+        self._ranks = ranks = ShardedPolicy(rank_group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
-        own_facts = shared_facts(self._written_config)
+        local_facts = shared_facts(self._written_config)
         problems: list[str] = []
         for rank, rank_info in ranks.rank_infos.items():
             rank_facts = rank_info["facts"]
-            differing = sorted(
-                key for key in own_facts.keys() & rank_facts.keys() if own_facts[key] != rank_facts[key]
+            keys = sorted(
+                key for key in local_facts.keys() & rank_facts.keys() if local_facts[key] != rank_facts[key]
             )
-            if differing:
-                values = ", ".join(f"{key} {rank_facts[key]} (here {own_facts[key]})" for key in differing)
-                problems.append(f"learner {rank} on {rank_info['host']} has {values}")
+            if keys:
+                differences = ", ".join(f"{key} {rank_facts[key]} (here {local_facts[key]})" for key in keys)
+                problems.append(f"learner {rank} on {rank_info['host']} has {differences}")
         if problems:
             raise ValueError(
                 f"all learners need the same versions and the same config: {'; '.join(problems)}"
             )
 
     async def _start_group(
-        self, exit_stack: AsyncExitStack, folder: Path, count: int, cuda: bool
+        self, exit_stack: AsyncExitStack, folder: Path, learners: int, cuda: bool
     ) -> RankGroup:
         import torch
 
@@ -115,42 +115,42 @@ class Learners:
         host = "127.0.0.1"
         workers: list[Any] = []
         if compute.backend == "ray":  # Ray shows each actor only its own device
-            host, workers = await self._start_actors(exit_stack, count)
-        elif cuda and (gpus := torch.cuda.device_count()) < count:
+            host, workers = await self._start_actors(exit_stack, learners)
+        elif cuda and (gpus := torch.cuda.device_count()) < learners:
             raise ValueError(
-                f"compute.learners is {count}, but this machine has {gpus} GPUs and each learner needs one: set fewer, "
-                "or use several machines with compute.backend=ray or torchrun"
+                f"compute.learners is {learners}, but this machine has {gpus} GPUs and each learner needs one: set "
+                "fewer, or use several machines with compute.backend=ray or torchrun"
             )
-        for rank in range(1, count if compute.backend == "local" else 1):
-            log = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
-            workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
+        for rank in range(1, learners if compute.backend == "local" else 1):
+            log_file = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
+            workers.append(Worker(SERVE, stderr=log_file, start_seconds=compute.start_timeout))
         store, port = open_store(host)
         tasks: list[asyncio.Task[str]] = []
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            tasks.append(asyncio.create_task(_serve_and_end(worker, [rank, count, port, host, cuda, device])))
-        join_task = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
+            tasks.append(asyncio.create_task(_run_worker(worker, [rank, learners, port, host, cuda, device])))
+        join_task = asyncio.create_task(in_thread(RankGroup, 0, learners, store, host, cuda))
         await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
             exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
             reason = "; ".join(exits) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
-            logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
-            raise ValueError(f"compute.learners={count} could not be started: {reason}{logs}")
+            log_note = "" if compute.backend == "ray" else f"; logs are in {folder}"
+            raise ValueError(f"compute.learners={learners} could not be started: {reason}{log_note}")
         return join_task.result()
 
-    async def _start_actors(self, exit_stack: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
+    async def _start_actors(self, exit_stack: AsyncExitStack, learners: int) -> tuple[str, list[Any]]:
         """Return the address of this machine in the Ray cluster, and an actor for each other process."""
         compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         exit_stack.push_async_callback(session.close)
         ray, gpus = require_ray(), session.gpus(compute.gpus_per_learner)
-        bundles = [{"CPU": 1.0, "GPU": gpus}] * (count - 1)
-        group = await session.allocate_group(bundles, f"compute.learners={count}", compute.start_timeout)
+        bundles = [{"CPU": 1.0, "GPU": gpus}] * (learners - 1)
+        group = await session.allocate_group(bundles, f"compute.learners={learners}", compute.start_timeout)
         exit_stack.callback(session.remove_group, group)
         options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
-        actors = [RayWorker(SERVE, role=f"learner {n + 1}", bundle=n, **options) for n in range(count - 1)]
+        actors = [RayWorker(SERVE, role=f"learner {i + 1}", bundle=i, **options) for i in range(learners - 1)]
         return await in_thread(ray.util.get_node_ip_address), actors
 
     async def load(self, load_model: Callable[[], T], *setup_args: Any) -> T:
@@ -191,7 +191,7 @@ class Learners:
             await self._ranks.close(report)
 
 
-async def _serve_and_end(worker: Any, address: list[Any]) -> str:
+async def _run_worker(worker: Any, address: list[Any]) -> str:
     """Run a learner in a worker process until it ends; return the reason of its end."""
     try:
         return await worker.ask(address, None) or "ended"
@@ -245,8 +245,8 @@ class LearnerRank:
 
 def serve_started(address: list[Any]) -> None:
     """Execute the calls of rank 0 in a learner process that `Learners` started."""
-    *shape, device = address
-    asyncio.run(_serve(shape, device, None))
+    *args, device = address
+    asyncio.run(_serve(args, device, None))
 
 
 def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
@@ -257,14 +257,14 @@ def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
     cuda = _pick_device(TrainingConfig()).type == "cuda"
-    shape = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], cuda
-    if (report := run_anywhere(lambda: _serve(shape, launch.device, config))) is None:
+    args = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], cuda
+    if (report := run_anywhere(lambda: _serve(args, launch.device, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason
     return report
 
 
-async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
+async def _serve(args: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import RankGroup, serve
 
     # The group stays open: a process that closes it after collectives aborts at exit.
-    return await serve(await in_thread(RankGroup, *shape), LearnerRank(device).call, shared_facts(config))
+    return await serve(await in_thread(RankGroup, *args), LearnerRank(device).call, shared_facts(config))

@@ -54,12 +54,12 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         return f"{move(file)}:{attribute}" if attribute else move(file)
 
     environment, reward = config.environment, config.reward
-    data = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
+    data_files = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
     tools = [
-        _replace_values(entry, name=map_name(entry.name))
-        if entry.config is None
-        else _replace_values(entry, config=move(entry.config))
-        for entry in config.tools
+        _replace_values(tool, name=map_name(tool.name))
+        if tool.config is None
+        else _replace_values(tool, config=move(tool.config))
+        for tool in config.tools
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
@@ -89,7 +89,7 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
             context=context,
             user=user,
         ),
-        data=_replace_values(config.data, **data),
+        data=_replace_values(config.data, **data_files),
         tools=tools,
         reward=_replace_values(
             reward, options=_map_values(reward.options, map_name), parts=_map_values(reward.parts, map_name)
@@ -125,8 +125,8 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
     """Return a run's config in which each file name is replaced by the file's current path; see `_present_paths`."""
-    paths = _present_paths(run_info)
-    return map_files(config, lambda name: paths.get(name, name))
+    present_paths = _present_paths(run_info)
+    return map_files(config, lambda name: present_paths.get(name, name))
 
 
 def changed_files(run_info: Mapping[str, Any]) -> list[str]:
@@ -156,16 +156,16 @@ def _digest(path: Path) -> str:
 
 
 def describe_start(
-    config: TrainingConfig, objects: UserObjects, tools: RunTools, data: Dataset
+    config: TrainingConfig, user_objects: UserObjects, tools: RunTools, dataset: Dataset
 ) -> dict[str, Any]:
     """Return the inputs of a run besides its config that a resume needs."""
-    folder = reward_model_folder(config)
+    reward_folder = reward_model_folder(config)
     return {
-        "objects": objects.object_names,
+        "objects": user_objects.object_names,
         "replay": tools.replayed,
-        "size": data.size,
-        "digest": data.digest,
-        "reward_model": None if folder is None else str(folder.resolve()),
+        "size": dataset.size,
+        "digest": dataset.digest,
+        "reward_model": None if reward_folder is None else str(reward_folder.resolve()),
         ABOUT: describe_files(config),
         STARTED_FROM: model_provenance(config),
     }

@@ -31,8 +31,8 @@ class RemoteTools:
     """All tools of a run that are called on the cluster, in `count` processes or one per machine. The run's own process
     holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
 
-    def __init__(self, count: int | None) -> None:
-        self._count = count
+    def __init__(self, num_workers: int | None) -> None:
+        self._count = num_workers
         self.entries: list[ToolEntry] = []
         self.tools: list[Tool | ToolSource] = []
         self._workers: list[RayWorker] = []
@@ -42,8 +42,8 @@ class RemoteTools:
         """Start the processes; raise ValueError if one cannot load the tools."""
         await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
         settings = [entry.model_dump() for entry in self.entries]
-        count = self._count or sum(node["Alive"] for node in require_ray().nodes())
-        self._workers = [RayWorker(HOST, settings, role="tools") for _ in range(count)]
+        num_workers = self._count or sum(node["Alive"] for node in require_ray().nodes())
+        self._workers = [RayWorker(HOST, settings, role="tools") for _ in range(num_workers)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
@@ -66,21 +66,21 @@ class RemoteTools:
 class RemoteSession:
     """The remote calls of one episode, all in one process."""
 
-    def __init__(self, source: RemoteTools, local: AsyncToolExecutor) -> None:
-        self._source, self._local = source, local
-        self.tools = [_RemoteTool(tool, self) for tool in local.tools]
+    def __init__(self, remote_tools: RemoteTools, local_executor: AsyncToolExecutor) -> None:
+        self._source, self._local = remote_tools, local_executor
+        self.tools = [_RemoteTool(tool, self) for tool in local_executor.tools]
         self._episode_id = secrets.token_hex(8)
         self._worker: RayWorker | None = None
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
+    async def call(self, tool_name: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
         """Run a tool call in the episode's process on the cluster; return the result and the process's number."""
         if self._worker is None:
             self._worker = self._source.least_used()
             self._source.episodes[self._worker] += 1
         try:
-            reply = await self._worker.ask([self._episode_id, tool, arguments])
+            reply = await self._worker.ask([self._episode_id, tool_name, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
-            message = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST}"
+            message = f"{tool_name} gave no answer: its process on the cluster {error}{STATE_LOST}"
             return ToolResult(message, ok=False, error="unavailable"), self._worker.starts
         if isinstance(reply, str):
             raise ToolFailure(reply)
@@ -121,18 +121,18 @@ class HostedTools:
 
     async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
         """Return a call's result, or the tool's failure as text. A message without a tool name ends the episode."""
-        episode_id, name, arguments = message
-        if name is None:
+        episode_id, tool_name, arguments = message
+        if tool_name is None:
             if (episode_tools := self._episodes.pop(episode_id, None)) is not None:
                 await episode_tools.close()
             return None
         if episode_id not in self._episodes:
             self._episodes[episode_id] = AsyncToolExecutor(self._tools)
-        tool = next(tool for tool in self._episodes[episode_id].tools if tool.spec.name == name)
+        tool = next(tool for tool in self._episodes[episode_id].tools if tool.spec.name == tool_name)
         try:
             return dataclasses.asdict(await run_tool(tool, arguments))
         except ToolFailure as error:
             return str(error)
         except Exception as error:  # foreign code
-            kind = "unavailable" if is_lost(error) else "exception"
-            return {"content": f"{name} failed: {describe(error)}", "ok": False, "error": kind}
+            failure_kind = "unavailable" if is_lost(error) else "exception"
+            return {"content": f"{tool_name} failed: {describe(error)}", "ok": False, "error": failure_kind}

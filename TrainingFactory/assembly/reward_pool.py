@@ -35,11 +35,11 @@ class DistributedRewardModel(RewardWorkerPool):
         base_url: str | Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        is_name = base_url is None and (model is None or (isinstance(model, str) and ":" not in model))
-        reward = _load_scorer(model) if is_name else model
-        super().__init__(reward, num_workers, base_url=base_url, **options)
-        if is_name and isinstance(reward, Judge):
-            self._owned_models.append(reward)
+        is_model_name = base_url is None and (model is None or (isinstance(model, str) and ":" not in model))
+        scorer = _load_scorer(model) if is_model_name else model
+        super().__init__(scorer, num_workers, base_url=base_url, **options)
+        if is_model_name and isinstance(scorer, Judge):
+            self._owned_models.append(scorer)
 
 
 def _load_scorer(name: str | None) -> Any:
@@ -51,15 +51,15 @@ def _load_scorer(name: str | None) -> Any:
     config = TrainingConfig()
     try:
         try:
-            source = reward_model(name, config)
+            checkpoint = reward_model(name, config)
         except ValueError:
             model_judge = judge(RewardContext(config, load=True), {"judge": {"model": name}})
             log.warning(
                 "%s is not a reward model: it is started with the first episode and judges by a prompt", name
             )
             return model_judge
-        base = source.name if source.adapter else None
-        return LearnedReward(RewardScorer.load(str(source.folder), base=base))
+        base_model = checkpoint.name if checkpoint.adapter else None
+        return LearnedReward(RewardScorer.load(str(checkpoint.folder), base=base_model))
     except ValueError as error:
         hint = "rewards.py:score names a function; with base_url= the name is that of a model served there"
         raise ValueError(f"{error}\n{hint}") from error

@@ -67,15 +67,15 @@ class RewardContext:
 
     def make_pool(
         self,
-        target: str,
-        adapted: AdaptedReward,
-        count: int,
+        maker: str,
+        reward: AdaptedReward,
+        num_processes: int,
         timeout: float | None = None,
         options: Any = None,
     ) -> RewardWorkerPool:
         timeout = timeout or self.config.environment.episode_timeout
         worker = partial(RayWorker, role="reward") if self.config.compute.backend == "ray" else Worker
-        processes = [RewardProcess(target, timeout, options, adapted, worker) for _ in range(count)]
+        processes = [RewardProcess(maker, timeout, options, reward, worker) for _ in range(num_processes)]
         return RewardWorkerPool(processes)
 
     def distribute(self, rule: RewardFunction, options: Any) -> RewardFunction:
@@ -90,9 +90,9 @@ class RewardContext:
         if not self.processes:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
-        options["rules"] = {name: with_absolute_path(target) for name, target in rules.items()}
-        adapted = as_reward(reward.score, "process_reward")
-        pool = self.make_pool(STEPS_MAKER, adapted, self.processes, options=options)
+        options["rules"] = {name: with_absolute_path(rule_path) for name, rule_path in rules.items()}
+        adapted_reward = as_reward(reward.score, "process_reward")
+        pool = self.make_pool(STEPS_MAKER, adapted_reward, self.processes, options=options)
         return replace(reward, pool=pool)
 
 
@@ -147,35 +147,35 @@ class ProcessOptions:
     @classmethod
     def _check_step_rewards(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         known_names = {*PROCESS_RULES, *(info.data.get("rules") or ())}
-        invalid = [
+        invalid_options = [
             InvalidOption(name, choice_error(name, known_names))
             for name in step_rewards
             if name not in known_names
         ]
-        if invalid:
-            raise OptionError(*invalid)
+        if invalid_options:
+            raise OptionError(*invalid_options)
         return step_rewards
 
 
 def process_reward(context: RewardContext, options: Options) -> RewardFunction:
-    parsed = make_from(ProcessOptions, options, "process_reward")
+    settings = make_from(ProcessOptions, options, "process_reward")
     rules = {}
-    for name, target in (parsed.rules or {}).items():
+    for name, rule_path in (settings.rules or {}).items():
         try:
-            rules[name] = find_callable(target)
+            rules[name] = find_callable(rule_path)
         except ValueError as error:
             raise OptionError(InvalidOption(f"rules.{name}", str(error))) from error
     reward = ProcessReward(
-        parsed.outcome_weight,
-        parsed.step_rewards or None,
-        None if parsed.outcome is None else context.distribute(parsed.outcome, options["outcome"]),
-        pay=parsed.pay,
-        cap=parsed.cap,
-        claw_back=parsed.claw_back,
+        settings.outcome_weight,
+        settings.step_rewards or None,
+        None if settings.outcome is None else context.distribute(settings.outcome, options["outcome"]),
+        pay=settings.pay,
+        cap=settings.cap,
+        claw_back=settings.claw_back,
         rules=rules,
         timeout=None,  # the episode's own limit holds
     )
-    return context.distribute_steps(reward, parsed.rules or {})
+    return context.distribute_steps(reward, settings.rules or {})
 
 
 def judge(context: RewardContext, options: Options) -> RewardFunction:
@@ -192,8 +192,8 @@ def judge(context: RewardContext, options: Options) -> RewardFunction:
 
 
 def make_learned(context: RewardContext, options: Options) -> RewardFunction | None:
-    name = make_from(_learned_options, options, "a reward of the type learned")
-    source = reward_model(name, context.config)
+    model_name = make_from(_learned_options, options, "a reward of the type learned")
+    checkpoint = reward_model(model_name, context.config)
     if not context.load:
         return None
     from TrainingFactory.learning.reward_models import RewardScorer
@@ -201,8 +201,8 @@ def make_learned(context: RewardContext, options: Options) -> RewardFunction | N
     model = context.config.model
     return LearnedReward(
         RewardScorer.load(
-            str(source.folder),
-            base=source.name if source.adapter else None,
+            str(checkpoint.folder),
+            base=checkpoint.name if checkpoint.adapter else None,
             dtype=model.dtype,
             device=model.device,
             token_budget=context.config.training.token_budget,
