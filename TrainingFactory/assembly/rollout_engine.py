@@ -50,7 +50,7 @@ class AsyncRolloutEngine:
             log.warning("No model is given: the untrained built-in model (%s) is used.", model)
         if tools is None:
             tools = tools_without_options() if environment is None else ()
-        tools = [make_tool(entry) if isinstance(entry, str) else entry for entry in as_list(tools)]
+        tools = [make_tool(tool) if isinstance(tool, str) else tool for tool in as_list(tools)]
         sampling = dict(options.pop("sampling", {})) | {"slots": num_workers}
         self.config = resolve_ids(TrainingConfig(model=model, sampling=sampling, **options))
         self._environment = find_environment(environment) if isinstance(environment, str) else environment

@@ -83,8 +83,8 @@ class RunTools:
         else:
             tools = make_tools(self._config, self._user_tools, environment)
         self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
-        for source in self._sources:
-            await source.open()
+        for tool_source in self._sources:
+            await tool_source.open()
         executor = AsyncToolExecutor(tools)
         self._specs = [tool.spec for tool in executor.tools]
         await executor.close()
@@ -130,9 +130,9 @@ class RunTools:
     async def close(self) -> None:
         """Stop servers and processes; a second call does nothing. The caller's own tool objects open again on their
         next use."""
-        sources, self._sources = self._sources, []
+        tool_sources, self._sources = self._sources, []
         try:
-            await asyncio.gather(*(source.close() for source in sources))
+            await asyncio.gather(*(tool_source.close() for tool_source in tool_sources))
             if self._program is not None:
                 await self._program.endpoint.close()
             if self._pool is not None:
@@ -175,10 +175,10 @@ def with_tools(environment: Any, tools: Sequence[ToolOrSource], system_prompt: s
     return EquippedEnvironment
 
 
-def find_recording(name: str | Path, runs: str | Path) -> Path:
+def find_recording(run_or_folder: str | Path, runs: str | Path) -> Path:
     """Return the folder of a recording by a run's name, a path, or a file of episodes."""
-    path = Path(name).expanduser()
-    for folder in (Path(runs).expanduser() / name, path, recording_beside(path)):
+    path = Path(run_or_folder).expanduser()
+    for folder in (Path(runs).expanduser() / run_or_folder, path, recording_beside(path)):
         if (folder / CALLS_FILE).is_file():
             return folder
         if is_run(folder):
@@ -188,7 +188,7 @@ def find_recording(name: str | Path, runs: str | Path) -> Path:
             )
     recordings = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS_FILE).is_file()) or "none"
     raise ValueError(
-        f"there is no recording {str(name)!r} to replay; the recorded runs in {runs}: {recordings}"
+        f"there is no recording {str(run_or_folder)!r} to replay; the recorded runs in {runs}: {recordings}"
     )
 
 

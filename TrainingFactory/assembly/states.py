@@ -36,16 +36,16 @@ def recurrent_layers(shape: Any) -> int:
     return sum(kind in STATE_TYPES for kind in _layer_types(shape))
 
 
-def row_bytes(shape: Any, size: int) -> int:
+def row_bytes(shape: Any, itemsize: int) -> int:
     """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state has `size`
     bytes."""
-    if not (layers := recurrent_layers(shape)):
+    if not (num_layers := recurrent_layers(shape)):
         return 0
-    layer = recurrent_layer(shape, size)
-    return layers * (layer.channels * layer.kernel * size + layer.state * layer.state_bytes)
+    sizes = recurrent_layer(shape, itemsize)
+    return num_layers * (sizes.channels * sizes.kernel * itemsize + sizes.state * sizes.state_bytes)
 
 
-def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
+def recurrent_layer(shape: Any, itemsize: int) -> RecurrentSizes:
     """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` with an attribute
     `recurrent` holds them already."""
     if (sizes := getattr(shape, "recurrent", None)) is not None:  # foreign object
@@ -78,7 +78,7 @@ def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
     width = get("head_dim") or shape.hidden_size // shape.num_attention_heads  # lightning attention
     state = shape.num_attention_heads * width * width
     chunk = get("block_size") or CHUNK
-    return RecurrentSizes(0, 0, state, size, 4 * state + 4 * chunk * shape.num_attention_heads * width)
+    return RecurrentSizes(0, 0, state, itemsize, 4 * state + 4 * chunk * shape.num_attention_heads * width)
 
 
 def _delta_flops(key_width: int, value_width: int) -> int:

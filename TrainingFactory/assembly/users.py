@@ -85,17 +85,17 @@ def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) 
         return _client_with(settings.endpoint(), settings)
     options: dict[str, Any] = {"model": section.model, **section.options}
     limits = {name: options.pop(name) for name in CLIENT_OPTIONS if name in options}
-    sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
-    judge: JudgeOptions = make_from(JudgeOptions, options, "the model of environment.user")
-    if judge.replicas > 1 and config.compute.backend != "ray":
+    sampling_options = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
+    judge_options: JudgeOptions = make_from(JudgeOptions, options, "the model of environment.user")
+    if judge_options.replicas > 1 and config.compute.backend != "ray":
         raise ValueError(
-            f"replicas={judge.replicas} needs compute.backend=ray: without Ray it has one process"
+            f"replicas={judge_options.replicas} needs compute.backend=ray: without Ray it has one process"
         )
-    params = make_from(RequestOptions, sampling, "options of the model of environment.user")
-    limits = {"concurrency": REQUESTS_PER_ENGINE * judge.replicas} | limits
+    params = make_from(RequestOptions, sampling_options, "options of the model of environment.user")
+    limits = {"concurrency": REQUESTS_PER_ENGINE * judge_options.replicas} | limits
     settings = make_from(EndpointSettings, {"model": section.model} | limits, "the model of environment.user")
-    model_path = find_judge_model(judge.model, config)
-    return _client_with(LocalJudge(judge, model_path, params, config, "simulated user"), settings)
+    model_path = find_judge_model(judge_options.model, config)
+    return _client_with(LocalJudge(judge_options, model_path, params, config, "simulated user"), settings)
 
 
 def _client_with(model: Any, settings: EndpointSettings) -> UserClient:

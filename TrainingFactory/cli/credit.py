@@ -55,9 +55,9 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     console.print(Text.assemble((f"member {trajectory.member}", "bold"), " | ", status, f" | {reward}"))
     if episode.left_out:
         console.print(Text(escape_control(episode.left_out), style="italic"))
-    for number, turn in enumerate(episode.turns, 1):
+    for turn_number, turn in enumerate(episode.turns, 1):
         summary = "  ".join(turn.summary(credit.measure))
-        grid.add_row(Text(f"turn {number}", style="bold"), Text(summary, style="bold"))
+        grid.add_row(Text(f"turn {turn_number}", style="bold"), Text(summary, style="bold"))
         grid.add_row("", _coloured_text(turn, credit))
         for reply in turn.turn.replies:
             grid.add_row(
@@ -84,5 +84,7 @@ def _credit_style(level: int) -> Style | None:
         return None
     colour = GREEN if level > 0 else RED
     strength = abs(level) / LEVELS
-    red, green, blue = (round(p + (c - p) * strength) for p, c in zip(PALE, colour, strict=True))
+    red, green, blue = (
+        round(pale + (full - pale) * strength) for pale, full in zip(PALE, colour, strict=True)
+    )
     return Style.parse(f"rgb(0,0,0) on rgb({red},{green},{blue})")

@@ -73,8 +73,8 @@ def convert(
         return 1
     if conversion.note:
         show.note(f"note: {conversion.note}")
-    rows_of_layout = [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
-    write_rows(out, rows_of_layout, conversion.images)
+    output_rows = [swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
+    write_rows(out, output_rows, conversion.images)
     usage_note = f"train on them with data.dataset={out}"
     if layout in get_args(Provider):
         usage_note = f"upload the file to {layout} yourself"
@@ -102,8 +102,8 @@ def show_(
     from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
     dataset_fit = fit_forms(find_dataset(source, runs), split, SAMPLE)
-    first_fit = next(iter(dataset_fit.fits.values()), None)
-    for example in first_fit.found[:rows] if first_fit else []:
+    first_examples = next(iter(dataset_fit.fits.values()), None)
+    for example in first_examples.found[:rows] if first_examples else []:
         for number, dialogue in enumerate(example.conversations, 1):
             reward = dialogue.reward
             title = f"{example.where}: {example.id}"

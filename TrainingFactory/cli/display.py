@@ -85,15 +85,15 @@ class Display:
             return
         if trajectory.reward is not None:
             self._rewards.append(trajectory.reward.outcome)
-        mean = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
-        self.advance("episodes", self._num_expected, mean)
+        mean_text = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
+        self.advance("episodes", self._num_expected, mean_text)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         task_id = self._task_id(self.task, total)
         self._bars.update(task_id, completed=step, total=total)
         self._metrics |= metrics
         # A resumed run repeats the steps after its last checkpoint; replace them in the plot.
-        self._curve = {number: value for number, value in self._curve.items() if number < step}
+        self._curve = {past_step: value for past_step, value in self._curve.items() if past_step < step}
         self.earlier([{"step": step} | metrics])
         if not self._console.is_terminal:
             seconds = self._bars.tasks[task_id].time_remaining

@@ -74,12 +74,12 @@ def _check_output(output: Path | None, force: bool) -> None:
 
 
 def _as_mapping(variables: Sequence[str]) -> dict[str, str]:
-    if invalid := [text for text in variables if "=" not in text]:
-        raise ValueError(f"{invalid[0]!r} is not a variable. Write NAME=VALUE.")
-    return dict(text.split("=", 1) for text in variables)
+    if invalid_variables := [variable for variable in variables if "=" not in variable]:
+        raise ValueError(f"{invalid_variables[0]!r} is not a variable. Write NAME=VALUE.")
+    return dict(variable.split("=", 1) for variable in variables)
 
 
-def _write_config(source: Path, config_text: str, num_notes: int, output: Path | None) -> None:
+def _write_config(source_file: Path, config_text: str, num_notes: int, output: Path | None) -> None:
     """Check a translated config, and print it or write it to a file."""
     import yaml
 
@@ -90,7 +90,7 @@ def _write_config(source: Path, config_text: str, num_notes: int, output: Path |
     try:
         TrainingConfig(**yaml.load(config_text, ConfigLoader))
     except ValueError as error:  # a value of the source is not valid in a config
-        raise ValueError(f"{source}: {error}") from None
+        raise ValueError(f"{source_file}: {error}") from None
     if output is None:
         print(config_text, end="")
         return

@@ -56,7 +56,7 @@ def _summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the forecast as table rows, most important first."""
     gpu_memory, learners, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
     step_seconds_without = forecast["step_seconds_without"]
-    faster = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
+    faster_parts = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
     modes = {
         f"max_staleness {n}" if n else "synchronous": seconds
         for n, seconds in forecast["step_seconds_by_bound"].items()
@@ -79,7 +79,7 @@ def _summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         ("sampler memory", _format_memory(forecast["sampler_gib"], gpu_memory)),
         ("cost", f"{_format(forecast['gpu_hours'])} GPU-hours for {steps}"),
         *((f"try {key}", reason) for key, reason in forecast["advice"].items()),
-        ("step without", _format_seconds(faster)),
+        ("step without", _format_seconds(faster_parts)),
         ("step by mode", _format_seconds(modes)),
         ("step by learners", _format_seconds(splits)),
         ("model", f"{forecast['model']}, {forecast['parameters']:,} weights"),

@@ -96,8 +96,8 @@ def show_(
     rows += [("tag", f"{key}={value}") for key, value in entry.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
-            result = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
-            rows.append(("evaluation", result))
+            result_text = f"{evaluation_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
+            rows.append(("evaluation", result_text))
     for decision in decisions:
         if version == entry.model or entry.number in (decision["number"], decision["was"]):
             rows.append((decision["kind"], _decision_text(decision)))
@@ -208,9 +208,9 @@ def promote(
     show.columns(["passed", "check", "result"], rows)
     if comparison is not None:
         change = comparison.difference
-        counts = f"{len(comparison.better)} better, {len(comparison.worse)} worse"
+        flip_counts = f"{len(comparison.better)} better, {len(comparison.worse)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
-        print(f"all evaluated tasks: {interval}, {counts}, exact McNemar p = {comparison.p:.3g}")
+        print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p:.3g}")
     verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
     print(f"{promotion.version} {verdict}: {decision.text}")
     return status
@@ -307,23 +307,23 @@ def verify(
     ```
     """
     model_registry = _open_registry(file, where)
-    damaged = model_registry.verify(version)
-    count = 1 if version is not None else len(model_registry.versions())
+    problems_by_version = model_registry.verify(version)
+    num_versions = 1 if version is not None else len(model_registry.versions())
     if as_json:
-        print(json.dumps({"versions": count, "damaged": damaged}))
-        return DAMAGED if damaged else 0
-    if not damaged:
-        print(f"{show.pluralize(count, 'version')}: all checksums match")
-    for name, texts in damaged.items():
-        for text in texts:
-            show.fail(f"{name}: {text}")
-    return DAMAGED if damaged else 0
+        print(json.dumps({"versions": num_versions, "damaged": problems_by_version}))
+        return DAMAGED if problems_by_version else 0
+    if not problems_by_version:
+        print(f"{show.pluralize(num_versions, 'version')}: all checksums match")
+    for version_name, problems in problems_by_version.items():
+        for problem in problems:
+            show.fail(f"{version_name}: {problem}")
+    return DAMAGED if problems_by_version else 0
 
 
 def _parse_tags(options: Sequence[str]) -> dict[str, str]:
     pairs = [option.partition("=") for option in options]
-    if invalid := [key for key, separator, _ in pairs if not separator or not key]:
-        raise ValueError(f"--tag {invalid[0]!r} is not KEY=VALUE")
+    if invalid_tags := [key for key, separator, _ in pairs if not separator or not key]:
+        raise ValueError(f"--tag {invalid_tags[0]!r} is not KEY=VALUE")
     return {key: value for key, _, value in pairs}
 
 
