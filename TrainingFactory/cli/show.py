@@ -82,7 +82,7 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for name in names:
         grid.add_column(Text(escape_control(name)), overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(escape_control(value)) for value in row))
+        grid.add_row(*(Text(escape_control(cell)) for cell in row))
     console(stderr=False).print(grid)
 
 
@@ -101,9 +101,9 @@ def episode(trajectory: Trajectory, title: str) -> None:
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
         if span.row > row_index:  # an external agent may hold several conversations in one episode
             row_index = span.row
-            fold = f", folded: {turn.fold}" if turn.fold else ""
-            length = f"({len(turn.prompt_ids)} tokens{fold})"
-            rows.add_row(Text(f"row {row_index + 1}", style="dim"), Text(length, style="dim"))
+            fold_note = f", folded: {turn.fold}" if turn.fold else ""
+            length_note = f"({len(turn.prompt_ids)} tokens{fold_note})"
+            rows.add_row(Text(f"row {row_index + 1}", style="dim"), Text(length_note, style="dim"))
         if turn.summary:
             rows.add_row(
                 Text("summary", style="dim"), Text("the model summarises the conversation", style="dim")

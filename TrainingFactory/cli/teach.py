@@ -87,8 +87,8 @@ def teach(
     config = read_config(*config_source(env, options))
     teaching = Teaching(config, settings, out, episodes, show.note)
     if teaching.num_finished:
-        count = show.pluralize(teaching.num_finished, "finished episode")
-        show.note(f"{teaching.folder} has {count}, which are not played again")
+        episodes_text = show.pluralize(teaching.num_finished, "finished episode")
+        show.note(f"{teaching.folder} has {episodes_text}, which are not played again")
     return _run_teaching(teaching, Selection(to, min_reward, best), as_json)
 
 
@@ -96,9 +96,9 @@ def _judge_options(judge: str | None, out: Path) -> list[str]:
     """Return the overrides that let a model score the episodes; its replies are recorded too."""
     if judge is None:
         return []
-    values = {"reward.type": "model_judge", "reward.model": judge}
-    values |= {"reward.options": {"cache": str(out / "judged.sqlite")}}
-    return [key_value(key, value) for key, value in values.items()]
+    overrides = {"reward.type": "model_judge", "reward.model": judge}
+    overrides |= {"reward.options": {"cache": str(out / "judged.sqlite")}}
+    return [key_value(key, value) for key, value in overrides.items()]
 
 
 def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> int:

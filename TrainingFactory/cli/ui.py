@@ -91,14 +91,14 @@ def _token(file: Path | None, no_token: bool) -> str | None:
     """Return the access token; None: no token is required. Removes TFACTORY_UI_TOKEN from the environment, so that
     programs started by the UI cannot read it."""
     token = os.environ.pop(TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(24)
-    source = TOKEN_VARIABLE
+    origin = TOKEN_VARIABLE
     if no_token and file is not None:
         raise ValueError("--no-token and --token-file exclude each other. Remove one of them.")
     if file is not None:
         token = _stored_token(file.expanduser(), token)
-        source = f"--token-file {file}"
+        origin = f"--token-file {file}"
     if not re.fullmatch(r"[A-Za-z0-9_.~-]{16,}", token):
-        raise ValueError(f"{source}: the token must have at least 16 letters, digits or characters of _.~-")
+        raise ValueError(f"{origin}: the token must have at least 16 letters, digits or characters of _.~-")
     return None if no_token else token
 
 

@@ -115,17 +115,17 @@ class DraftCheck(BaseModel):
 
 def options() -> Options:
     """Return the sections of the config form with their options."""
-    result = []
+    groups = []
     for name in TrainingConfig.model_fields:
         section = sections().get(name)
         if section is None:  # tools, a list
-            entries = [_option(name, {"type": "array", "default": []})]
+            fields = [_option(name, {"type": "array", "default": []})]
         else:
             properties = section.model_json_schema()["properties"]
-            entries = [_option(f"{name}.{key}", schema) for key, schema in properties.items()]
+            fields = [_option(f"{name}.{key}", schema) for key, schema in properties.items()]
         help_text = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
-        result.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=entries))
-    return Options(sections=result)
+        groups.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=fields))
+    return Options(sections=groups)
 
 
 def _option(key: str, schema: Mapping[str, Any]) -> Option:
@@ -185,12 +185,12 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
         return DraftCheck(
             options=draft.options, yaml=draft.yaml or "", problems=config_problems(error), notices=[]
         )
-    texts, folder = [*notices(config), *unused_options(config)], config.logging.output_dir
-    if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
-        texts.append(f"logging.output_dir: runs started here are saved to {runs}, not to {folder}")
+    notes, output_folder = [*notices(config), *unused_options(config)], config.logging.output_dir
+    if "output_dir" in config.logging.model_fields_set and Path(output_folder).resolve() != runs.resolve():
+        notes.append(f"logging.output_dir: runs started here are saved to {runs}, not to {output_folder}")
     problems = start_problems(with_runs_folder(config, runs))
-    options, text = flat_options(config), minimal_yaml(config)
-    return DraftCheck(options=options, yaml=text, problems=problems, notices=texts)
+    options, yaml_text = flat_options(config), minimal_yaml(config)
+    return DraftCheck(options=options, yaml=yaml_text, problems=problems, notices=notes)
 
 
 def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
@@ -207,8 +207,8 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
     config = collect("", lambda: resolve_ids(config)) or config
     collect("model.name", lambda: with_resolved_model(config))
-    kind, has_dataset = KINDS[config.training.algorithm], config.data.dataset is not None
-    plays_episodes = kind.samples or (kind.demonstrations and not has_dataset)
+    algorithm_kind, has_dataset = KINDS[config.training.algorithm], config.data.dataset is not None
+    plays_episodes = algorithm_kind.samples or (algorithm_kind.demonstrations and not has_dataset)
     collect("", lambda: check_options(config, has_dataset))
     if (name := config.environment.environment_id) is not None:
         collect("environment.environment_id", lambda name=name: check_name(name))
@@ -229,18 +229,18 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
 def config_problems(error: ConfigError) -> list[ConfigProblem]:
     """Return the problems by key, without the name of the temporary file that held the draft."""
-    rows = []
+    problems = []
     for problem in error.problems:
         key, line = dotted(problem.key), problem.location.rpartition(":")[2]
         value_note = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
         line_number = int(line) if line.isdecimal() else None
-        rows.append(ConfigProblem(key=key, message=problem.text + value_note, line=line_number))
-    return rows
+        problems.append(ConfigProblem(key=key, message=problem.text + value_note, line=line_number))
+    return problems
 
 
 def minimal_yaml(config: TrainingConfig) -> str:
-    data = config.model_dump(exclude_defaults=True)
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True) if data else ""
+    changed_options = config.model_dump(exclude_defaults=True)
+    return yaml.safe_dump(changed_options, sort_keys=False, allow_unicode=True) if changed_options else ""
 
 
 def flat_options(config: TrainingConfig) -> dict[str, Any]:

@@ -44,8 +44,8 @@ class Labels(BaseModel):
 class JudgeRoutes:
     """HTTP routes for judge audits and labels; `find` returns the run with a given name."""
 
-    def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find, self._lock = runs, find, threading.Lock()
+    def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
+        self._runs, self._find, self._lock = runs, find_run, threading.Lock()
         site.add("GET", "/api/audits", self.audits)
         site.add("GET", "/api/labels", self.labels)
         site.add("POST", "/api/labels", self.label)
@@ -57,11 +57,11 @@ class JudgeRoutes:
     def labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""
         path = self._path(run)
-        rows, unread = _read_labels(path)
+        labels, unread_lines = _read_labels(path)
         gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
-        rows = [LabelRow(**row) for row in rows.values()]
+        rows = [LabelRow(**row) for row in labels.values()]
         command = f"tfactory judge audit --gold {gold_arguments} base_url=URL model=NAME"
-        return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
+        return Labels(path=str(path), rows=rows, unread=len(unread_lines), command=command)
 
     def _path(self, run: str) -> Path:
         return self._runs / "labels" / f"{self._find(run).name}.jsonl"
@@ -96,11 +96,11 @@ def gold_row(request: Label, view: EpisodeView) -> Json:
 
 def _read_labels(path: Path) -> tuple[dict[int, Json], list[str]]:
     """Return the labels in a file by episode number, and the lines that this page did not write."""
-    rows, other_lines = dict[int, Json](), list[str]()
+    labels, other_lines = dict[int, Json](), list[str]()
     for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
         try:
             row = json.loads(line or "null")
-            rows[LabelRow(**row).number] = row
+            labels[LabelRow(**row).number] = row
         except (ValueError, TypeError):  # pydantic's own is a ValueError
             other_lines += [line] if line.strip() else []
-    return rows, other_lines
+    return labels, other_lines

@@ -47,10 +47,10 @@ class RunEvents:
         while not self.stopping():
             await asyncio.sleep(POLL_SECONDS)
             rows = await self._poll_runs()
-            changed = [row for name, row in rows.items() if row is not rows_before.get(name)]
-            gone = [name for name in rows_before if name not in rows]
-            if changed or gone:
-                yield event("runs", RunChanges(runs=changed, gone=gone))
+            changed_rows = [row for name, row in rows.items() if row is not rows_before.get(name)]
+            gone_names = [name for name in rows_before if name not in rows]
+            if changed_rows or gone_names:
+                yield event("runs", RunChanges(runs=changed_rows, gone=gone_names))
             rows_before = rows
             if reader is not None and reader.run.name in rows:
                 for change in await asyncio.to_thread(reader.read_events):
@@ -73,8 +73,8 @@ class _FileReader:
             events.append(event("log", log.model_copy(update={"start": self._log})))
         self._metrics, self._log = metrics.offset, log.offset
         if (stat := file_stat(self.run.path / FINDINGS)) != self._findings:
-            rows = [finding.model_dump() for finding in findings(self.run)]
-            events.append(event("findings", {"findings": rows}))
+            finding_rows = [finding.model_dump() for finding in findings(self.run)]
+            events.append(event("findings", {"findings": finding_rows}))
         self._findings = stat
         return events
 
@@ -83,8 +83,8 @@ def _last_line_end(path: Path) -> int:
     """Return the position after the last complete line of a file."""
     try:
         with open_regular(path) as file:
-            start = max(0, file.seek(0, 2) - TAIL_BYTES)
-            file.seek(start)
-            return start + file.read().rfind(b"\n") + 1
+            tail_start = max(0, file.seek(0, 2) - TAIL_BYTES)
+            file.seek(tail_start)
+            return tail_start + file.read().rfind(b"\n") + 1
     except FileNotFoundError:
         return 0

@@ -114,8 +114,8 @@ class _Job:
 
 
 class ManageRoutes:
-    def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find = runs, find
+    def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
+        self._runs, self._find = runs, find_run
         self._jobs: list[_Job] = []
         self._change_lock = threading.Lock()
         site.add("GET", "/api/runs/{name}/references", self.references)
@@ -140,9 +140,9 @@ class ManageRoutes:
         run = self._find(name)
         with self._change_lock, _conflict_on_error():
             self._check_idle(name)
-            renamed = manage.rename_run(run, request.new_name, self._runs)
-        arguments = shlex.join(["tfactory", "runs", "rename", name, renamed.name])
-        return ManagedRun(name=renamed.name, command=arguments + runs_option(self._runs))
+            renamed_run = manage.rename_run(run, request.new_name, self._runs)
+        arguments = shlex.join(["tfactory", "runs", "rename", name, renamed_run.name])
+        return ManagedRun(name=renamed_run.name, command=arguments + runs_option(self._runs))
 
     def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
         """Delete a run that is not running. `force`: although other runs need its files."""
@@ -193,15 +193,15 @@ class ManageRoutes:
         self, name: str, kind: Literal["eval", "export"], checkpoint: str, options: list[str]
     ) -> JobView:
         run = self._find(name)
-        log = run.path / f"{kind}.log"
+        log_file = run.path / f"{kind}.log"
         arguments = [kind, f"{run.path.resolve()}@{checkpoint}", *options]
         with self._change_lock:
             if any(job.kind == kind for job in self._running(name)):
                 raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
-            with open_regular(log, "ab") as output:
-                log_start = output.tell()
-                process = processes.launch(arguments, output)
-            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log, log_start, process)
+            with open_regular(log_file, "ab") as log_stream:
+                log_start = log_stream.tell()
+                process = processes.launch(arguments, log_stream)
+            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log_file, log_start, process)
             self._jobs.append(job)
         return job.view(len(self._jobs) - 1)
 
@@ -209,8 +209,8 @@ class ManageRoutes:
         return [job for job in self._jobs if job.run == name and job.process.poll() is None]
 
     def _check_idle(self, name: str) -> None:
-        if running := self._running(name):
-            raise ValueError(f"run {name} is in use by its {running[0].kind}. Wait for it, or cancel it")
+        if running_jobs := self._running(name):
+            raise ValueError(f"run {name} is in use by its {running_jobs[0].kind}. Wait for it, or cancel it")
 
 
 @contextmanager

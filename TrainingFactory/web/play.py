@@ -93,8 +93,8 @@ class PlayRoutes:
 
     def choices(self) -> PlayChoices:
         """List the models and environments of the playground."""
-        entries = catalog.names("environment").items()
-        names = [name for name, alias in entries if alias is None and not name.endswith("/")]
+        aliases = catalog.names("environment").items()
+        names = [name for name, alias in aliases if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
@@ -117,24 +117,24 @@ class PlayRoutes:
 
     async def begin(self, request: ConversationRequest) -> OpenedConversation:
         """Load a model in its worker process, and begin a conversation in an environment."""
-        available = await asyncio.to_thread(self.choices)
-        choices = {"model": available.models, "environment": [{"name": None}, *available.environments]}
+        play_choices = await asyncio.to_thread(self.choices)
+        choices = {"model": play_choices.models, "environment": [{"name": None}, *play_choices.environments]}
         for field, options in choices.items():
             if (value := getattr(request, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        arguments["spending"] = self._spending_file(request.model, available.models)
-        opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
-        self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._folder.name}
-        return OpenedConversation(id=arguments["id"], **opened)
+        arguments["spending"] = self._spending_file(request.model, play_choices.models)
+        reply = await self._pool.ask(f"play:{request.model}", "begin", arguments)
+        self._open[arguments["id"]] = arguments | {"tools": reply["tools"], "stop": self._folder.name}
+        return OpenedConversation(id=arguments["id"], **reply)
 
     async def say(self, id: str, request: AnswerRequest) -> Events:
         """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
         conversation = self._find(id)
         # A new file per answer, because the previous one may still be ending.
-        conversation["stop"] = stop = f"{self._folder.name}/{secrets.token_hex(8)}"
+        conversation["stop"] = stop_file = f"{self._folder.name}/{secrets.token_hex(8)}"
         arguments = conversation | request.model_dump()
-        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop).touch)
+        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop_file).touch)
 
     def stop(self, id: str) -> ConversationRequest:
         """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
@@ -153,9 +153,9 @@ class PlayRoutes:
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
             file.seek(0)
-            count = sum(1 for _ in file)
+            num_rows = sum(1 for _ in file)
         command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
-        return SavedRow(path=str(path), rows=count, command=command)
+        return SavedRow(path=str(path), rows=num_rows, command=command)
 
     def _spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
         """Return the file in which an endpoint's paid replies are logged; None for a local model."""

@@ -89,8 +89,8 @@ class PlayConversation(ABC):
             if task is not None and not matching_tasks:
                 raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
             # The person's own words replace the prompt of the first task, whose data the environment may need.
-            own_tasks = [replace(first, id=self.task.id, prompt="") for first in self.tasks[:1]]
-            self.task = [*matching_tasks, *own_tasks, self.task][0]
+            user_tasks = [replace(first_task, id=self.task.id, prompt="") for first_task in self.tasks[:1]]
+            self.task = [*matching_tasks, *user_tasks, self.task][0]
             if self._computes_reward:
                 await self._open_reward()
         except BaseException:
@@ -158,7 +158,7 @@ class PlayConversation(ABC):
         """Return the reward of the conversation, or the reason why scoring failed; (None, None) if there is nothing to
         score. The answer begins at position `start_index` of `seen`."""
         trajectory = answer.trajectory
-        positions = [n for n, seen in enumerate(self.seen) if n >= start_index and seen.role == "assistant"]
+        positions = [i for i, seen in enumerate(self.seen) if i >= start_index and seen.role == "assistant"]
         self._turns |= dict(zip(positions, trajectory.turns, strict=True))
         has_ended = not was_stopped and trajectory.status not in ("error", "tool_failure")
         has_reward = self._reward or self._reward_problem or getattr(self.environment, "reward", None)
@@ -167,12 +167,12 @@ class PlayConversation(ABC):
         if self._reward_problem is not None:
             return None, self._reward_problem
         prompt, turns = self._as_episode()
-        scored = await answer.score(prompt, turns)
-        if scored.reward is None:
-            return None, scored.error
-        step_rewards = scored.reward.steps[len(turns) - len(trajectory.turns) :]
-        trajectory.reward = replace(scored.reward, steps=step_rewards)
-        return scored.reward, None
+        scored_answer = await answer.score(prompt, turns)
+        if scored_answer.reward is None:
+            return None, scored_answer.error
+        step_rewards = scored_answer.reward.steps[len(turns) - len(trajectory.turns) :]
+        trajectory.reward = replace(scored_answer.reward, steps=step_rewards)
+        return scored_answer.reward, None
 
     def _as_episode(self) -> tuple[list[Message], list[Turn]]:
         """Return the conversation as an episode. A user message becomes a reply to the turn before it."""
@@ -244,12 +244,12 @@ def _result_view(result: ToolResult) -> JobArguments:
 def config_of(arguments: JobArguments) -> TrainingConfig:
     """Return the config of a conversation: the model's own, with the chosen environment, tools and reward."""
     config = serving_config(find_model(arguments["model"], arguments["runs"]))
-    kind, _, name = (arguments["environment"] or "").partition(":")
+    prefix, _, name = (arguments["environment"] or "").partition(":")
     changes: JobArguments = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
-    if kind == "environment":
+    if prefix == "environment":
         changes["environment"] = config.environment.model_copy(update={"environment_id": name})
         changes["data"] = config.data.model_copy(update={"count": MAX_TASKS})
-    elif kind == "run":
+    elif prefix == "run":
         run_config = RunFolder(Path(arguments["runs"]) / name).config
         environment = run_config.environment.model_copy(update={"user": None})  # the person is the user
         changes |= {"environment": environment, "tools": run_config.tools, "data": run_config.data}

@@ -76,8 +76,8 @@ class EndpointConversation(PlayConversation):
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> EndpointAnswer:
         answer = EndpointAnswer(self, await self.sampler(), history, arguments, tell)
-        stored = {n: self._originals.get((n, _message_key(message))) for n, message in enumerate(history)}
-        answer.originals = {n: original for n, original in stored.items() if original is not None}
+        stored = {i: self._originals.get((i, _message_key(message))) for i, message in enumerate(history)}
+        answer.originals = {i: original for i, original in stored.items() if original is not None}
         return answer
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
@@ -114,9 +114,9 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
         return []  # the trajectory has the conversation, which the environment has seen
 
-    async def _ask(self, messages: Sequence[Message], number: int) -> ModelReply:
+    async def _ask(self, messages: Sequence[Message], turn_index: int) -> ModelReply:
         try:
-            return await super()._ask(messages, number)
+            return await super()._ask(messages, turn_index)
         except EndpointStopped as error:
             raise ModelFailure(str(error), "unavailable") from error
 
@@ -132,10 +132,10 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
 def _spending(sampler: EndpointSampler) -> JobArguments:
     """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
     usages, budget = sampler.client.counted_usage, sampler.settings.budget
-    total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
-    total["cost"] = total["cost"] if budget.priced else None
+    total_usage: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
+    total_usage["cost"] = total_usage["cost"] if budget.priced else None
     limits = {name: value for name, value in asdict(budget).items() if name in LIMITS and value is not None}
-    return total | {"limits": limits}
+    return total_usage | {"limits": limits}
 
 
 def _message_key(message: Message) -> str:

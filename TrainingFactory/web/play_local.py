@@ -79,18 +79,18 @@ class LocalAnswer(PlayedAnswer):
         self, ids: list[int], number: int, max_tokens: int | None = None
     ) -> Completion:
         """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
-        whole, limit = Completion([], [], "length"), max(1, min(self._max_tokens, self.max_length - len(ids)))
-        while whole.finish == "length" and len(whole.token_ids) < limit:
-            params = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, limit - len(whole.token_ids)))
+        reply, limit = Completion([], [], "length"), max(1, min(self._max_tokens, self.max_length - len(ids)))
+        while reply.finish == "length" and len(reply.token_ids) < limit:
+            params = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, limit - len(reply.token_ids)))
             self.rules = replace(self.rules, params=params)
-            chunk = await super()._sample_completion(ids + whole.token_ids, number)
-            sampled, logprobs = whole.token_ids + chunk.token_ids, whole.logprobs + chunk.logprobs
-            whole = Completion(sampled, logprobs, chunk.finish, chunk.policy_version)
-            shown_ids = sampled[:-1] if chunk.finish == "stop" else sampled
+            chunk = await super()._sample_completion(ids + reply.token_ids, number)
+            sampled_ids, logprobs = reply.token_ids + chunk.token_ids, reply.logprobs + chunk.logprobs
+            reply = Completion(sampled_ids, logprobs, chunk.finish, chunk.policy_version)
+            shown_ids = sampled_ids[:-1] if chunk.finish == "stop" else sampled_ids
             self.tell({"text": self.rules.chat.decode(shown_ids).rstrip("\ufffd")})  # incomplete character
             if self.stop_file.exists():
                 break
-        return whole
+        return reply
 
     async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         for call in turn.message.tool_calls:

@@ -45,8 +45,8 @@ async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments
     return {
         "tools": [spec_to_dict(spec) for spec in conversation.specs],
         "messages": [message_to_dict(message) for message in messages],
-        "tasks": [{"id": t.id, "prompt": t.prompt if isinstance(t.prompt, str) else t.prompt[-1].content}
-                  for t in conversation.tasks],
+        "tasks": [{"id": task.id, "prompt": task.prompt if isinstance(task.prompt, str) else task.prompt[-1].content}
+                  for task in conversation.tasks],
     } | conversation.description()  # fmt: skip
 
 
@@ -59,18 +59,18 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
         history += await conversation.call_tools(messages[-1])
     answer = await conversation.begin_answer(history, arguments, tell)
     was_stopped = await answer.play_until_stopped()
-    trajectory, num_before = answer.trajectory, len(history)
+    trajectory, start_index = answer.trajectory, len(history)
     about_model = conversation.finish_answer(answer, history)
     for turn in trajectory.turns:
         history += [turn.message, *turn.replies]
     conversation.seen = history
-    reward, unscored = await conversation.score(answer, num_before, was_stopped)
+    reward, unscored_reason = await conversation.score(answer, start_index, was_stopped)
     # `anew`: the environment was restarted. `unscored`: why scoring failed.
     return {
         "messages": [message_to_dict(message) for message in history[len(messages) :]],
         "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": was_restarted,
         "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
-        "reward": None if reward is None else total(reward), "unscored": unscored,
+        "reward": None if reward is None else total(reward), "unscored": unscored_reason,
     } | about_model  # fmt: skip
 
 
@@ -90,6 +90,6 @@ async def _make_conversation(arguments: JobArguments) -> PlayConversation:
         return EndpointConversation(arguments)
     config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
-    loaded_models = [opened.served for opened in _open.values() if isinstance(opened, LocalConversation)]
-    served = loaded_models[0] if loaded_models else await asyncio.to_thread(load_served_model, config)
+    models = [opened.served for opened in _open.values() if isinstance(opened, LocalConversation)]
+    served = models[0] if models else await asyncio.to_thread(load_served_model, config)
     return LocalConversation(served, arguments)

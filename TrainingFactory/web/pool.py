@@ -26,7 +26,7 @@ class Pool:
         self._busy, self._last_jobs = Counter[str](), dict[str, object]()  # by kind: running jobs, last job
 
     async def ask(
-        self, kind: str, job: str, arguments: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
+        self, kind: str, job: str, arguments: dict[str, Any], report: Callable[[Any], None] = lambda _: None
     ) -> Any:
         """Run the job `job` of worker.py with `arguments` and return its result; `hear` gets its progress messages.
         Cancelling the call kills the process."""
@@ -36,7 +36,7 @@ class Pool:
         for name in idle_kinds[: max(0, len(idle_kinds) + self._busy.total() - MAX_PROCESSES)]:
             self._workers[name].kill()
         try:
-            answer = await worker.ask({"job": job, "given": arguments}, JOB_TIMEOUT, hear)
+            answer = await worker.ask({"job": job, "given": arguments}, JOB_TIMEOUT, report)
         except WorkerError as error:
             raise ApiError(f"the job failed: {error}", status=500, code="worker_failed") from error
         except (WorkerDied, WorkerTooSlow) as error:

@@ -32,25 +32,25 @@ _processes = list[subprocess.Popen[Any]]()
 async def train(config_text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with a config's YAML and wait until it begins; return the run's name and the command."""
     name = name or new_name(with_runs_folder(config, runs))
-    path, partial = runs / name, runs / f".{name}.part"
+    folder, staging = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")
-    if path.exists() or name in _starting_names:
+    if folder.exists() or name in _starting_names:
         raise ApiError(f"a run {name} already exists; choose another name", "name", status=409)
     _starting_names.add(name)
     try:
         # A run adopts a folder of this name as its own, so that its log is complete from the first line.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / START_CONFIG).write_text(config_text, encoding="utf-8")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        (staging / START_CONFIG).write_text(config_text, encoding="utf-8")
         options = [f"logging.output_dir={runs}", "--name", name]
-        await _start(["train", str(partial / START_CONFIG), *options], partial / LOG, lambda: is_run(path))
+        await _start(["train", str(staging / START_CONFIG), *options], staging / LOG, lambda: is_run(folder))
     except ApiError:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
         _starting_names.discard(name)
-    return name, shlex.join(["tfactory", "train", str(path / START_CONFIG), *options])
+    return name, shlex.join(["tfactory", "train", str(folder / START_CONFIG), *options])
 
 
 async def resume(run: RunFolder) -> str:
@@ -76,8 +76,8 @@ async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool])
         if process.returncode and not has_begun():
             output.seek(log_size)
             last_lines = end_of_output(output.read())
-            error = last_lines.partition("error: ")[2]
-            raise ApiError(error or last_lines or "the process exited at once", code="not_started")
+            error_text = last_lines.partition("error: ")[2]
+            raise ApiError(error_text or last_lines or "the process exited at once", code="not_started")
 
 
 def launch(arguments: list[str], output: IO[Any]) -> subprocess.Popen[Any]:

@@ -165,14 +165,14 @@ class Page:
         try:
             path = run.images.path(digest)
             with open_regular(path) as file:
-                content = file.read(MAX_PICTURE + 1)
+                image_bytes = file.read(MAX_PICTURE + 1)
         except (OSError, ValueError):
             raise ApiError(
                 f"run {name} has no image {digest[:80]}", "digest", status=404, code="not_found"
             ) from None
-        if len(content) > MAX_PICTURE or not content.startswith(PNG):
+        if len(image_bytes) > MAX_PICTURE or not image_bytes.startswith(PNG):
             raise ApiError(f"image {digest} of run {name} is damaged", "digest", status=500)
-        return Picture(content)
+        return Picture(image_bytes)
 
     async def group(
         self, name: str, step: int, task: str, group: str | None = None, credit: bool = True, learner: bool = False
