@@ -61,11 +61,11 @@ def export(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"
         )
-    with _write_aside(folder) as partial_folder:
+    with _write_atomically(folder) as partial_folder:
         if merge or dtype is not None:
-            _convert(exported, model.run, dtype, partial_folder)
+            _convert_checkpoint(exported, model.run, dtype, partial_folder)
         else:
-            _copy(exported, partial_folder)
+            _copy_checkpoint(exported, partial_folder)
         if exported.kind == "adapter":
             _fit_to_composite_base(exported, model.run, partial_folder)
         for file in REWARD_HEAD_FILES if exported.reward_model else ():
@@ -74,7 +74,7 @@ def export(
 
 
 @contextmanager
-def _write_aside(final_folder: Path) -> Iterator[Path]:
+def _write_atomically(final_folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `target` when it is complete."""
     partial_folder = final_folder.with_name(f".{final_folder.name}.part")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left by an interrupted export
@@ -87,7 +87,7 @@ def _write_aside(final_folder: Path) -> Iterator[Path]:
         raise
 
 
-def _copy(exported: ExportedModel, partial_folder: Path) -> None:
+def _copy_checkpoint(exported: ExportedModel, partial_folder: Path) -> None:
     for path in exported.source.iterdir():
         if path.is_file() and path.name not in EXCLUDED + REWARD_HEAD_FILES:
             shutil.copyfile(path, partial_folder / path.name)
@@ -121,7 +121,7 @@ def _base_options(run: TrainedBy | None) -> dict[str, Any]:
     return {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
 
 
-def _convert(
+def _convert_checkpoint(
     exported: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, partial_folder: Path
 ) -> None:
     """Save the model in another number format, or with its adapter merged."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Notify = Callable[[str], None]
 # Mean log-prob difference that rounding explains: float32 with other kernels, and 16-bit formats.
-TOLERANCE, TOLERANCE_16_BIT = 0.01, 0.1
+LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 0.01, 0.1
 
 
 def samples_elsewhere(config: TrainingConfig) -> bool:
@@ -106,7 +106,7 @@ def make_training_fleet(
 
         options = lora_options(publisher.rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
-    tolerance = TOLERANCE if publisher.dtype == "float32" else TOLERANCE_16_BIT
+    tolerance = LOGPROB_TOLERANCE if publisher.dtype == "float32" else LOGPROB_TOLERANCE_16_BIT
     return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
 
 
@@ -115,7 +115,7 @@ def make_serving_fleet(
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub. A model that neither holds unchanged, such as one
     with an adapter, is saved to a temporary folder first."""
-    folder, temporary_folder = None if loaded_model.notes else _loadable_model(config), None
+    folder, temporary_folder = None if loaded_model.notes else _find_loadable_model(config), None
     if folder is None:
         temporary_folder = tempfile.TemporaryDirectory(prefix="tfactory-model-")
         folder = temporary_folder.name
@@ -128,7 +128,7 @@ def make_serving_fleet(
     return _make_fleet(config, folder, length, episodes, spec, notify, keep_alive=temporary_folder)
 
 
-def _loadable_model(config: TrainingConfig) -> str | None:
+def _find_loadable_model(config: TrainingConfig) -> str | None:
     """Return the hub id or folder from which engines can load the unchanged model; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
@@ -142,7 +142,7 @@ def _loadable_model(config: TrainingConfig) -> str | None:
 
 def _make_fleet(
     config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], notify: Notify,
-    tolerance: float = TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
+    tolerance: float = LOGPROB_TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
     slots = min(config.sampling.slots, episodes)

@@ -14,7 +14,7 @@ from TrainingFactory.rollout.folding import SUMMARY_REQUEST, Folding
 
 DEFAULT_MAX_LENGTH = 4096
 KEY = ("environment", "context")
-KINDS_BY_KEY = {  # keys that only some kinds use
+FOLD_KINDS_BY_KEY = {  # keys that only some kinds use
     "keep_turns": ("window", "drop_thoughts", "drop_results"),
     "placeholder": ("drop_results",),
     "summary_tokens": ("summary",),
@@ -29,7 +29,7 @@ def make_folding(config: TrainingConfig, max_length: int | None = None) -> Foldi
     context = config.environment.context
     if context is None:
         return None
-    problems = [*_unused_keys(context), *_check_limits(config, context, max_length)]
+    problems = [*_check_unused_keys(context), *_check_limits(config, context, max_length)]
     template = SUMMARY_REQUEST if context.template is None else context.template
     function = None
     try:
@@ -62,10 +62,10 @@ def is_template_file(template: str) -> bool:
     return template.endswith((".txt", ".md")) and "\n" not in template
 
 
-def _unused_keys(context: ContextSection) -> list[Problem]:
+def _check_unused_keys(context: ContextSection) -> list[Problem]:
     return [
         Problem((*KEY, key), f"is for fold={' or '.join(fold_kinds)}, but fold is {context.fold}; remove it")
-        for key, fold_kinds in KINDS_BY_KEY.items()
+        for key, fold_kinds in FOLD_KINDS_BY_KEY.items()
         if context.fold not in fold_kinds
         and getattr(context, key) != ContextSection.model_fields[key].get_default()
     ]

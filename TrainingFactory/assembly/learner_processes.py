@@ -224,19 +224,19 @@ class LearnerRank:
         self._policy: Any = None
 
     async def call(self, method: str, *args: Any) -> None:
-        handlers = {"prepare": self._prepare, "build": self._build}
+        handlers = {"prepare": self._load_model, "build": self._build_policy}
         if method in handlers:
             await in_thread(handlers[method], *args)
         else:
             await getattr(self._policy, method)(*args)
 
-    def _prepare(self, config: TrainingConfig) -> None:
+    def _load_model(self, config: TrainingConfig) -> None:
         if _pick_device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
         self._config, self._loaded_model = config, build_sampler.load_trainable(config)
 
-    def _build(self, steps: int, has_episodes: bool) -> None:
+    def _build_policy(self, steps: int, has_episodes: bool) -> None:
         algorithm = make_algorithm(self._config)
         self._policy = build_sampler.make_publishing_policy(
             self._config, self._loaded_model, algorithm, steps, has_episodes

@@ -106,7 +106,7 @@ class LocalJudge:
     ) -> None:
         self.options = options
         self.role = role
-        self._name = model_name
+        self._model_name = model_name
         self._params = params
         self._config = config
         self._kind: Literal["native", "vllm"] = options.engine or config.sampling.engine
@@ -133,7 +133,7 @@ class LocalJudge:
         from TrainingFactory.models.loading import load_tokenizer
 
         settings, num_gpus = self.options, int(self.options.gpus or 0)
-        tokenizer = await in_thread(load_tokenizer, self._name)
+        tokenizer = await in_thread(load_tokenizer, self._model_name)
         chat = await in_thread(chat_format, tokenizer, thinking=settings.thinking)
         max_length = settings.max_length or min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length)
         engine_options = settings.engine_options
@@ -141,7 +141,7 @@ class LocalJudge:
             engine_options = {"tensor_parallel_size": num_gpus} | engine_options
         spec = EngineSpec(
             self._kind,
-            self._name,
+            self._model_name,
             max_length,
             REQUESTS_PER_ENGINE,
             device=settings.device,
@@ -152,7 +152,7 @@ class LocalJudge:
         patience = self._config.compute.start_timeout
         self._fleet = Fleet(hosts, settings.replicas, max_length, notify, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
-        return SampledJudge(self._fleet, chat, self._params, self._name)
+        return SampledJudge(self._fleet, chat, self._params, self._model_name)
 
     async def ask(self, request: ModelRequest) -> ModelReply:
         judge = await self.open()

@@ -50,10 +50,10 @@ def estimate_model_memory(
 ) -> dict[str, float]:
     """Estimate the bytes that a run needs for a loaded model, by part."""
     counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
-    return needed(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
+    return device_bytes(config, shape, counts, inputs, max_length, loaded_tower(causal_model(model)), images)
 
 
-def needed(
+def device_bytes(
     config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], max_length: int,
     tower: TowerShape | None = None, images: ImageUse | None = None,
 ) -> dict[str, float]:  # fmt: skip

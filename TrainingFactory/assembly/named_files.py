@@ -23,9 +23,9 @@ from TrainingFactory.runs.folder import CHAT_TEMPLATE, RunFolder
 from TrainingFactory.training.dataset import Dataset, UserObjects
 
 Section = TypeVar("Section", bound=BaseModel)
-Move = Callable[[str], str]  # from the name of a file to its new name
-DATA = ("tasks", "dataset", "heldout")
-ABOUT = "files"  # key of the run's environment.json
+RenameFile = Callable[[str], str]  # from the name of a file to its new name
+DATA_KEYS = ("tasks", "dataset", "heldout")
+FILES_KEY = "files"  # key of the run's environment.json
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
@@ -44,7 +44,7 @@ def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     return map_files(config, move)
 
 
-def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
+def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
     """Return the config with `move` applied to each file that it names."""
 
     def map_name(name: str) -> str:
@@ -54,7 +54,7 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         return f"{move(file)}:{attribute}" if attribute else move(file)
 
     environment, reward = config.environment, config.reward
-    data_files = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
+    data_files = {key: move(name) for key in DATA_KEYS if (name := getattr(config.data, key)) is not None}
     tools = [
         _replace_values(tool, name=map_name(tool.name))
         if tool.config is None
@@ -103,7 +103,7 @@ def _replace_values(section: Section, **values: Any) -> Section:
     return section.model_copy(update=updates) if updates else section
 
 
-def _map_values(value: Any, map_name: Move) -> Any:
+def _map_values(value: Any, map_name: RenameFile) -> Any:
     if isinstance(value, Mapping):
         return {key: _map_values(item, map_name) for key, item in value.items()}
     return map_name(value) if isinstance(value, str) else value
@@ -134,7 +134,7 @@ def changed_files(run_info: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name, path in _present_paths(run_info).items()
-        if (recorded_digest := run_info[ABOUT][name]["digest"]) is not None
+        if (recorded_digest := run_info[FILES_KEY][name]["digest"]) is not None
         and _exists(path)
         and recorded_digest != _digest(Path(path))
     ]
@@ -142,7 +142,7 @@ def changed_files(run_info: Mapping[str, Any]) -> list[str]:
 
 def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
-    paths = {name: file["path"] for name, file in run_info.get(ABOUT, {}).items()}
+    paths = {name: file["path"] for name, file in run_info.get(FILES_KEY, {}).items()}
     unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
     return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
 
@@ -166,7 +166,7 @@ def describe_start(
         "size": dataset.size,
         "digest": dataset.digest,
         "reward_model": None if reward_folder is None else str(reward_folder.resolve()),
-        ABOUT: describe_files(config),
+        FILES_KEY: describe_files(config),
         STARTED_FROM: model_provenance(config),
     }
 

@@ -21,7 +21,7 @@ from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
 from TrainingFactory.tools.runtime import is_lost, run_tool
 from TrainingFactory.types import ToolFailure, ToolResult
 
-HOST = "TrainingFactory.assembly.tools:make_hosted_tools"
+TOOLS_MAKER = "TrainingFactory.assembly.tools:make_hosted_tools"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
 STATE_LOST = "; this episode's state there is lost"
 NEW_PROCESS = f"[new process: the previous one died{STATE_LOST}]\n"
@@ -32,8 +32,8 @@ class RemoteTools:
     holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
 
     def __init__(self, num_workers: int | None) -> None:
-        self._count = num_workers
-        self.entries: list[ToolEntry] = []
+        self._num_workers = num_workers
+        self.tool_entries: list[ToolEntry] = []
         self.tools: list[Tool | ToolSource] = []
         self._workers: list[RayWorker] = []
         self.episodes: Counter[RayWorker] = Counter()
@@ -41,9 +41,9 @@ class RemoteTools:
     async def open(self) -> None:
         """Start the processes; raise ValueError if one cannot load the tools."""
         await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
-        settings = [entry.model_dump() for entry in self.entries]
-        num_workers = self._count or sum(node["Alive"] for node in require_ray().nodes())
-        self._workers = [RayWorker(HOST, settings, role="tools") for _ in range(num_workers)]
+        settings = [entry.model_dump() for entry in self.tool_entries]
+        num_workers = self._num_workers or sum(node["Alive"] for node in require_ray().nodes())
+        self._workers = [RayWorker(TOOLS_MAKER, settings, role="tools") for _ in range(num_workers)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
@@ -55,7 +55,7 @@ class RemoteTools:
     def session(self) -> RemoteSession:
         return RemoteSession(self, AsyncToolExecutor(self.tools))
 
-    def least_used(self) -> RayWorker:
+    def pick_least_used(self) -> RayWorker:
         return min(self._workers, key=lambda worker: self.episodes[worker])
 
     async def close(self) -> None:
@@ -67,7 +67,7 @@ class RemoteSession:
     """The remote calls of one episode, all in one process."""
 
     def __init__(self, remote_tools: RemoteTools, local_executor: AsyncToolExecutor) -> None:
-        self._source, self._local = remote_tools, local_executor
+        self._remote_tools, self._local_executor = remote_tools, local_executor
         self.tools = [_RemoteTool(tool, self) for tool in local_executor.tools]
         self._episode_id = secrets.token_hex(8)
         self._worker: RayWorker | None = None
@@ -75,8 +75,8 @@ class RemoteSession:
     async def call(self, tool_name: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
         """Run a tool call in the episode's process on the cluster; return the result and the process's number."""
         if self._worker is None:
-            self._worker = self._source.least_used()
-            self._source.episodes[self._worker] += 1
+            self._worker = self._remote_tools.pick_least_used()
+            self._remote_tools.episodes[self._worker] += 1
         try:
             reply = await self._worker.ask([self._episode_id, tool_name, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
@@ -87,10 +87,10 @@ class RemoteSession:
         return ToolResult(**reply), self._worker.starts
 
     async def close(self) -> None:
-        await self._local.close()
+        await self._local_executor.close()
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._source.episodes[worker] -= 1
+            self._remote_tools.episodes[worker] -= 1
         if worker is not None and worker.alive:
             with suppress(WorkerDied, WorkerError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):

@@ -47,7 +47,7 @@ def _load_scorer(name: str | None) -> Any:
     from TrainingFactory.learning.reward_models import RewardScorer  # torch
 
     if name is None:
-        return _untrained_scorer()
+        return _make_untrained_scorer()
     config = TrainingConfig()
     try:
         try:
@@ -65,7 +65,7 @@ def _load_scorer(name: str | None) -> Any:
         raise ValueError(f"{error}\n{hint}") from error
 
 
-def _untrained_scorer() -> LearnedReward:
+def _make_untrained_scorer() -> LearnedReward:
     from TrainingFactory.learning.heads import make_head
     from TrainingFactory.learning.reward_models import RewardScorer
     from TrainingFactory.models import chat_format, load_model

@@ -54,7 +54,7 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
     return _make_reward(RewardContext(config, load=True))
 
 
-def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
+def move_to_workers(reward: Any, config: TrainingConfig) -> RewardFunction | None:
     """Move a caller's ProcessReward of built-in rules into worker processes if optimization.distributed_reward is set;
     return any other reward unchanged."""
     scorer = reward.function if isinstance(reward, AdaptedReward) else reward
@@ -212,7 +212,7 @@ def _make_combined(
     section: RewardSection, section_key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     for name in SingleRewardSection.model_fields:
-        if getattr(section, name) != _default_of(name):
+        if getattr(section, name) != _get_default(name):
             message = "cannot be combined with reward.parts; leave it out, or move it into a part"
             problems.append(Problem((*section_key, name), message))
     parts: dict[str, tuple[float, Any]] = {}
@@ -240,7 +240,7 @@ def _make_single(
     options = dict(section.options)
     for option, types in SECTION_KEYS.items():
         value, message = getattr(section, option), ""
-        if value == _default_of(option):
+        if value == _get_default(option):
             continue
         if section.type not in types:
             message = f"is for {dotted(key)}.type={' or '.join(types)}; {dotted(key)}.type is {section.type}"
@@ -253,7 +253,7 @@ def _make_single(
     return None
 
 
-def _default_of(key: str) -> Any:
+def _get_default(key: str) -> Any:
     return SingleRewardSection.model_fields[key].get_default(call_default_factory=True)
 
 

@@ -41,7 +41,7 @@ class RunTools:
         self._config, self._user_tools = config, user_tools
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
-        self._sources: list[ToolSource] = []
+        self._tool_sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
         self._environment_metrics: Callable[[], dict[str, float]] = dict
         self._pool: ProcessPool | SharedBrowser | None = None
@@ -61,7 +61,7 @@ class RunTools:
         return str(self._recording.resolve()) if self._recording is not None else None
 
     @property
-    def sampled_ahead(self) -> RunFolder | None:
+    def sampled_ahead_run(self) -> RunFolder | None:
         """Return the replayed run if it used async rollouts, so that its groups are trained in their recorded order."""
         if self._recording is None or not is_run(self._recording):
             return None
@@ -82,8 +82,8 @@ class RunTools:
             tools: Sequence[ToolOrSource] = load_recorded_tools(self._recording)
         else:
             tools = make_tools(self._config, self._user_tools, environment)
-        self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
-        for tool_source in self._sources:
+        self._tool_sources = [tool for tool in tools if isinstance(tool, ToolSource)]
+        for tool_source in self._tool_sources:
             await tool_source.open()
         executor = AsyncToolExecutor(tools)
         self._specs = [tool.spec for tool in executor.tools]
@@ -130,7 +130,7 @@ class RunTools:
     async def close(self) -> None:
         """Stop servers and processes; a second call does nothing. The caller's own tool objects open again on their
         next use."""
-        tool_sources, self._sources = self._sources, []
+        tool_sources, self._tool_sources = self._tool_sources, []
         try:
             await asyncio.gather(*(tool_source.close() for tool_source in tool_sources))
             if self._program is not None:

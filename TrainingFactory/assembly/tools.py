@@ -42,7 +42,7 @@ def make_tools(
 ) -> list[ToolOrSource]:
     """Return the tools of the config and the `user_tools` objects; tool sources are not open yet. An entry that names a
     tool of the environment and sets no options adds nothing."""
-    environment_tools = _own_tool_names(environment)
+    environment_tools = _list_environment_tools(environment)
     server_files: set[str] = set()
     remote_tools = RemoteTools(config.environment.num_workers)
     uses_ray = config.compute.backend == "ray"
@@ -55,10 +55,10 @@ def make_tools(
                 raise ValueError(
                     f"{location}.remote: {entry.name} belongs to the environment, which runs in this process"
                 )
-            new_tools = [] if is_environment_tool else _tools_of(entry, location)
+            new_tools = [] if is_environment_tool else _load_tools(entry, location)
             # Only the sandbox is remote by default, because its state lasts no longer than an episode.
             if new_tools and uses_ray and (entry.remote or (entry.remote is None and entry.name in SANDBOX)):
-                remote_tools.entries.append(entry)
+                remote_tools.tool_entries.append(entry)
                 remote_tools.tools += new_tools
                 new_tools = [] if remote_tools in tools else [remote_tools]
             tools += new_tools
@@ -69,17 +69,17 @@ def make_tools(
             raise ValueError(f"{location}.options are for built-in tools; set a server's in {entry.config}")
         if entry.config not in server_files:
             server_files.add(entry.config)
-            tools += _tools_of_servers(entry.config, config.tools)
+            tools += _load_server_tools(entry.config, config.tools)
     return [*tools, *map(as_tool, user_tools)]
 
 
 def make_hosted_tools(entries: Sequence[Mapping[str, Any]]) -> Callable[..., Any]:
     """Make tools with the environment variables of this remote machine; return the function that answers calls."""
     uncached_entries = [ToolEntry(**entry).model_copy(update={"cache_enabled": False}) for entry in entries]
-    return HostedTools([tool for entry in uncached_entries for tool in _tools_of(entry, entry.name)]).answer
+    return HostedTools([tool for entry in uncached_entries for tool in _load_tools(entry, entry.name)]).answer
 
 
-def _own_tool_names(environment: EnvironmentFactory | None) -> set[str]:
+def _list_environment_tools(environment: EnvironmentFactory | None) -> set[str]:
     """Return the names of an environment class's own tools."""
     if not inspect.isclass(environment):
         return set()
@@ -87,12 +87,12 @@ def _own_tool_names(environment: EnvironmentFactory | None) -> set[str]:
     return {member.spec.name for member in members if isinstance(member, FunctionTool)}
 
 
-def _tools_of(entry: ToolEntry, location: str) -> list[ToolOrSource]:
+def _load_tools(entry: ToolEntry, location: str) -> list[ToolOrSource]:
     """Return the tools of an entry: a built-in tool, a tool of an installed package, or those of a Python file."""
     if is_file_name(entry.name):
         if entry.options:
             raise ValueError(f"{location}.options are for built-in tools; {entry.name} is a Python file")
-        tools = _tools_of_file(entry.name)
+        tools = _load_file_tools(entry.name)
     else:
         try:
             tools = [make_tool({"name": entry.name, "options": fill_variables(entry.options, "options")})]
@@ -108,7 +108,7 @@ def _tools_of(entry: ToolEntry, location: str) -> list[ToolOrSource]:
     ]
 
 
-def _tools_of_file(name: str) -> list[ToolOrSource]:
+def _load_file_tools(name: str) -> list[ToolOrSource]:
     """Load all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
     path, attribute, objects = load_objects("tool", name)
     if attribute:
@@ -119,7 +119,7 @@ def _tools_of_file(name: str) -> list[ToolOrSource]:
     return tools
 
 
-def _tools_of_servers(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
+def _load_server_tools(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
     """Return the tools of one MCP file: its built-in tools, and one source with the tools of all its servers that an
     entry of the config selects. The source opens one set of connections for all entries."""
     tool_servers = MCPTools.load_from_config(path)
@@ -143,18 +143,18 @@ class SelectedTools:
 
     def __init__(self, tool_source: ToolSource, selector: ToolSelector) -> None:
         self._source = tool_source
-        self._choose = selector
-        self._selected: dict[str, bool] = {}
+        self._selector = selector
+        self._selection: dict[str, bool] = {}
 
     async def open(self) -> None:
         await self._source.open()
         session = self._source.session()
         offered_tools = {tool.spec.name: options_of(tool).server for tool in session.tools}
         await session.close()
-        self._selected = self._choose(offered_tools)
+        self._selection = self._selector(offered_tools)
 
     def session(self) -> ToolSession:
-        return _SelectedSession(self._source.session(), self._selected)
+        return _SelectedSession(self._source.session(), self._selection)
 
     async def close(self) -> None:
         await self._source.close()

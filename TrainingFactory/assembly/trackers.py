@@ -31,7 +31,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        for label, text in _episode_texts(episodes).items():
+        for label, text in _format_episodes(episodes).items():
             # TensorBoard renders Markdown; indented lines are shown literally.
             self._writer.add_text(f"episodes/{label}", indent(text, "    ", lambda _: True), step)
 
@@ -53,7 +53,7 @@ class WandB:
         self._run.log(metrics, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        rows = [[step, label, text] for label, text in _episode_texts(episodes).items()]
+        rows = [[step, label, text] for label, text in _format_episodes(episodes).items()]
         self._run.log({"episodes": self._table(columns=["step", "which", "episode"], data=rows)}, step=step)
 
     def close(self) -> None:
@@ -80,14 +80,14 @@ class MLflow:
         self._mlflow.log_metrics(dotted_metrics, step=step)
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        for label, text in _episode_texts(episodes).items():
+        for label, text in _format_episodes(episodes).items():
             self._mlflow.log_text(text, f"episodes/{step:06d}-{label.replace(' ', '-')}.txt")
 
     def close(self) -> None:
         self._mlflow.end_run()
 
 
-def _episode_texts(episodes: Sequence[Trajectory]) -> dict[str, str]:
+def _format_episodes(episodes: Sequence[Trajectory]) -> dict[str, str]:
     """Return the best and the worst episode as text."""
     text_by_label = {}
     for label, episode in best_and_worst(episodes).items():

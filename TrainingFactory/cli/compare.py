@@ -111,7 +111,7 @@ def _print_comparison(comparison: Comparison, num_shown: int) -> None:
         ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
     ]
     directions = ("better on", better), ("worse on", worse)
-    rows += [(label, _task_ids(flips)) for label, flips in directions if flips]
+    rows += [(label, _format_task_ids(flips)) for label, flips in directions if flips]
     show.table(rows)
     for flip, episodes in comparison.episodes([*better[:num_shown], *worse[:num_shown]]):
         _print_episodes(comparison, flip, episodes)
@@ -119,7 +119,7 @@ def _print_comparison(comparison: Comparison, num_shown: int) -> None:
         show.note(f"note: {note}")
 
 
-def _task_ids(flips: Sequence[Flip], max_shown: int = 20) -> str:
+def _format_task_ids(flips: Sequence[Flip], max_shown: int = 20) -> str:
     omitted_note = f" and {len(flips) - max_shown} more" if len(flips) > max_shown else ""
     return ", ".join(flip.task for flip in flips[:max_shown]) + omitted_note
 

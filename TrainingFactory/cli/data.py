@@ -23,7 +23,7 @@ data = App(
 Dataset = Annotated[str, Parameter(help="File (JSONL, JSON, Parquet, CSV), saved dataset, hub id, or run.")]
 Split = Annotated[str, Parameter(help="Split to read, if the dataset has several.")]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
-SAMPLE = 500  # rows read to find the algorithms that a dataset fits
+MAX_CHECKED_ROWS = 500  # rows read to find the algorithms that a dataset fits
 
 
 @data.command
@@ -101,7 +101,7 @@ def show_(
     """
     from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
-    dataset_fit = fit_forms(find_dataset(source, runs), split, SAMPLE)
+    dataset_fit = fit_forms(find_dataset(source, runs), split, MAX_CHECKED_ROWS)
     first_examples = next(iter(dataset_fit.fits.values()), None)
     for example in first_examples.found[:rows] if first_examples else []:
         for number, dialogue in enumerate(example.conversations, 1):

@@ -36,7 +36,7 @@ def rl_factory(
     from TrainingFactory.integrations.rl_factory.translate import Translation
 
     _check_output(output, force)
-    translation = Translation(read_script(script, _as_mapping(variables)))
+    translation = Translation(read_script(script, _parse_variables(variables)))
     _write_config(script, translation.text(), len(translation.notes), output)
 
 
@@ -64,7 +64,7 @@ def swift(
     from TrainingFactory.integrations.swift.importing import SwiftTranslation, read_arguments
 
     _check_output(output, force)
-    translation = SwiftTranslation(source, *read_arguments(source, _as_mapping(variables)))
+    translation = SwiftTranslation(source, *read_arguments(source, _parse_variables(variables)))
     _write_config(source, translation.text(), len(translation.notes), output)
 
 
@@ -73,7 +73,7 @@ def _check_output(output: Path | None, force: bool) -> None:
         raise ValueError(f"{output} exists already. Choose another file, or overwrite it with --force.")
 
 
-def _as_mapping(variables: Sequence[str]) -> dict[str, str]:
+def _parse_variables(variables: Sequence[str]) -> dict[str, str]:
     if invalid_variables := [variable for variable in variables if "=" not in variable]:
         raise ValueError(f"{invalid_variables[0]!r} is not a variable. Write NAME=VALUE.")
     return dict(variable.split("=", 1) for variable in variables)

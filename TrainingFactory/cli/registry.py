@@ -55,7 +55,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
     elif versions:
         rows = []
         for version in versions:
-            row = (str(version), ", ".join(version.aliases), _source_of(version), version.created)
+            row = (str(version), ", ".join(version.aliases), _source_text(version), version.created)
             rows.append((*row, version.digest[:12], version.description))
         show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
@@ -88,7 +88,7 @@ def show_(
     if as_json:
         print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _source_of(entry))]
+    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _source_text(entry))]
     rows += [("registered", f"{entry.created} by {entry.who}"), ("digest", entry.digest)]
     rows += [("files", str(model_registry.folder(entry)))]
     rows += [("base model", model_registry.base_name(entry))] if entry.base else []
@@ -100,7 +100,7 @@ def show_(
             rows.append(("evaluation", result_text))
     for decision in decisions:
         if version == entry.model or entry.number in (decision["number"], decision["was"]):
-            rows.append((decision["kind"], _decision_text(decision)))
+            rows.append((decision["kind"], _describe_decision(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
         print("\n".join(["", *tree_lines(entry.lineage, str(entry))]))
@@ -327,14 +327,14 @@ def _parse_tags(options: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _source_of(version: Version) -> str:
+def _source_text(version: Version) -> str:
     lineage = version.lineage
     if "run" in lineage:
         return f"run {lineage['run']}, step {lineage['step']}"
     return f"folder {lineage['folder']}"
 
 
-def _decision_text(row: dict[str, Any]) -> str:
+def _describe_decision(row: dict[str, Any]) -> str:
     evidence = row["evidence"] or {}
     if row["kind"] == "refuse":
         candidate = f"{row['model']}:{row['number']} as {row['alias']}"

@@ -114,12 +114,12 @@ def episode(trajectory: Trajectory, title: str) -> None:
         for reply in turn.replies:
             result = next(results, None) if reply.role == "tool" else None
             _add_message(rows, reply, is_failed=result is not None and not result.ok)
-    _print(title, rows, _ending_text(trajectory))
+    _print_rows(title, rows, _format_ending(trajectory))
 
 
 def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
     """Print a conversation from a dataset."""
-    _print(title, _prompt_rows(messages, tools))
+    _print_rows(title, _prompt_rows(messages, tools))
 
 
 def _prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
@@ -143,7 +143,7 @@ def _add_message(rows: Table, message: Message, is_failed: bool = False) -> None
         rows.add_row(Text(role, style=ROLE_STYLES[role]), literal_text(text or "(no text)", style))
 
 
-def _print(title: str, rows: Table, *footers: Text) -> None:
+def _print_rows(title: str, rows: Table, *footers: Text) -> None:
     screen = console(stderr=False)
     screen.print(Rule(Text(escape_control(title)), align="left"))
     for block in (rows, *footers, ""):
@@ -156,7 +156,7 @@ def literal_text(text: str, style: str = "") -> Text:
     return Text(escape_control(text[:MAX_CHARS] + suffix), style=style)
 
 
-def _ending_text(trajectory: Trajectory) -> Text:
+def _format_ending(trajectory: Trajectory) -> Text:
     tokens = sum(turn.sampled_tokens for turn in trajectory.turns)
     reward = escape_control(reward_text(trajectory.reward))
     line = Text.assemble(

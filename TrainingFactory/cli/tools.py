@@ -78,7 +78,7 @@ async def list_tools(
             rows = []
             for offer in offers:
                 spec = offer.spec
-                options_text = _changed_options(offer.options)
+                options_text = _format_changed_options(offer.options)
                 rows.append((spec.name, _format_arguments(spec), options_text, _first_line(spec.description)))
             show.columns(("tool", "arguments", "options", "description"), rows)
 
@@ -98,7 +98,7 @@ async def call_tool(name: str, /, *arguments: str, config: ToolFile = None) -> i
         name: Tool name, or FILE.py:FUNCTION.
         arguments: Tool arguments as key=value, or one JSON object. Values of non-string parameters are parsed as JSON.
     """
-    async with _prepared_call(config, name, arguments) as call:
+    async with _prepare_call(config, name, arguments) as call:
         result = await call()
     if result.ok:
         print(escape_control(result.content))
@@ -125,13 +125,13 @@ async def bench_tool(
         concurrency: Number of concurrent calls in the second measurement.
     """
     rows = []
-    async with _prepared_call(config, name, arguments) as call:
+    async with _prepare_call(config, name, arguments) as call:
         result = await call()
         for _ in range(WARMUP_CALLS):
             await call()
         for workers in (1, concurrency):
             with Display() as display:
-                rows.append(await _measure(call, calls, workers, display))
+                rows.append(await _measure_calls(call, calls, workers, display))
     show.columns(("concurrency", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     if not result.ok:
         show.fail(f"{name}: {result.error}: {result.content}")
@@ -139,7 +139,7 @@ async def bench_tool(
 
 
 @asynccontextmanager
-async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+async def _prepare_call(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
     """Open the tools and yield a function that makes the call."""
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.assembly.tool_calls import open_tools
@@ -160,7 +160,7 @@ async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ..
         yield call
 
 
-async def _measure(call: Call, calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
+async def _measure_calls(call: Call, calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
     """Make `calls` calls from `num_workers` concurrent workers and return a row of the table."""
     remaining_calls = iter(range(calls))
     num_failed = 0
@@ -205,7 +205,7 @@ def _format_arguments(spec: ToolSpec) -> str:
     return ", ".join(name if name in required_names else f"[{name}]" for name in properties)
 
 
-def _changed_options(options: Any) -> str:
+def _format_changed_options(options: Any) -> str:
     """Return the options that differ from their defaults."""
     from TrainingFactory.tools import ToolOptions
 

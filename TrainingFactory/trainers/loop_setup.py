@@ -95,7 +95,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     steps = count_steps(config, order)
 
     algorithm = make_algorithm(config)
-    replayed_run = tools.sampled_ahead  # set to train on recorded groups again instead of sampling
+    replayed_run = tools.sampled_ahead_run  # set to train on recorded groups again instead of sampling
     samples = environment is not None and replayed_run is None
     local_policy, policy = await training.learners.policy(loaded_model, algorithm, steps, samples)
     exit_stack.push_async_callback(policy.close)
@@ -217,7 +217,7 @@ async def _make_rollout_setup(
     )
     exit_stack.push_async_callback(sampler.close)
 
-    movable_reward = build_rewards.move_object(training.objects.reward, config)
+    movable_reward = build_rewards.move_to_workers(training.objects.reward, config)
     reward = movable_reward or build_rewards.make_reward(config)
     await build_rewards.open_reward(reward, exit_stack, notify)
     is_evaluated = config.training.eval_every is not None

@@ -10,7 +10,7 @@ from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.environment import as_environment_factory, environment_of_scenario
 from TrainingFactory.assembly.export import ExportedModel, export
 from TrainingFactory.assembly.learner_processes import serve_rank
-from TrainingFactory.assembly.rewards import check_group_size, move_object
+from TrainingFactory.assembly.rewards import check_group_size, move_to_workers
 from TrainingFactory.assembly.tools import as_list
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
@@ -213,7 +213,7 @@ class Trainer:
             *notices(config, rewarded=has_reward),
             *unused_options(config, has_episodes=has_environment, heldout=self._heldout is not None),
         ]
-        runs_in_process = has_reward and move_object(objects.reward, config) is objects.reward
+        runs_in_process = has_reward and move_to_workers(objects.reward, config) is objects.reward
         if config.optimization.distributed_reward and runs_in_process:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "

@@ -31,11 +31,11 @@ from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.training.preflight import check_options
 
-Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
-KIND_BY_TYPE: dict[str, Kind] = {
+InputKind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
+INPUT_KIND_BY_TYPE: dict[str, InputKind] = {
     "boolean": "switch", "integer": "integer", "number": "number", "string": "text", "array": "list", "object": "map"
 }  # fmt: skip
-HELP = {
+HELP_TEXTS = {
     "model": "The model to train.", "training": "Algorithm, number of steps and batch sizes.",
     "environment": "Where episodes are played.", "reward": "How episodes are scored.",
     "tools": "Tools in addition to the environment's own.", "sampling": "How turns are sampled.",
@@ -58,7 +58,7 @@ SIMPLE_REWARDS = ("environment", "rule_based", "tool_verified")
 
 class Option(BaseModel):
     key: str
-    kind: Kind
+    kind: InputKind
     help: str
     default: Any = None
     choices: list[str] | None = None  # for kind "text": known names, other values are allowed
@@ -119,24 +119,24 @@ def options() -> Options:
     for name in TrainingConfig.model_fields:
         section = sections().get(name)
         if section is None:  # tools, a list
-            fields = [_option(name, {"type": "array", "default": []})]
+            fields = [_make_option(name, {"type": "array", "default": []})]
         else:
             properties = section.model_json_schema()["properties"]
-            fields = [_option(f"{name}.{key}", schema) for key, schema in properties.items()]
-        help_text = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
+            fields = [_make_option(f"{name}.{key}", schema) for key, schema in properties.items()]
+        help_text = HELP_TEXTS.get(name) or f"Options of {name}, where training.algorithm is {name}."
         groups.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=fields))
     return Options(sections=groups)
 
 
-def _option(key: str, schema: Mapping[str, Any]) -> Option:
+def _make_option(key: str, schema: Mapping[str, Any]) -> Option:
     alternatives = schema.get("anyOf", [schema])
     branch = next(candidate for candidate in alternatives if candidate.get("type") != "null")
-    kind: Kind = "choice" if "enum" in branch else KIND_BY_TYPE.get(branch.get("type", ""), "text")
+    kind: InputKind = "choice" if "enum" in branch else INPUT_KIND_BY_TYPE.get(branch.get("type", ""), "text")
     if "$ref" in branch:  # an optional section of its own
         kind = "map"
     known_names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
-        key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
+        key=key, kind=kind, help=" ".join(schema.get("description", HELP_TEXTS.get(key, "")).split()),
         default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=branch.get("enum", known_names),
         least=branch.get("minimum", branch.get("exclusiveMinimum")), above="exclusiveMinimum" in branch,
         most=branch.get("maximum", branch.get("exclusiveMaximum")), nullable={"type": "null"} in alternatives,

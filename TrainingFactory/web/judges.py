@@ -45,7 +45,7 @@ class JudgeRoutes:
     """HTTP routes for judge audits and labels; `find` returns the run with a given name."""
 
     def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find, self._lock = runs, find_run, threading.Lock()
+        self._runs, self._find_run, self._lock = runs, find_run, threading.Lock()
         site.add("GET", "/api/audits", self.audits)
         site.add("GET", "/api/labels", self.labels)
         site.add("POST", "/api/labels", self.label)
@@ -56,20 +56,20 @@ class JudgeRoutes:
 
     def labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""
-        path = self._path(run)
+        path = self._label_file(run)
         labels, unread_lines = _read_labels(path)
         gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
         rows = [LabelRow(**row) for row in labels.values()]
         command = f"tfactory judge audit --gold {gold_arguments} base_url=URL model=NAME"
         return Labels(path=str(path), rows=rows, unread=len(unread_lines), command=command)
 
-    def _path(self, run: str) -> Path:
-        return self._runs / "labels" / f"{self._find(run).name}.jsonl"
+    def _label_file(self, run: str) -> Path:
+        return self._runs / "labels" / f"{self._find_run(run).name}.jsonl"
 
     def label(self, request: Label) -> Labels:
         """Label an episode, or remove its label."""
-        path = self._path(request.run)
-        row = gold_row(request, index_of(self._find(request.run).path).episode(request.number))
+        path = self._label_file(request.run)
+        row = gold_row(request, index_of(self._find_run(request.run).path).episode(request.number))
         with self._lock:
             labels, other_lines = _read_labels(path)
             labels.pop(request.number, None)

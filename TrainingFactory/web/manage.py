@@ -98,12 +98,12 @@ class _Job:
     def view(self, number: int) -> JobView:
         status = self.process.poll()
         state = "running" if status is None else "failed" if status else "finished"
-        output = processes.end_of_output(self._output())
+        output = processes.end_of_output(self._read_output())
         return JobView(
             number=number, kind=self.kind, state=state, command=self.command, started=self.started, output=output
         )  # fmt: skip
 
-    def _output(self) -> bytes:
+    def _read_output(self) -> bytes:
         try:
             with open_regular(self.log) as file:
                 size = file.seek(0, 2)
@@ -115,7 +115,7 @@ class _Job:
 
 class ManageRoutes:
     def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find = runs, find_run
+        self._runs, self._find_run = runs, find_run
         self._jobs: list[_Job] = []
         self._change_lock = threading.Lock()
         site.add("GET", "/api/runs/{name}/references", self.references)
@@ -125,19 +125,19 @@ class ManageRoutes:
 
     def references(self, name: str) -> ReferenceList:
         """List what refers to a run, and the size of its folder."""
-        references = manage.find_references(self._find(name), self._runs)
+        references = manage.find_references(self._find_run(name), self._runs)
         return ReferenceList(needed_by=references.needed_by, copies=references.copies, bytes=references.size)
 
     def annotate(self, name: str, request: AnnotationRequest) -> ManagedRun:
         """Archive a run, or replace its tags or its note."""
-        run = self._find(name)
+        run = self._find_run(name)
         removed_tags = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
         annotate(run, archived=request.archived, tags=request.tags, removed=removed_tags, note=request.note)
         return ManagedRun(name=name, command=f"tfactory runs show {run.display_path}")
 
     def rename(self, name: str, request: RenameRequest) -> ManagedRun:
         """Rename a run that is not running and whose files no other run needs."""
-        run = self._find(name)
+        run = self._find_run(name)
         with self._change_lock, _conflict_on_error():
             self._check_idle(name)
             renamed_run = manage.rename_run(run, request.new_name, self._runs)
@@ -146,7 +146,7 @@ class ManageRoutes:
 
     def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
         """Delete a run that is not running. `force`: although other runs need its files."""
-        run = self._find(name)
+        run = self._find_run(name)
         if request.confirm != name:
             raise ApiError(f"confirm must be the name of the run, {name}", "confirm")
         with self._change_lock, _conflict_on_error():
@@ -168,7 +168,7 @@ class ManageRoutes:
         for option in ("tasks", "episodes", "temperature"):
             if (value := getattr(request, option)) is not None:
                 options += [f"--{option}", f"{value:g}"]
-        return self._start(name, "eval", request.checkpoint, options)
+        return self._start_job(name, "eval", request.checkpoint, options)
 
     def export(self, name: str, request: ExportStart) -> JobView:
         """Export the model of a run to `exports/` in the folder of runs, as `tfactory export` does."""
@@ -180,23 +180,23 @@ class ManageRoutes:
             raise ApiError(f"{folder} already exists; choose another name", "folder", status=409)
         options = ["--out", str(folder), *(["--merge"] if request.merge else [])]
         options += ["--dtype", request.dtype] if request.dtype else []
-        return self._start(name, "export", request.checkpoint, options)
+        return self._start_job(name, "export", request.checkpoint, options)
 
     def cancel(self, name: str) -> JobList:
         """Cancel the running evaluation and export of a run."""
-        self._find(name)
-        for job in self._running(name):
+        self._find_run(name)
+        for job in self._running_jobs(name):
             job.process.terminate()
         return self.jobs(name)
 
-    def _start(
+    def _start_job(
         self, name: str, kind: Literal["eval", "export"], checkpoint: str, options: list[str]
     ) -> JobView:
-        run = self._find(name)
+        run = self._find_run(name)
         log_file = run.path / f"{kind}.log"
         arguments = [kind, f"{run.path.resolve()}@{checkpoint}", *options]
         with self._change_lock:
-            if any(job.kind == kind for job in self._running(name)):
+            if any(job.kind == kind for job in self._running_jobs(name)):
                 raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
             with open_regular(log_file, "ab") as log_stream:
                 log_start = log_stream.tell()
@@ -205,11 +205,11 @@ class ManageRoutes:
             self._jobs.append(job)
         return job.view(len(self._jobs) - 1)
 
-    def _running(self, name: str) -> list[_Job]:
+    def _running_jobs(self, name: str) -> list[_Job]:
         return [job for job in self._jobs if job.run == name and job.process.poll() is None]
 
     def _check_idle(self, name: str) -> None:
-        if running_jobs := self._running(name):
+        if running_jobs := self._running_jobs(name):
             raise ValueError(f"run {name} is in use by its {running_jobs[0].kind}. Wait for it, or cancel it")
 
 

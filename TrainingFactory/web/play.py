@@ -29,7 +29,7 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.training.dataset import argument_problem
 from TrainingFactory.web.pool import Pool
 
-FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
+FORM_BY_KIND: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
 ENDPOINT = "endpoint"  # what a model behind an endpoint is
 
 
@@ -82,7 +82,7 @@ class PlayRoutes:
     def __init__(self, site: Site, runs: Runs, pool: Pool, endpoints: Sequence[str]) -> None:
         self._runs, self._pool, self._lock = runs, pool, threading.Lock()
         self._named_endpoints = endpoints
-        self._open: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
+        self._sessions: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-play-")
         self._spending: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
         site.add("GET", "/api/play", self.choices)
@@ -108,7 +108,7 @@ class PlayRoutes:
             label = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": label, "environment": None})
         local_names = {model["name"] for model in models}
-        models += [_endpoint_row(name) for name in self._endpoint_names() if name not in local_names]
+        models += [_make_endpoint_row(name) for name in self._endpoint_names() if name not in local_names]
         return PlayChoices(models=models, environments=environments)
 
     def _endpoint_names(self) -> list[str]:
@@ -125,12 +125,12 @@ class PlayRoutes:
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
         arguments["spending"] = self._spending_file(request.model, play_choices.models)
         reply = await self._pool.ask(f"play:{request.model}", "begin", arguments)
-        self._open[arguments["id"]] = arguments | {"tools": reply["tools"], "stop": self._folder.name}
+        self._sessions[arguments["id"]] = arguments | {"tools": reply["tools"], "stop": self._folder.name}
         return OpenedConversation(id=arguments["id"], **reply)
 
     async def say(self, id: str, request: AnswerRequest) -> Events:
         """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
-        conversation = self._find(id)
+        conversation = self._find_session(id)
         # A new file per answer, because the previous one may still be ending.
         conversation["stop"] = stop_file = f"{self._folder.name}/{secrets.token_hex(8)}"
         arguments = conversation | request.model_dump()
@@ -138,12 +138,12 @@ class PlayRoutes:
 
     def stop(self, id: str) -> ConversationRequest:
         """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
-        Path(self._find(id)["stop"]).touch()
-        return ConversationRequest(**self._find(id))
+        Path(self._find_session(id)["stop"]).touch()
+        return ConversationRequest(**self._find_session(id))
 
     def keep(self, id: str, request: SaveRequest) -> SavedRow:
         """Append a conversation to a dataset as a training row."""
-        form, tools, messages = FORMS[request.kind], self._find(id)["tools"], request.messages
+        form, tools, messages = FORM_BY_KIND[request.kind], self._find_session(id)["tools"], request.messages
         rows_by_form = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
         row = rows_by_form.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
@@ -163,13 +163,13 @@ class PlayRoutes:
             return None
         return self._spending.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
 
-    def _find(self, id: str) -> Json:
-        if (conversation := self._open.get(id)) is None:
+    def _find_session(self, id: str) -> Json:
+        if (conversation := self._sessions.get(id)) is None:
             raise ApiError("unknown conversation; begin a new one", "id", status=404, code="not_found")
         return conversation
 
 
-def _endpoint_row(name: str) -> Json:
+def _make_endpoint_row(name: str) -> Json:
     """Return the list row of an endpoint with the host and the API key's variable, never the key itself."""
     try:
         endpoint = find_endpoint(name).endpoint()

@@ -44,7 +44,7 @@ from TrainingFactory.web.worker import ProgressCallback
 JobArguments = dict[str, Any]
 MAX_TASKS = 50  # maximum tasks of an environment that are offered
 STOP_POLL_SECONDS = 0.1  # seconds between two checks of the stop file
-OWN_WORDS = "own-words"  # id of the task of a conversation that the user begins
+USER_TASK_ID = "own-words"  # id of the task of a conversation that the user begins
 COMPUTED_REWARDS = ("environment", "rule_based", "function")  # others need a model, or call tools
 
 
@@ -53,7 +53,7 @@ class PlayConversation(ABC):
 
     def __init__(self, chat: ChatFormat, config: TrainingConfig) -> None:
         self.chat, self.config = chat, config
-        self.task, self.tasks = Task(OWN_WORDS, ""), list[Task]()
+        self.task, self.tasks = Task(USER_TASK_ID, ""), list[Task]()
         self.environment: Environment | None = None
         self.seen = list[Message]()  # messages that the environment has processed
         self.specs = list[ToolSpec]()  # tools of the environment
@@ -110,7 +110,7 @@ class PlayConversation(ABC):
     @property
     def _computes_reward(self) -> bool:
         section = self.config.reward
-        return section.type in COMPUTED_REWARDS and not section.parts and self.task.id != OWN_WORDS
+        return section.type in COMPUTED_REWARDS and not section.parts and self.task.id != USER_TASK_ID
 
     async def restart_environment(self) -> list[Message]:
         """Restart the environment; return its initial messages."""

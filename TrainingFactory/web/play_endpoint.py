@@ -38,25 +38,25 @@ class EndpointConversation(PlayConversation):
 
     def __init__(self, arguments: JobArguments) -> None:
         super().__init__(TextFormat(), config_of(arguments))
-        self._name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
+        self._endpoint_name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
         self._originals = dict[tuple[int, str], Any]()  # by position and message
 
     async def sampler(self) -> EndpointSampler:
         """Return the endpoint's client with its current options, because the user can raise the budget."""
-        settings, sampler = find_endpoint(self._name), _samplers.get(self._name)
+        settings, sampler = find_endpoint(self._endpoint_name), _samplers.get(self._endpoint_name)
         if sampler is None or sampler.settings != settings:
             usage = self._spending_log.usage(settings.budget)
-            _samplers[self._name] = EndpointSampler(settings, usage, self._spending_log.add)
+            _samplers[self._endpoint_name] = EndpointSampler(settings, usage, self._spending_log.add)
             if sampler is not None:
                 await sampler.close()
-        return _samplers[self._name]
+        return _samplers[self._endpoint_name]
 
     async def open(self, task: str | None) -> None:
         await self.sampler()  # raises if the key is missing
         await super().open(task)
 
     def description(self) -> JobArguments:
-        sampler = _samplers[self._name]
+        sampler = _samplers[self._endpoint_name]
         endpoint, options = sampler.endpoint, sampler.settings.options or {}
         ignored_settings = _ignored_settings(sampler)
         notes = [MESSAGES_ONLY]
@@ -68,7 +68,7 @@ class EndpointConversation(PlayConversation):
             "max_length": None, "temperature": self.config.sampling.temperature, "max_tokens": MAX_TOKENS,
             "endpoint": {
                 "model": endpoint.model, "host": endpoint.host, "key": endpoint.api_key_env, "notes": notes,
-                "ignored": ["seed", *ignored_settings], "spent": _spending(sampler),
+                "ignored": ["seed", *ignored_settings], "spent": _describe_spending(sampler),
             },
         }  # fmt: skip
 
@@ -90,7 +90,7 @@ class EndpointConversation(PlayConversation):
                 self._originals[position, _message_key(messages[position])] = original
         for key in list(self._originals)[:-MAX_ORIGINALS]:
             del self._originals[key]
-        return {"spent": _spending(_samplers[self._name])}
+        return {"spent": _describe_spending(_samplers[self._endpoint_name])}
 
 
 class EndpointAnswer(PlayedAnswer, EndpointRun):
@@ -129,7 +129,7 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
     return [name for name, request in requests.items() if body(request) == body(base)]
 
 
-def _spending(sampler: EndpointSampler) -> JobArguments:
+def _describe_spending(sampler: EndpointSampler) -> JobArguments:
     """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
     usages, budget = sampler.client.counted_usage, sampler.settings.budget
     total_usage: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}

@@ -19,8 +19,8 @@ from TrainingFactory.web.play_endpoint import EndpointConversation
 from TrainingFactory.web.play_local import LocalConversation
 from TrainingFactory.web.worker import ProgressCallback
 
-MAX_OPEN = 8  # maximum conversations that keep their environment and tools open
-_open: OrderedDict[str, PlayConversation] = OrderedDict()
+MAX_CONVERSATIONS = 8  # maximum conversations that keep their environment and tools open
+_conversations: OrderedDict[str, PlayConversation] = OrderedDict()
 
 
 @lru_cache(1)
@@ -76,12 +76,12 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
 
 async def _open_conversation(arguments: JobArguments) -> PlayConversation:
     """Return the conversation of a job. Open it if it is not open in this process."""
-    if (conversation := _open.get(arguments["id"])) is None:
+    if (conversation := _conversations.get(arguments["id"])) is None:
         conversation = await _make_conversation(arguments)
         await conversation.open(arguments["task"])
-        _open[arguments["id"]] = conversation
-    while len(_open) > MAX_OPEN:
-        await _open.popitem(last=False)[1].close()
+        _conversations[arguments["id"]] = conversation
+    while len(_conversations) > MAX_CONVERSATIONS:
+        await _conversations.popitem(last=False)[1].close()
     return conversation
 
 
@@ -90,6 +90,6 @@ async def _make_conversation(arguments: JobArguments) -> PlayConversation:
         return EndpointConversation(arguments)
     config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
-    models = [opened.served for opened in _open.values() if isinstance(opened, LocalConversation)]
+    models = [opened.served for opened in _conversations.values() if isinstance(opened, LocalConversation)]
     served = models[0] if models else await asyncio.to_thread(load_served_model, config)
     return LocalConversation(served, arguments)
