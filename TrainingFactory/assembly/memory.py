@@ -32,7 +32,7 @@ class WeightCounts(NamedTuple):
     weights: int
     stored: float  # bytes of all weights
     trained: int
-    exact: int  # trained weights stored in float32, which need no master copy
+    num_float32: int  # trained weights stored in float32, which need no master copy
     size: int  # bytes per value of the compute dtype
 
     @classmethod
@@ -93,7 +93,7 @@ def learner_bytes(
     stored_bytes = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
     sizes = {
         "weights": stored_bytes / learners + gathered_bytes,
-        "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
+        "float32 copies": 4 * (counts.trained - (counts.num_float32 if learners == 1 else 0)) / learners,
         "gradients": 4 * counts.trained / learners,
         "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
     }
@@ -108,7 +108,7 @@ def learner_bytes(
         shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
-        sizes["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - activations)
+        sizes["gradients"] += max(0, counts.size * (counts.trained - counts.num_float32) - activations)
     layer_gradients = 2 * mlp_width(shape) * tokens * counts.size  # of the layer in backward
     return sizes | {"activations": float(activations + layer_gradients)}
 

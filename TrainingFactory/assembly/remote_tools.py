@@ -36,7 +36,7 @@ class RemoteTools:
         self.tool_entries: list[ToolEntry] = []
         self.tools: list[Tool | ToolSource] = []
         self._workers: list[RayWorker] = []
-        self.episodes: Counter[RayWorker] = Counter()
+        self.episodes_by_worker: Counter[RayWorker] = Counter()
 
     async def open(self) -> None:
         """Start the processes; raise ValueError if one cannot load the tools."""
@@ -56,7 +56,7 @@ class RemoteTools:
         return RemoteSession(self, AsyncToolExecutor(self.tools))
 
     def pick_least_used(self) -> RayWorker:
-        return min(self._workers, key=lambda worker: self.episodes[worker])
+        return min(self._workers, key=lambda worker: self.episodes_by_worker[worker])
 
     async def close(self) -> None:
         for worker in self._workers:
@@ -76,7 +76,7 @@ class RemoteSession:
         """Run a tool call in the episode's process on the cluster; return the result and the process's number."""
         if self._worker is None:
             self._worker = self._remote_tools.pick_least_used()
-            self._remote_tools.episodes[self._worker] += 1
+            self._remote_tools.episodes_by_worker[self._worker] += 1
         try:
             reply = await self._worker.ask([self._episode_id, tool_name, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
@@ -90,7 +90,7 @@ class RemoteSession:
         await self._local_executor.close()
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._remote_tools.episodes[worker] -= 1
+            self._remote_tools.episodes_by_worker[worker] -= 1
         if worker is not None and worker.alive:
             with suppress(WorkerDied, WorkerError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):

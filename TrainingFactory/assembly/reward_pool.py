@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.assembly.reward_types import RewardContext, judge, reward_model
+from TrainingFactory.assembly.reward_types import RewardContext, find_reward_model, make_judge
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.judge.judges import Judge
@@ -51,9 +51,9 @@ def _load_scorer(name: str | None) -> Any:
     config = TrainingConfig()
     try:
         try:
-            checkpoint = reward_model(name, config)
+            checkpoint = find_reward_model(name, config)
         except ValueError:
-            model_judge = judge(RewardContext(config, load=True), {"judge": {"model": name}})
+            model_judge = make_judge(RewardContext(config, load=True), {"judge": {"model": name}})
             log.warning(
                 "%s is not a reward model: it is started with the first episode and judges by a prompt", name
             )

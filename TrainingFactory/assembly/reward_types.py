@@ -96,18 +96,18 @@ class RewardContext:
         return replace(reward, pool=pool)
 
 
-def environment_reward(context: RewardContext, options: Options) -> None:
+def make_environment_reward(context: RewardContext, options: Options) -> None:
     """Return None for the environment's own reward, which takes no options."""
     if options:
         message = "is an option of another reward type; the environment's own reward takes none"
         raise OptionError(*(InvalidOption(name, message) for name in options))
 
 
-def rule_based(context: RewardContext, options: Options) -> RewardFunction:
+def make_rule(context: RewardContext, options: Options) -> RewardFunction:
     return context.distribute(rule_from_options(options), options)
 
 
-def tool_verified(context: RewardContext, options: Options) -> RewardFunction:
+def make_tool_rule(context: RewardContext, options: Options) -> RewardFunction:
     return context.distribute(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
@@ -118,7 +118,7 @@ class FunctionOptions:
     processes: ZeroOrMore | None = None
 
 
-def function(context: RewardContext, options: Options) -> RewardFunction:
+def make_function_reward(context: RewardContext, options: Options) -> RewardFunction:
     function_options = make_from(FunctionOptions, options, "a reward of the type function")
     reward = as_reward(load_reward(function_options.function), timeout=function_options.timeout)
     processes = context.processes if function_options.processes is None else function_options.processes
@@ -157,7 +157,7 @@ class ProcessOptions:
         return step_rewards
 
 
-def process_reward(context: RewardContext, options: Options) -> RewardFunction:
+def make_process_reward(context: RewardContext, options: Options) -> RewardFunction:
     settings = make_from(ProcessOptions, options, "process_reward")
     rules = {}
     for name, rule_path in (settings.rules or {}).items():
@@ -178,7 +178,7 @@ def process_reward(context: RewardContext, options: Options) -> RewardFunction:
     return context.distribute_steps(reward, settings.rules or {})
 
 
-def judge(context: RewardContext, options: Options) -> RewardFunction:
+def make_judge(context: RewardContext, options: Options) -> RewardFunction:
     # The fence depends on the seed, so that the same run sends the same requests.
     options = {"fence_seed": context.config.training.seed} | options
     if "judge" in options:
@@ -193,7 +193,7 @@ def judge(context: RewardContext, options: Options) -> RewardFunction:
 
 def make_learned(context: RewardContext, options: Options) -> RewardFunction | None:
     model_name = make_from(_learned_options, options, "a reward of the type learned")
-    checkpoint = reward_model(model_name, context.config)
+    checkpoint = find_reward_model(model_name, context.config)
     if not context.load:
         return None
     from TrainingFactory.learning.reward_models import RewardScorer
@@ -216,7 +216,7 @@ def _learned_options(model: str | None = None) -> str | None:
     return model
 
 
-def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
+def find_reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
     """Find a reward model by name: a run, a checkpoint or a registered model."""
     expectation = (
         "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
@@ -236,13 +236,13 @@ def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
 
 
 REWARD_TYPES: dict[str, Callable[[RewardContext, Options], RewardFunction | None]] = {
-    "environment": environment_reward,
-    "rule_based": rule_based,
-    "process_reward": process_reward,
-    "model_judge": judge,
-    "tool_verified": tool_verified,
+    "environment": make_environment_reward,
+    "rule_based": make_rule,
+    "process_reward": make_process_reward,
+    "model_judge": make_judge,
+    "tool_verified": make_tool_rule,
     "learned": make_learned,
-    "function": function,
+    "function": make_function_reward,
 }
 # Keys of the reward section besides `options`, and the types that read them.
 SECTION_KEYS = {

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from TrainingFactory.assembly.local_judge import LocalJudge, Notify
-from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, reward_model
+from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, find_reward_model
 from TrainingFactory.common.options import OptionError
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, option_problems, problems_of
@@ -144,7 +144,7 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     """Return the reward model's checkpoint if it is the only reward, else None."""
     if config.reward.type != "learned" or config.reward.parts:
         return None
-    return reward_model(config.reward.model, config).folder
+    return find_reward_model(config.reward.model, config).folder
 
 
 def uses_environment_reward(reward: RewardFunction | None) -> bool:

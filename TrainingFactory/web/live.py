@@ -62,16 +62,16 @@ class _FileReader:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._metrics, self._log = (_last_line_end(run.path / name) for name in (METRICS, LOG))
+        self._metrics_end, self._log_end = (_last_line_end(run.path / name) for name in (METRICS, LOG))
         self._findings = file_stat(run.path / FINDINGS)
 
     def read_events(self) -> list[Event]:
         events = []
-        if (metrics := metrics_part(self.run, self._metrics)).steps or metrics.again:
-            events.append(event("metrics", metrics.model_copy(update={"start": self._metrics})))
-        if (log := log_part(self.run, self._log)).text or log.again:
-            events.append(event("log", log.model_copy(update={"start": self._log})))
-        self._metrics, self._log = metrics.offset, log.offset
+        if (metrics := metrics_part(self.run, self._metrics_end)).steps or metrics.again:
+            events.append(event("metrics", metrics.model_copy(update={"start": self._metrics_end})))
+        if (log := log_part(self.run, self._log_end)).text or log.again:
+            events.append(event("log", log.model_copy(update={"start": self._log_end})))
+        self._metrics_end, self._log_end = metrics.offset, log.offset
         if (stat := file_stat(self.run.path / FINDINGS)) != self._findings:
             finding_rows = [finding.model_dump() for finding in findings(self.run)]
             events.append(event("findings", {"findings": finding_rows}))

@@ -90,8 +90,8 @@ class _Job:
     run: str
     kind: Literal["eval", "export"]
     command: str
-    log: Path
-    start: int  # byte of the log at which the job's output starts
+    log_file: Path
+    log_start: int  # byte of the log at which the job's output starts
     process: subprocess.Popen[Any]
     started: float = field(default_factory=time.time)
 
@@ -105,9 +105,9 @@ class _Job:
 
     def _read_output(self) -> bytes:
         try:
-            with open_regular(self.log) as file:
+            with open_regular(self.log_file) as file:
                 size = file.seek(0, 2)
-                file.seek(max(self.start, size - MAX_OUTPUT))
+                file.seek(max(self.log_start, size - MAX_OUTPUT))
                 return file.read()
         except (OSError, ValueError):  # deleted meanwhile
             return b""
