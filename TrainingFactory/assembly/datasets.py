@@ -22,11 +22,11 @@ from TrainingFactory.types import Image
 class DatasetFit:
     """Dataset forms that the first rows of a dataset fit, and the first problem with each other form."""
 
-    rows: int
+    num_rows: int
     has_more: bool
     columns: list[str]
-    fits: dict[Form, Examples] = field(default_factory=dict)
-    misfits: dict[Form, str] = field(default_factory=dict)
+    examples_by_form: dict[Form, Examples] = field(default_factory=dict)
+    problem_by_form: dict[Form, str] = field(default_factory=dict)
 
 
 def find_trajectories(run_or_file: str, runs: str | Path = "runs") -> Path:
@@ -51,7 +51,7 @@ def find_dataset(run_or_dataset: str, runs: str | Path = "runs") -> str:
 
 
 def fit_forms(source: str, split: str, max_rows: int) -> DatasetFit:
-    """Parse the first `count` rows in each dataset form; return the forms that fit, and the error of each other
+    """Parse the first `max_rows` rows in each dataset form; return the forms that fit, and the error of each other
     form."""
     rows = list(islice(read_rows(source, split), max_rows + 1))
     first_rows = rows[:max_rows]
@@ -63,9 +63,9 @@ def fit_forms(source: str, split: str, max_rows: int) -> DatasetFit:
         try:
             examples = load_examples(first_rows, form, check_call=argument_problem)
         except ValueError as error:
-            fit.misfits[form] = str(error).partition("\n")[0]
+            fit.problem_by_form[form] = str(error).partition("\n")[0]
         else:
-            fit.fits[form] = examples
+            fit.examples_by_form[form] = examples
     return fit
 
 

@@ -69,7 +69,7 @@ def find_environment(environment_id: str, notify: Notify = lambda _: None) -> An
         return environment_from_file(environment_id)
     if (scenario := ENVIRONMENTS.find_object(environment_id)) is not None:
         notify(f"environment.environment_id {environment_id} is a scenario of {ENVIRONMENTS.package}")
-        return environment_of_scenario(scenario)
+        return make_scenario_environment(scenario)
     with listing_searched_places("environments"):
         environment = catalog.find("environment", environment_id)
     if alias := catalog.names("environment").get(environment_id):
@@ -83,7 +83,7 @@ def is_foreign(name: str) -> bool:
     return bool(colon) and f"{prefix}:" in catalog.names("environment")
 
 
-def check_name(name: str) -> None:
+def check_environment_name(name: str) -> None:
     """Raise the same error as `find_environment` if the name of an environment is unknown. Known names are not
     imported."""
     if is_foreign(name):
@@ -93,7 +93,7 @@ def check_name(name: str) -> None:
         find_environment(name)
 
 
-def environment_of_scenario(scenario: Any) -> Any:
+def make_scenario_environment(scenario: Any) -> Any:
     """Return the environment of an EnvironmentFactory's scenario: its `environment`, or a conversation with its
     `tools`."""
     name = str(scenario.scenario_id)

@@ -75,7 +75,7 @@ def export(
 
 @contextmanager
 def _write_atomically(final_folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `target` when it is complete."""
+    """Yield a temporary folder that is renamed to `final_folder` when it is complete."""
     partial_folder = final_folder.with_name(f".{final_folder.name}.part")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left by an interrupted export
     partial_folder.mkdir(parents=True)

@@ -160,7 +160,7 @@ def engine_hosts(
     compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
-    """Return the launcher of `count` engines: local processes, or actors on the Ray cluster. Engines log into
+    """Return the launcher of `num_engines` engines: local processes, or actors on the Ray cluster. Engines log into
     `logs`."""
     start_timeout = compute.start_timeout
     if compute.backend != "ray":

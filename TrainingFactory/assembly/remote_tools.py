@@ -28,7 +28,7 @@ NEW_PROCESS = f"[new process: the previous one died{STATE_LOST}]\n"
 
 
 class RemoteTools:
-    """All tools of a run that are called on the cluster, in `count` processes or one per machine. The run's own process
+    """All tools of a run that are called on the cluster, in `num_workers` processes or one per machine. The run's own process
     holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
 
     def __init__(self, num_workers: int | None) -> None:

@@ -176,7 +176,7 @@ def evaluation_reward(
 
 
 def scored_by(config: TrainingConfig, heldout_reward: RewardFunction | None) -> str:
-    """Describe the reward of an evaluation. `evaluation` is the result of `evaluation_reward`."""
+    """Describe the reward of an evaluation. `heldout_reward` is the result of `evaluation_reward`."""
     reward = config.reward
     if isinstance(heldout_reward, Combined):
         return _describe_parts(heldout_reward.rewards)

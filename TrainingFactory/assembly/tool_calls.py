@@ -22,8 +22,8 @@ from TrainingFactory.types import Task
 
 @asynccontextmanager
 async def open_tools(tools_file: str | None, tool_name: str) -> AsyncIterator[AsyncToolExecutor]:
-    """Open the tools of `source` for one episode. `source` is a YAML config (its tools, and those of its environment
-    for the first task), a Python file, or a file of MCP servers. Without a source, `tool` is a built-in tool or
+    """Open the tools of `tools_file` for one episode: that is a YAML config (its tools, and those of its environment
+    for the first task), a Python file, or a file of MCP servers. Without one, `tool_name` is a built-in tool or
     FILE.py:FUNCTION."""
     config, servers = _read_source(tools_file, tool_name)
     if config.environment.command is not None:

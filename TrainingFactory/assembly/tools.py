@@ -139,7 +139,7 @@ def _load_server_tools(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSo
 
 
 class SelectedTools:
-    """Tool source restricted to the tools that `choose` selects when it opens."""
+    """Tool source restricted to the tools that `selector` selects when it opens."""
 
     def __init__(self, tool_source: ToolSource, selector: ToolSelector) -> None:
         self._source = tool_source

@@ -101,8 +101,8 @@ def show_(
     """
     from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
-    dataset_fit = fit_forms(find_dataset(source, runs), split, MAX_CHECKED_ROWS)
-    first_examples = next(iter(dataset_fit.fits.values()), None)
+    fit = fit_forms(find_dataset(source, runs), split, MAX_CHECKED_ROWS)
+    first_examples = next(iter(fit.examples_by_form.values()), None)
     for example in first_examples.found[:rows] if first_examples else []:
         for number, dialogue in enumerate(example.conversations, 1):
             reward = dialogue.reward
@@ -113,11 +113,11 @@ def show_(
             title += f", steps {reward.steps}" if reward and reward.steps else ""
             show.conversation(title, dialogue.messages, dialogue.tools)
     summary = [
-        ("rows", f"{dataset_fit.rows} read{' (the dataset has more)' if dataset_fit.has_more else ''}"),
-        ("columns", ", ".join(dataset_fit.columns)),
-        ("fits", ", ".join(dataset_fit.fits) or "no algorithm"),
+        ("rows", f"{fit.num_rows} read{' (the dataset has more)' if fit.has_more else ''}"),
+        ("columns", ", ".join(fit.columns)),
+        ("fits", ", ".join(fit.examples_by_form) or "no algorithm"),
     ]
-    show.table(summary + [(f"not {form}", reason) for form, reason in dataset_fit.misfits.items()])
+    show.table(summary + [(f"not {form}", reason) for form, reason in fit.problem_by_form.items()])
 
 
 @data.command

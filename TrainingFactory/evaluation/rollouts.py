@@ -151,7 +151,7 @@ class Rollouts:
             config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
         )
         if isinstance(engine, EndpointRollouts):
-            engine.finished = {(episode.task.id, episode.member) for episode in self._ended_episodes}
+            engine.finished_episodes = {(episode.task.id, episode.member) for episode in self._ended_episodes}
         self._start_recording()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.environment import check_name, make_environment
+from TrainingFactory.assembly.environment import check_environment_name, make_environment
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.common import catalog
 from TrainingFactory.common.options import show_value
@@ -211,7 +211,7 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
     plays_episodes = algorithm_kind.samples or (algorithm_kind.demonstrations and not has_dataset)
     collect("", lambda: check_options(config, has_dataset))
     if (name := config.environment.environment_id) is not None:
-        collect("environment.environment_id", lambda name=name: check_name(name))
+        collect("environment.environment_id", lambda name=name: check_environment_name(name))
     elif plays_episodes and config.environment.command is None:  # a plain conversation with tasks from a file
         collect("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
         if config.tools and config.data.tasks is None:

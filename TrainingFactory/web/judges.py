@@ -42,7 +42,7 @@ class Labels(BaseModel):
 
 
 class JudgeRoutes:
-    """HTTP routes for judge audits and labels; `find` returns the run with a given name."""
+    """HTTP routes for judge audits and labels; `find_run` returns the run with a given name."""
 
     def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
         self._runs, self._find_run, self._lock = runs, find_run, threading.Lock()

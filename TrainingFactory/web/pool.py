@@ -28,7 +28,7 @@ class Pool:
     async def ask(
         self, kind: str, job: str, arguments: dict[str, Any], report: Callable[[Any], None] = lambda _: None
     ) -> Any:
-        """Run the job `job` of worker.py with `arguments` and return its result; `hear` gets its progress messages.
+        """Run the job `job` of worker.py with `arguments` and return its result; `report` gets its progress messages.
         Cancelling the call kills the process."""
         worker = self._workers.setdefault(kind, Worker(WORKER_FUNCTION))
         self._busy[kind] += 1
