@@ -210,8 +210,8 @@ def _make_token_error() -> ValueError:
     )
 
 
-def reject_endpoint(name: str) -> NoReturn:
+def reject_endpoint(endpoint: str) -> NoReturn:
     raise ValueError(
-        f"{name} is an endpoint, which has no weights here to train or serve. Use it with tfactory eval, compare, "
+        f"{endpoint} is an endpoint, which has no weights here to train or serve. Use it with tfactory eval, compare, "
         "rollout or data teach, or name a model"
     )

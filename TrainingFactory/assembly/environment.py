@@ -77,9 +77,9 @@ def find_environment(environment_id: str, notify: Notify = lambda _: None) -> An
     return environment
 
 
-def is_foreign(name: str) -> bool:
+def is_foreign(environment_id: str) -> bool:
     """Return whether the name has the prefix of environments in other processes, such as `process:node game.mjs`."""
-    prefix, colon, _ = name.partition(":")
+    prefix, colon, _ = environment_id.partition(":")
     return bool(colon) and f"{prefix}:" in catalog.names("environment")
 
 
@@ -158,10 +158,10 @@ def _reject_uncalled_methods(environment: Any) -> None:
 
 
 def environment_from_file(
-    name: str,
+    file_name: str,
 ) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    path, attribute, objects = load_objects("environment", name)
+    path, attribute, objects = load_objects("environment", file_name)
     base_classes = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
     classes = [member for member in objects if inspect.isclass(member) and issubclass(member, base_classes)]
     if not classes:

@@ -15,7 +15,7 @@ from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.registry.store import EXCLUDED
 from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, with_original_model
 
-Kind = Literal["model", "adapter", "merged"]
+ExportKind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 REWARD_HEAD_FILES = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
@@ -23,7 +23,7 @@ REWARD_HEAD_FILES = ("scalar_head.safetensors", "reward_model.json")  # of a rew
 @dataclass(slots=True)
 class ExportedModel:
     path: Path
-    kind: Kind
+    kind: ExportKind
     source: Path  # the checkpoint
     base: str | None = None  # what an adapter needs
     reward_model: bool = False
@@ -32,7 +32,7 @@ class ExportedModel:
 
 
 def export(
-    name: str,
+    model_name: str,
     out: str | Path,
     merge: bool = False,
     dtype: Dtype | None = None,
@@ -41,9 +41,9 @@ def export(
 ) -> ExportedModel:
     """Write a model into a new folder: a run's last checkpoint, a given checkpoint, or a registered version. `merge`
     merges an adapter into its base model. `dtype` is the number format of the weights, by default the model's."""
-    model = find_model(name, runs, registry)
+    model = find_model(model_name, runs, registry)
     if (checkpoint := model.folder) is None:
-        raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
+        raise ValueError(f"{model_name!r} is neither a run in {runs} nor a folder with a model or an adapter")
     folder = Path(out).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} already exists; name a new folder")

@@ -47,8 +47,8 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
     """Make the algorithm, with importance correction if the sampler's weights may differ from the learner's."""
-    name, optimization = config.training.algorithm, config.optimization
-    options = getattr(config, name).model_dump()
+    algorithm, optimization = config.training.algorithm, config.optimization
+    options = getattr(config, algorithm).model_dump()
     if (cap := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
@@ -57,7 +57,7 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
         options["correction"] = Correction(
             cap, optimization.importance_by, mask_range, optimization.effective_max_staleness > 0
         )
-    return kinds.make_algorithm(name, options)
+    return kinds.make_algorithm(algorithm, options)
 
 
 def importance_cap(config: TrainingConfig) -> float | None:

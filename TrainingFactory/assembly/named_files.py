@@ -37,9 +37,9 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Replace the name of each file that exists in `folder` but not in the current folder by its path."""
 
-    def move(name: str) -> str:
-        candidate = folder / Path(name).expanduser()
-        return str(candidate) if not _exists(name) and candidate.exists() else name
+    def move(file_name: str) -> str:
+        candidate = folder / Path(file_name).expanduser()
+        return str(candidate) if not _exists(file_name) and candidate.exists() else file_name
 
     return map_files(config, move)
 
@@ -147,8 +147,8 @@ def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
 
 
-def _exists(name: str) -> bool:
-    return os.path.exists(os.path.expanduser(name))  # unlike Path.exists, False for an invalid file name
+def _exists(file_name: str) -> bool:
+    return os.path.exists(os.path.expanduser(file_name))  # unlike Path.exists, False for an invalid file name
 
 
 def _digest(path: Path) -> str:

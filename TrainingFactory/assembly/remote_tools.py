@@ -28,8 +28,8 @@ NEW_PROCESS = f"[new process: the previous one died{STATE_LOST}]\n"
 
 
 class RemoteTools:
-    """All tools of a run that are called on the cluster, in `num_workers` processes or one per machine. The run's own process
-    holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
+    """All tools of a run that are called on the cluster, in `num_workers` processes or one per machine. The run's own
+    process holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
 
     def __init__(self, num_workers: int | None) -> None:
         self._num_workers = num_workers
@@ -41,9 +41,9 @@ class RemoteTools:
     async def open(self) -> None:
         """Start the processes; raise ValueError if one cannot load the tools."""
         await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
-        settings = [entry.model_dump() for entry in self.tool_entries]
+        tool_settings = [entry.model_dump() for entry in self.tool_entries]
         num_workers = self._num_workers or sum(node["Alive"] for node in require_ray().nodes())
-        self._workers = [RayWorker(TOOLS_MAKER, settings, role="tools") for _ in range(num_workers)]
+        self._workers = [RayWorker(TOOLS_MAKER, tool_settings, role="tools") for _ in range(num_workers)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:

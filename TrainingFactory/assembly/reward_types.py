@@ -226,13 +226,13 @@ def find_reward_model(model: str | None, config: TrainingConfig) -> ResolvedMode
     from TrainingFactory.learning.reward_models import read_reward_model_info
 
     try:
-        source = find_model(model, config.logging.output_dir, config.registry.path)
+        checkpoint = find_model(model, config.logging.output_dir, config.registry.path)
     except ValueError as error:
         raise OptionError(InvalidOption("model", f"must be {expectation}; {error}")) from error
-    if source.folder is None:
+    if checkpoint.folder is None:
         raise OptionError(InvalidOption("model", f"must be {expectation}", model))
-    read_reward_model_info(source.folder)
-    return source
+    read_reward_model_info(checkpoint.folder)
+    return checkpoint
 
 
 REWARD_TYPES: dict[str, Callable[[RewardContext, Options], RewardFunction | None]] = {

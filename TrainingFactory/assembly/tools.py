@@ -108,9 +108,9 @@ def _load_tools(entry: ToolEntry, location: str) -> list[ToolOrSource]:
     ]
 
 
-def _load_file_tools(name: str) -> list[ToolOrSource]:
+def _load_file_tools(file_name: str) -> list[ToolOrSource]:
     """Load all `@tool` functions of `mytools.py`, or the function `mytools.py:lookup`, which needs no decorator."""
-    path, attribute, objects = load_objects("tool", name)
+    path, attribute, objects = load_objects("tool", file_name)
     if attribute:
         return [as_tool(objects[0])]
     tools: list[ToolOrSource] = [member for member in objects if isinstance(member, FunctionTool)]
@@ -119,14 +119,14 @@ def _load_file_tools(name: str) -> list[ToolOrSource]:
     return tools
 
 
-def _load_server_tools(path: str, entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
+def _load_server_tools(path: str, tool_entries: Sequence[ToolEntry]) -> list[ToolOrSource]:
     """Return the tools of one MCP file: its built-in tools, and one source with the tools of all its servers that an
     entry of the config selects. The source opens one set of connections for all entries."""
     tool_servers = MCPTools.load_from_config(path)
 
     def choose(offered_tools: Mapping[str, str]) -> dict[str, bool]:
         selection: dict[str, bool] = {}
-        for index, entry in enumerate(entries):
+        for index, entry in enumerate(tool_entries):
             if entry.config == path and entry.name not in tool_servers.named:
                 for name in choose_names(entry.name, offered_tools, f"tools.{index}", path):
                     selection[name] = entry.cache_enabled or selection.get(name, False)

@@ -85,11 +85,11 @@ def compare(
     return 0
 
 
-def _budget_of(name: str) -> Budget | None:
+def _budget_of(side_name: str) -> Budget | None:
     """Return the prices of a side behind an endpoint, which may be newer than its record."""
     from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 
-    return find_endpoint(name).budget if is_endpoint(name) else None
+    return find_endpoint(side_name).budget if is_endpoint(side_name) else None
 
 
 def _run_evaluations(sides: Sequence[ComparedModel]) -> int:

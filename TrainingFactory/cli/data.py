@@ -60,7 +60,7 @@ def convert(
     form = cast(Form, to)
     path = find_trajectories(source, runs)
     with Display() as display:
-        conversion = converted(display.counted(read_rows(path), "episodes"), form, filters)
+        conversion = converted(display.track(read_rows(path), "episodes"), form, filters)
     if layout in get_args(Provider):
         conversion.rows = provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
         if layout == "openai" and 0 < len(conversion.rows) < OPENAI_MIN_ROWS:

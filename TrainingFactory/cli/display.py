@@ -98,8 +98,8 @@ class Display:
         if not self._console.is_terminal:
             seconds = self._bars.tasks[task_id].time_remaining
             time_left = f"{format_duration(seconds)} left" if seconds else ""
-            name = "step" if self.task == "steps" else f"{self.task}: step"
-            self.say(f"{name} {step}/{total}  {metrics_line(metrics)}  {time_left}".rstrip())
+            step_label = "step" if self.task == "steps" else f"{self.task}: step"
+            self.say(f"{step_label} {step}/{total}  {metrics_line(metrics)}  {time_left}".rstrip())
 
     def earlier(self, rows: list[dict[str, Any]]) -> None:
         """Add completed steps, as rows of metrics.jsonl, to the plot."""
@@ -110,15 +110,15 @@ class Display:
     def say(self, text: str) -> None:
         show.note(text, self._console)
 
-    def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
-        """Yield the items and advance the bar `name` after each is processed."""
-        for item in items:
-            yield item
-            self.advance(name, total)
+    def track(self, iterable: Iterable[T], bar: str, total: int | None = None) -> Iterator[T]:
+        """Yield the elements and advance the bar `bar` after each is processed."""
+        for element in iterable:
+            yield element
+            self.advance(bar, total)
 
-    def advance(self, name: str, total: int | None, text: str = "") -> None:
-        """Advance the bar `name`, of length `total` (None: unknown), by one."""
-        task_id = self._task_id(name, total)
+    def advance(self, bar: str, total: int | None, text: str = "") -> None:
+        """Advance the bar `bar`, of length `total` (None: unknown), by one."""
+        task_id = self._task_id(bar, total)
         self._bars.update(task_id, advance=1, note=text)
         completed = int(self._bars.tasks[task_id].completed)
         now = time.monotonic()
@@ -126,13 +126,13 @@ class Display:
             self._start()
         elif completed == total or now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            progress_text = f"{name}: {completed}" if total is None else f"{name}: {completed} of {total}"
+            progress_text = f"{bar}: {completed}" if total is None else f"{bar}: {completed} of {total}"
             self.say(f"{progress_text}, {text}" if text else progress_text)
 
-    def _task_id(self, name: str, total: int | None) -> progress.TaskID:
-        if name not in self._task_ids:
-            self._task_ids[name] = self._bars.add_task(name, total=total, note="")
-        return self._task_ids[name]
+    def _task_id(self, bar: str, total: int | None) -> progress.TaskID:
+        if bar not in self._task_ids:
+            self._task_ids[bar] = self._bars.add_task(bar, total=total, note="")
+        return self._task_ids[bar]
 
     def _start(self) -> None:
         """Start the live display. Called after the model is loaded, because loading draws its own bars."""

@@ -75,13 +75,13 @@ def evaluate(
     return _print_result(evaluation, result, as_json)
 
 
-def _evaluate_suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
+def _evaluate_suite(model: str, suite_name: str, overrides: list[str], as_json: bool) -> int:
     """Evaluate the model on every entry of the suite, print the table and return the exit status."""
     from TrainingFactory.evaluation.requests import make_model_request
     from TrainingFactory.evaluation.suites import check_overrides, load_suite, suite_evaluations
 
     check_overrides(overrides)
-    suite, folder = load_suite(source)
+    suite, folder = load_suite(suite_name)
     request = make_model_request(model, overrides, *storage_paths(overrides))
     records = []
     for evaluation in suite_evaluations(suite, request, folder, show.note):

@@ -58,13 +58,13 @@ def _summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     step_seconds_without = forecast["step_seconds_without"]
     faster_parts = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
     modes = {
-        f"max_staleness {n}" if n else "synchronous": seconds
-        for n, seconds in forecast["step_seconds_by_bound"].items()
+        f"max_staleness {staleness}" if staleness else "synchronous": seconds
+        for staleness, seconds in forecast["step_seconds_by_bound"].items()
     }
     splits = {
-        n: seconds
-        for n, seconds in forecast["step_seconds_by_learners"].items()
-        if n == learners or n.bit_count() == 1
+        num_learners: seconds
+        for num_learners, seconds in forecast["step_seconds_by_learners"].items()
+        if num_learners == learners or num_learners.bit_count() == 1
     }
     split = f"{forecast['samplers']} x {show.pluralize(forecast['gpus_per_sampler'], 'GPU')} for sampling, "
     split += f"{show.pluralize(learners, 'GPU')} for learning"

@@ -216,10 +216,10 @@ def promote(
     return status
 
 
-def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
+def _run_evaluation(model: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
-    show.note(f"{name}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
+    show.note(f"{model}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
     with Display(evaluation.total, loads_model=evaluation.loads_model) as display:
         if evaluation.run(display.episode).interrupted:
             raise KeyboardInterrupt
@@ -286,8 +286,8 @@ def export(
     else:
         exported = model_registry.export(version, target, merge, dtype)
         print(f"wrote {version} with its model card to {exported.path}")
-        for text in exported.notes:
-            show.note(f"note: {text}")
+        for note in exported.notes:
+            show.note(f"note: {note}")
         show.note(f"publish it: hf upload OWNER/NAME {exported.path}")
 
 
@@ -320,8 +320,8 @@ def verify(
     return DAMAGED if problems_by_version else 0
 
 
-def _parse_tags(options: Sequence[str]) -> dict[str, str]:
-    pairs = [option.partition("=") for option in options]
+def _parse_tags(tags: Sequence[str]) -> dict[str, str]:
+    pairs = [tag.partition("=") for tag in tags]
     if invalid_tags := [key for key, separator, _ in pairs if not separator or not key]:
         raise ValueError(f"--tag {invalid_tags[0]!r} is not KEY=VALUE")
     return {key: value for key, _, value in pairs}

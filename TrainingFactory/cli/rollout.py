@@ -63,12 +63,12 @@ def rollout(
     return show.INTERRUPTED if report.interrupted else 0
 
 
-def config_source(source: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+def config_source(env_or_config: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the config file and the overrides for a source: an environment, a config file or an override."""
-    if source is None or source.endswith((".yaml", ".yml")):
-        return source, list(overrides)
-    is_override = "=" in source and not Path(source).exists()
-    option = source if is_override else key_value("environment.environment_id", source)
+    if env_or_config is None or env_or_config.endswith((".yaml", ".yml")):
+        return env_or_config, list(overrides)
+    is_override = "=" in env_or_config and not Path(env_or_config).exists()
+    option = env_or_config if is_override else key_value("environment.environment_id", env_or_config)
     return None, [option, *overrides]
 
 

@@ -102,8 +102,8 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
     from TrainingFactory.assembly.named_files import read_config
     from TrainingFactory.common.http import listen
 
-    if invalid := [override for override in overrides if "=" not in override]:
-        raise ValueError(f"--reward serves a reward, not the model {invalid[0]}. Leave the model out.")
+    if models := [override for override in overrides if "=" not in override]:
+        raise ValueError(f"--reward serves a reward, not the model {models[0]}. Leave the model out.")
     service = RewardService(read_config(path, overrides), show.note)
     api_key = listen.api_key_from(api_key_env)
     app = service.api(api_key, _check_host(host, api_key, "reward")).app

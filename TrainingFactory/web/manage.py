@@ -106,8 +106,8 @@ class _Job:
     def _read_output(self) -> bytes:
         try:
             with open_regular(self.log_file) as file:
-                size = file.seek(0, 2)
-                file.seek(max(self.log_start, size - MAX_OUTPUT))
+                log_bytes = file.seek(0, 2)
+                file.seek(max(self.log_start, log_bytes - MAX_OUTPUT))
                 return file.read()
         except (OSError, ValueError):  # deleted meanwhile
             return b""

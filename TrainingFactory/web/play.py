@@ -169,11 +169,11 @@ class PlayRoutes:
         return conversation
 
 
-def _make_endpoint_row(name: str) -> Json:
+def _make_endpoint_row(endpoint_name: str) -> Json:
     """Return the list row of an endpoint with the host and the API key's variable, never the key itself."""
     try:
-        endpoint = find_endpoint(name).endpoint()
+        endpoint = find_endpoint(endpoint_name).endpoint()
         description = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
     except ValueError:  # beginning a conversation reports it
         description = "invalid options"
-    return {"name": name, "what": f"{ENDPOINT}, {description}", "environment": None}
+    return {"name": endpoint_name, "what": f"{ENDPOINT}, {description}", "environment": None}

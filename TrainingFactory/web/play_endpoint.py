@@ -76,8 +76,8 @@ class EndpointConversation(PlayConversation):
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> EndpointAnswer:
         answer = EndpointAnswer(self, await self.sampler(), history, arguments, tell)
-        stored = {i: self._originals.get((i, _message_key(message))) for i, message in enumerate(history)}
-        answer.originals = {i: original for i, original in stored.items() if original is not None}
+        originals = {i: self._originals.get((i, _message_key(message))) for i, message in enumerate(history)}
+        answer.originals = {i: original for i, original in originals.items() if original is not None}
         return answer
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:

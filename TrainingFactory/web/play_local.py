@@ -21,9 +21,9 @@ MAX_KEPT_TURNS = 400  # maximum sampled turns of a conversation whose tokens are
 class LocalConversation(PlayConversation):
     """A conversation with a model loaded in this process, with the sampled tokens of its turns."""
 
-    def __init__(self, served: ServedModel, arguments: JobArguments) -> None:
-        super().__init__(served.chat, config_of(arguments))
-        self.served, self.turns = served, Conversations(served.chat)
+    def __init__(self, served_model: ServedModel, arguments: JobArguments) -> None:
+        super().__init__(served_model.chat, config_of(arguments))
+        self.served, self.turns = served_model, Conversations(served_model.chat)
 
     def description(self) -> JobArguments:
         sampling = self.config.sampling

@@ -91,5 +91,5 @@ async def _make_conversation(arguments: JobArguments) -> PlayConversation:
     config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
     models = [opened.served for opened in _conversations.values() if isinstance(opened, LocalConversation)]
-    served = models[0] if models else await asyncio.to_thread(load_served_model, config)
-    return LocalConversation(served, arguments)
+    served_model = models[0] if models else await asyncio.to_thread(load_served_model, config)
+    return LocalConversation(served_model, arguments)

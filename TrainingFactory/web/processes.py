@@ -62,11 +62,11 @@ async def resume(run: RunFolder) -> str:
     return shlex.join(["tfactory", *arguments])
 
 
-async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool]) -> None:
+async def _start(arguments: list[str], log_file: Path, has_begun: Callable[[], bool]) -> None:
     """Start a command and wait until `has_begun` returns true. If the command exits before, raise ApiError with the end
     of its output."""
     # Keep the file open: it may be deleted together with a run that fails to start.
-    with open_regular(log, "a+b") as output:
+    with open_regular(log_file, "a+b") as output:
         log_size = output.tell()
         process = launch(arguments, output)
         for _ in range(int(START_TIMEOUT / 0.1)):

@@ -85,11 +85,11 @@ class Page:
         post("/api/doctor", self.doctor)
         post("/api/sample", self.sample)
         post("/api/train", self.train)
-        ManageRoutes(self.site, self.runs.folder, self.find)
+        ManageRoutes(self.site, self.runs.folder, self.find_run)
         RegistryRoutes(self.site, self.runs.folder, self.pool)
         WizardRoutes(self.site, self.runs.folder, self.pool)
         PlayRoutes(self.site, self.runs, self.pool, endpoints)
-        JudgeRoutes(self.site, self.runs.folder, self.find)
+        JudgeRoutes(self.site, self.runs.folder, self.find_run)
         self.site.add_files()
 
     async def serve(self, listener: socket, server: Any) -> None:
@@ -107,7 +107,7 @@ class Page:
         """Stop the runs that this server started; each saves a checkpoint first. Return how many were running."""
         return processes.stop_runs({process.pid for process in self._stopped_processes})
 
-    def find(self, name: str) -> RunFolder:
+    def find_run(self, name: str) -> RunFolder:
         """Return the run of that name; respond 404 if there is none. The name is never used as a path."""
         try:
             return self.runs.find(name)
@@ -129,39 +129,39 @@ class Page:
 
     async def events(self, run: str | None = None) -> Events:
         """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
-        return self.live.events(None if run is None else self.find(run))
+        return self.live.events(None if run is None else self.find_run(run))
 
     def run(self, name: str) -> shapes.RunView:
         """Show a run in full."""
-        return views.run_view(self.find(name), self.runs)
+        return views.run_view(self.find_run(name), self.runs)
 
     def config(self, name: str) -> shapes.ConfigView:
         """Show the options of a run."""
-        return views.config_view(self.find(name))
+        return views.config_view(self.find_run(name))
 
     def diff(self, name: str, other: str) -> shapes.RunDiff:
         """Show the options in which two runs differ."""
-        return views.diff_runs([self.find(name), self.find(other)])
+        return views.diff_runs([self.find_run(name), self.find_run(other)])
 
     def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
         """Return the metrics of a run after byte `after` of their file."""
-        return views.metrics_part(self.find(name), after)
+        return views.metrics_part(self.find_run(name), after)
 
     def log(self, name: str, after: int = 0) -> shapes.LogPart:
         """Return the log of a run after byte `after`; a negative value counts from the end."""
-        return views.log_part(self.find(name), after)
+        return views.log_part(self.find_run(name), after)
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List the matching episodes of a run, page by page."""
-        return index_of(self.find(name).path).page(query)
+        return index_of(self.find_run(name).path).page(query)
 
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
-        return index_of(self.find(name).path).episode(number)
+        return index_of(self.find_run(name).path).episode(number)
 
     def image(self, name: str, digest: str) -> Picture:
         """Return an image of a run's episodes, a PNG file, by its digest."""
-        run = self.find(name)
+        run = self.find_run(name)
         try:
             path = run.images.path(digest)
             with open_regular(path) as file:
@@ -179,7 +179,7 @@ class Page:
     ) -> shapes.GroupView:  # fmt: skip
         """Show a task's episodes in a step, of one group or of all, with the credit of each token. `learner` adds the
         learner's log-probs, if the weights that sampled the episodes are still stored."""
-        path, notes = self.find(name).path, list[str]()
+        path, notes = self.find_run(name).path, list[str]()
         if credit:
             try:
                 arguments = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
@@ -191,7 +191,7 @@ class Page:
 
     def stop(self, name: str) -> RunAction:
         """Stop a run with a checkpoint, as by Ctrl-C. Repeated requests have no effect."""
-        run = self.find(name)
+        run = self.find_run(name)
         try:
             with self._stop_lock:
                 stop(run, self._stopped_processes)
@@ -201,7 +201,7 @@ class Page:
 
     async def resume(self, name: str) -> RunAction:
         """Resume a run from its last checkpoint, in a separate process."""
-        run = self.find(name)
+        run = self.find_run(name)
         command = await processes.resume(run)
         return RunAction(name=name, state=run.state, command=command)
 

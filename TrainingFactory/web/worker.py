@@ -97,8 +97,8 @@ def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, An
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 
-    def play(name: str, evaluation: Any) -> None:
-        text, numbers = f"{name} plays {evaluation.request.entry}", count(1)
+    def play(model_name: str, evaluation: Any) -> None:
+        text, numbers = f"{model_name} plays {evaluation.request.entry}", count(1)
         evaluation.run(lambda _: report({"text": text, "done": next(numbers), "of": evaluation.total}))
 
     options = [arguments[key] for key in ("version", "alias", "suite", "first")]
