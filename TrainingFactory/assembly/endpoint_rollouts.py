@@ -158,7 +158,7 @@ class EndpointRun(EpisodeRun):
                     return self._end_episode("truncated", None)
                 await self._step_environment(environment, turn)
             finally:  # the step replaces the signals, and ends the episode by an exception
-                turn.signals |= self._usage_signals(reply)
+                turn.signals |= self._make_usage_signals(reply)
             messages += [turn.message, *turn.replies]
         return self._end_episode("max_turns", None)
 
@@ -170,7 +170,7 @@ class EndpointRun(EpisodeRun):
         )  # fmt: skip
         return await self._sampler.ask(request, self.seed_of(turn_index))
 
-    def _usage_signals(self, reply: ModelReply) -> dict[str, float]:
+    def _make_usage_signals(self, reply: ModelReply) -> dict[str, float]:
         counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
         amounts = counts | ({"cost": budget.cost(reply)} if budget.priced else {})

@@ -102,7 +102,7 @@ def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, parti
     from TrainingFactory.models.composite import rename_adapter
     from TrainingFactory.models.loading import composite_config
 
-    config = composite_config(str(exported.base), **_base_options(run))
+    config = composite_config(str(exported.base), **_get_base_options(run))
     if config is None:
         return
     rename_adapter(partial_folder, config)
@@ -113,7 +113,7 @@ def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, parti
     )
 
 
-def _base_options(run: TrainedBy | None) -> dict[str, Any]:
+def _get_base_options(run: TrainedBy | None) -> dict[str, Any]:
     """Return the options with which the base of a run's adapter was loaded."""
     if run is None:
         return {}
@@ -133,19 +133,19 @@ def _convert_checkpoint(
         loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")
         model = loaded_model.model
     else:
-        options = _base_options(run)
+        options = _get_base_options(run)
         quantization = "none" if run is None else with_original_model(run).model.quantization
         if quantization != "none":
             exported.notes.append(
                 f"the adapter was trained over {quantization} weights and is merged into full-precision ones: outputs "
                 "differ by the rounding"
             )
-        base = str(exported.base)
+        base_model = str(exported.base)
         # Merged in float32 and cast afterwards, because bfloat16 sums would lose small changes.
         loaded_model = load_model(
-            base, dtype="float32", device="cpu", adapter=str(exported.source), **options
+            base_model, dtype="float32", device="cpu", adapter=str(exported.source), **options
         )
-        torch_dtype = stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
+        torch_dtype = stored_dtype(base_model, **options) if dtype is None else pick_dtype(dtype)
         model = loaded_model.model.merge_and_unload().to(torch_dtype)
     exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)

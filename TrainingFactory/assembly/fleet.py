@@ -111,7 +111,7 @@ def make_training_fleet(
 
 
 def make_serving_fleet(
-    config: TrainingConfig, loaded_model: LoadedModel, length: int, episodes: int, notify: Notify
+    config: TrainingConfig, loaded_model: LoadedModel, length: int, num_episodes: int, notify: Notify
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub. A model that neither holds unchanged, such as one
     with an adapter, is saved to a temporary folder first."""
@@ -125,7 +125,7 @@ def make_serving_fleet(
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _make_fleet(config, folder, length, episodes, spec, notify, keep_alive=temporary_folder)
+    return _make_fleet(config, folder, length, num_episodes, spec, notify, keep_alive=temporary_folder)
 
 
 def _find_loadable_model(config: TrainingConfig) -> str | None:
@@ -141,11 +141,11 @@ def _find_loadable_model(config: TrainingConfig) -> str | None:
 
 
 def _make_fleet(
-    config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], notify: Notify,
+    config: TrainingConfig, model: str, length: int, num_episodes: int, options: dict[str, Any], notify: Notify,
     tolerance: float = LOGPROB_TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
-    slots = min(config.sampling.slots, episodes)
+    slots = min(config.sampling.slots, num_episodes)
     device = "auto" if compute.backend == "ray" else config.model.device  # Ray assigns each actor's devices
     engine = config.sampling.engine
     cache_gib = config.sampling.cache_gib

@@ -49,14 +49,14 @@ def divide_gpus(config: TrainingConfig, gpus: int) -> dict[str, Any]:
     compute = config.compute
     has_samplers = KINDS[config.training.algorithm].samples and compute.gpus_per_sampler != 0
     sampler_gpus = compute.gpus_per_sampler or config.sampling.engine_options.get("tensor_parallel_size", 1)
-    samplers = max(1, int(gpus // 2 // sampler_gpus)) if compute.backend == "ray" and has_samplers else 0
-    learners = int(gpus - samplers * sampler_gpus)
-    if learners < 1:
+    num_samplers = max(1, int(gpus // 2 // sampler_gpus)) if compute.backend == "ray" and has_samplers else 0
+    num_learners = int(gpus - num_samplers * sampler_gpus)
+    if num_learners < 1:
         raise ValueError(
             f"compute.num_gpus is {gpus}, but a sampler needs {sampler_gpus:g} GPUs and a learner one. Raise "
             "compute.num_gpus, or lower compute.gpus_per_sampler and sampling.engine_options.tensor_parallel_size"
         )
-    if learners > 1:
+    if num_learners > 1:
         try:
             check_sharded(config)
         except ValueError as error:
@@ -64,11 +64,11 @@ def divide_gpus(config: TrainingConfig, gpus: int) -> dict[str, Any]:
                 f"compute.num_gpus is {gpus}, but {error}. Set compute.learners=1 to train on one GPU, and "
                 f"compute.backend=ray with compute.samplers={int((gpus - 1) // sampler_gpus)} to sample on the others"
             ) from error
-    division: dict[str, Any] = {"learners": learners}
+    division: dict[str, Any] = {"learners": num_learners}
     if compute.backend == "ray":
         division["gpus_per_learner"] = 1.0
-        if samplers:
-            division |= {"samplers": samplers, "gpus_per_sampler": float(sampler_gpus)}
+        if num_samplers:
+            division |= {"samplers": num_samplers, "gpus_per_sampler": float(sampler_gpus)}
         if compute.address is None:  # the Ray that the run starts manages all GPUs but the first learner's
             division["num_gpus"] = gpus - 1
     return division

@@ -79,13 +79,13 @@ class Learners:
         from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
         # Processes of a launcher may not have read the config: each decides by whether there are GPUs.
-        cuda = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
+        on_gpu = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
         log_note = ""
         if launched_process() is not None:
-            rank_group = await in_thread(RankGroup, 0, learners, None, os.environ["MASTER_ADDR"], cuda)
+            rank_group = await in_thread(RankGroup, 0, learners, None, os.environ["MASTER_ADDR"], on_gpu)
         else:
             log_note = f", with a log in {folder}" if config.compute.backend == "local" else ""
-            rank_group = await self._start_group(exit_stack, folder, learners, cuda)
+            rank_group = await self._start_group(exit_stack, folder, learners, on_gpu)
         self._ranks = ranks = ShardedPolicy(rank_group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
@@ -105,7 +105,7 @@ class Learners:
             )
 
     async def _start_group(
-        self, exit_stack: AsyncExitStack, folder: Path, learners: int, cuda: bool
+        self, exit_stack: AsyncExitStack, folder: Path, learners: int, on_gpu: bool
     ) -> RankGroup:
         import torch
 
@@ -116,7 +116,7 @@ class Learners:
         workers: list[Any] = []
         if compute.backend == "ray":  # Ray shows each actor only its own device
             host, workers = await self._start_actors(exit_stack, learners)
-        elif cuda and (gpus := torch.cuda.device_count()) < learners:
+        elif on_gpu and (gpus := torch.cuda.device_count()) < learners:
             raise ValueError(
                 f"compute.learners is {learners}, but this machine has {gpus} GPUs and each learner needs one: set "
                 "fewer, or use several machines with compute.backend=ray or torchrun"
@@ -129,8 +129,8 @@ class Learners:
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            tasks.append(asyncio.create_task(_run_worker(worker, [rank, learners, port, host, cuda, device])))
-        join_task = asyncio.create_task(in_thread(RankGroup, 0, learners, store, host, cuda))
+            tasks.append(asyncio.create_task(_run_rank(worker, [rank, learners, port, host, on_gpu, device])))
+        join_task = asyncio.create_task(in_thread(RankGroup, 0, learners, store, host, on_gpu))
         await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
             exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
@@ -191,7 +191,7 @@ class Learners:
             await self._ranks.close(report)
 
 
-async def _run_worker(worker: Any, address: list[Any]) -> str:
+async def _run_rank(worker: Any, address: list[Any]) -> str:
     """Run a learner in a worker process until it ends; return the reason of its end."""
     try:
         return await worker.ask(address, None) or "ended"
@@ -256,8 +256,8 @@ def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     if launch is None or launch.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
-    cuda = _pick_device(TrainingConfig()).type == "cuda"
-    args = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], cuda
+    on_gpu = _pick_device(TrainingConfig()).type == "cuda"
+    args = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], on_gpu
     if (report := run_anywhere(lambda: _serve(args, launch.device, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason
     return report

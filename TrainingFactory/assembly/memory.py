@@ -64,8 +64,8 @@ def device_bytes(
         config.compute.learners or 1,
         config.optimization.effective_max_staleness,
     )
-    episodes = training.batch_size * max_leaves(config)
-    tokens = min(training.token_budget, episodes * max_length)
+    num_episodes = training.batch_size * max_leaves(config)
+    tokens = min(training.token_budget, num_episodes * max_length)
     sizes = learner_bytes(config, shape, counts, inputs, learners, tokens)
     if tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
@@ -73,7 +73,7 @@ def device_bytes(
     if KINDS[training.algorithm].samples:
         if max_staleness or learners > 1:  # the sampler of a sharded learner has a full copy
             sizes["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
-        slots = min(config.sampling.slots, episodes * (1 + max_staleness))
+        slots = min(config.sampling.slots, num_episodes * (1 + max_staleness))
         sizes["cache"] = cache_bytes(shape, slots, max_length, counts.size)
         if recurrent_bytes := state_bytes(shape, slots, counts.size):
             sizes["states"] = recurrent_bytes
@@ -81,7 +81,7 @@ def device_bytes(
 
 
 def learner_bytes(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, tokens: int
+    config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, num_tokens: int
 ) -> dict[str, float]:
     """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
     counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
@@ -105,16 +105,16 @@ def learner_bytes(
         sizes["critic"] = resident_bytes
     training = config.training
     activations = activation_bytes(
-        shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
+        shape, num_tokens, training.gradient_checkpointing, counts.size, training.activation_offload
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
         sizes["gradients"] += max(0, counts.size * (counts.trained - counts.num_float32) - activations)
-    layer_gradients = 2 * mlp_width(shape) * tokens * counts.size  # of the layer in backward
+    layer_gradients = 2 * mlp_width(shape) * num_tokens * counts.size  # of the layer in backward
     return sizes | {"activations": float(activations + layer_gradients)}
 
 
 def activation_bytes(
-    shape: Any, tokens: int, checkpointing: bool, itemsize: int, offload: bool = False
+    shape: Any, num_tokens: int, checkpointing: bool, itemsize: int, offload: bool = False
 ) -> int:
     """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. With `offload`, the
     inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
@@ -125,16 +125,16 @@ def activation_bytes(
     layer_values = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * width_of_mlp
     stored_values = shape.hidden_size if checkpointing else layer_values
     num_layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
-    return tokens * itemsize * (num_layers * stored_values + layer_values * checkpointing)
+    return num_tokens * itemsize * (num_layers * stored_values + layer_values * checkpointing)
 
 
 def image_bytes(
-    config: TrainingConfig, tower: TowerShape, images: ImageUse, tokens: int, itemsize: int
+    config: TrainingConfig, tower: TowerShape, images: ImageUse, num_tokens: int, itemsize: int
 ) -> dict[str, float]:
     """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `tokens` tokens,
     and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
     layer. A trained one keeps the layers of all images of the pack for backward."""
-    pack_image_tokens = images.share * tokens  # image tokens
+    pack_image_tokens = images.share * num_tokens  # image tokens
     image_tokens = min(images.tokens, config.model.image_tokens)
     cached_bytes = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * itemsize)
     if config.model.train_tower:

@@ -63,11 +63,11 @@ def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
-        request = context.template
+        prompt = context.template
         context = _replace_values(
             context,
             function=context.function and map_name(context.function),
-            template=move(request) if request and is_template_file(request) else request,
+            template=move(prompt) if prompt and is_template_file(prompt) else prompt,
         )
     if (user := environment.user) is not None:
         instructions = user.template
@@ -125,7 +125,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
     """Return a run's config in which each file name is replaced by the file's current path; see `_present_paths`."""
-    present_paths = _present_paths(run_info)
+    present_paths = _find_present_paths(run_info)
     return map_files(config, lambda name: present_paths.get(name, name))
 
 
@@ -133,14 +133,14 @@ def changed_files(run_info: Mapping[str, Any]) -> list[str]:
     """Return the Python files that have changed since the run started."""
     return [
         name
-        for name, path in _present_paths(run_info).items()
+        for name, path in _find_present_paths(run_info).items()
         if (recorded_digest := run_info[FILES_KEY][name]["digest"]) is not None
         and _exists(path)
         and recorded_digest != _digest(Path(path))
     ]
 
 
-def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
+def _find_present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
     paths = {name: file["path"] for name, file in run_info.get(FILES_KEY, {}).items()}
     unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}

@@ -45,7 +45,7 @@ class RunTools:
         self._program: AgentProgram | None = None
         self._environment_metrics: Callable[[], dict[str, float]] = dict
         self._pool: ProcessPool | SharedBrowser | None = None
-        self._user = make_user(config, replaying=self._recording is not None)
+        self._user = make_user(config, is_replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
         self._shares_cache = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)

@@ -31,7 +31,7 @@ class UserClient(EndpointClient):
     WHO = "the user model"
 
 
-def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser | None:
+def make_user(config: TrainingConfig, is_replaying: bool = False) -> SimulatedUser | None:
     """Return the config's simulated user without starting an engine; None if it has none. Raise ConfigError if it
     cannot work. A `replaying` run reads replies from its recording without an API key."""
     section = config.environment.user
@@ -47,7 +47,7 @@ def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser 
         raise config.wrong([Problem(USER_KEY, text)])
     brief = _make_brief(config, section)
     try:
-        client = _make_client(config, section, replaying)
+        client = _make_client(config, section, is_replaying)
     except ValueError as error:
         key = "options" if section.options else "model"
         raise config.wrong([Problem((*USER_KEY, key), str(error))]) from error

@@ -77,7 +77,7 @@ def compare(
         return 0
     records = [(side.name, record) for side in sides for record in side.records]
     rows = [
-        [f"{name} {record.entry or ''}", *record_row(record, _budget_of(name))] for name, record in records
+        [f"{name} {record.entry or ''}", *record_row(record, _find_budget(name))] for name, record in records
     ]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
@@ -85,7 +85,7 @@ def compare(
     return 0
 
 
-def _budget_of(side_name: str) -> Budget | None:
+def _find_budget(side_name: str) -> Budget | None:
     """Return the prices of a side behind an endpoint, which may be newer than its record."""
     from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 

@@ -58,7 +58,7 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     for turn_number, turn in enumerate(episode.turns, 1):
         summary = "  ".join(turn.summary(credit.measure))
         grid.add_row(Text(f"turn {turn_number}", style="bold"), Text(summary, style="bold"))
-        grid.add_row("", _coloured_text(turn, credit))
+        grid.add_row("", _colour_text(turn, credit))
         for reply in turn.turn.replies:
             grid.add_row(
                 Text(reply.role, style="dim"), show.literal_text(content_text(reply) or "(no text)", "dim")
@@ -66,10 +66,10 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     console.print(grid)
 
 
-def _coloured_text(turn: TurnCredit, credit: Credit) -> Text:
+def _colour_text(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
-        text.append(escape_control(piece.text), _credit_style(credit.level(piece.value)))
+        text.append(escape_control(piece.text), _pick_credit_style(credit.level(piece.value)))
     num_hidden = len(text) - show.MAX_CHARS
     return (
         text
@@ -78,7 +78,7 @@ def _coloured_text(turn: TurnCredit, credit: Credit) -> Text:
     )
 
 
-def _credit_style(level: int) -> Style | None:
+def _pick_credit_style(level: int) -> Style | None:
     """Return black text on a background between pale and full colour, readable on dark and light terminals."""
     if not level:
         return None

@@ -89,7 +89,7 @@ class Display:
         self.advance("episodes", self._num_expected, mean_text)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        task_id = self._task_id(self.task, total)
+        task_id = self._find_task_id(self.task, total)
         self._bars.update(task_id, completed=step, total=total)
         self._metrics |= metrics
         # A resumed run repeats the steps after its last checkpoint; replace them in the plot.
@@ -118,7 +118,7 @@ class Display:
 
     def advance(self, bar: str, total: int | None, text: str = "") -> None:
         """Advance the bar `bar`, of length `total` (None: unknown), by one."""
-        task_id = self._task_id(bar, total)
+        task_id = self._find_task_id(bar, total)
         self._bars.update(task_id, advance=1, note=text)
         completed = int(self._bars.tasks[task_id].completed)
         now = time.monotonic()
@@ -129,7 +129,7 @@ class Display:
             progress_text = f"{bar}: {completed}" if total is None else f"{bar}: {completed} of {total}"
             self.say(f"{progress_text}, {text}" if text else progress_text)
 
-    def _task_id(self, bar: str, total: int | None) -> progress.TaskID:
+    def _find_task_id(self, bar: str, total: int | None) -> progress.TaskID:
         if bar not in self._task_ids:
             self._task_ids[bar] = self._bars.add_task(bar, total=total, note="")
         return self._task_ids[bar]

@@ -55,7 +55,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
     elif versions:
         rows = []
         for version in versions:
-            row = (str(version), ", ".join(version.aliases), _source_text(version), version.created)
+            row = (str(version), ", ".join(version.aliases), _format_source(version), version.created)
             rows.append((*row, version.digest[:12], version.description))
         show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
@@ -88,7 +88,7 @@ def show_(
     if as_json:
         print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _source_text(entry))]
+    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _format_source(entry))]
     rows += [("registered", f"{entry.created} by {entry.who}"), ("digest", entry.digest)]
     rows += [("files", str(model_registry.folder(entry)))]
     rows += [("base model", model_registry.base_name(entry))] if entry.base else []
@@ -242,8 +242,8 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    current, previous = _open_registry(file, where).rollback(name, alias)
-    print(f"{name}@{alias} is {current} again" + (f"; it was {name}:{previous}" if previous else ""))
+    new_version, previous = _open_registry(file, where).rollback(name, alias)
+    print(f"{name}@{alias} is {new_version} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
@@ -327,7 +327,7 @@ def _parse_tags(tags: Sequence[str]) -> dict[str, str]:
     return {key: value for key, _, value in pairs}
 
 
-def _source_text(version: Version) -> str:
+def _format_source(version: Version) -> str:
     lineage = version.lineage
     if "run" in lineage:
         return f"run {lineage['run']}, step {lineage['step']}"

@@ -73,7 +73,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     if (best_checkpoint := run.best()) is not None:
         rows.append(("best", f"{best_checkpoint}, on held-out tasks or rows"))
-    rows += [(name, value) for name, value in _annotation_rows(run) if value]
+    rows += [(name, value) for name, value in _make_annotation_rows(run) if value]
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
@@ -93,7 +93,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
         show.note(f"resume with: {run.resume_command}")
 
 
-def _annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
+def _make_annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
     annotations = read_annotations(run)
     tags = [f"{name}={value}" if value else name for name, value in annotations.tags.items()]
     archived_text = "yes" if annotations.archived else ""

@@ -96,7 +96,7 @@ def message_grid() -> Table:
 
 def episode(trajectory: Trajectory, title: str) -> None:
     """Print one episode as a conversation, followed by its status, reward and length."""
-    rows = _prompt_rows(trajectory.prompt, trajectory.tools)
+    rows = _make_prompt_rows(trajectory.prompt, trajectory.tools)
     row_index = 0
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
         if span.row > row_index:  # an external agent may hold several conversations in one episode
@@ -119,10 +119,10 @@ def episode(trajectory: Trajectory, title: str) -> None:
 
 def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
     """Print a conversation from a dataset."""
-    _print_rows(title, _prompt_rows(messages, tools))
+    _print_rows(title, _make_prompt_rows(messages, tools))
 
 
-def _prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
+def _make_prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     rows = message_grid()
     for message in prompt:
         _add_message(rows, message)

@@ -17,7 +17,7 @@ from TrainingFactory.apps.views.shapes import AuditList, EpisodeView, Json, Numb
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.web.worker import index_of
+from TrainingFactory.web.worker import find_index
 
 
 class Label(BaseModel):
@@ -69,7 +69,7 @@ class JudgeRoutes:
     def label(self, request: Label) -> Labels:
         """Label an episode, or remove its label."""
         path = self._label_file(request.run)
-        row = gold_row(request, index_of(self._find_run(request.run).path).episode(request.number))
+        row = make_gold_row(request, find_index(self._find_run(request.run).path).episode(request.number))
         with self._lock:
             labels, other_lines = _read_labels(path)
             labels.pop(request.number, None)
@@ -81,7 +81,7 @@ class JudgeRoutes:
         return self.labels(request.run)
 
 
-def gold_row(request: Label, view: EpisodeView) -> Json:
+def make_gold_row(request: Label, view: EpisodeView) -> Json:
     """Return a row of a gold file: the conversation up to the model's last message, the label and its source."""
     messages = [*view.prompt, *(message for turn in view.turns for message in (turn.message, *turn.replies))]
     roles = [message["role"] for message in messages]

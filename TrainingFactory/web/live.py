@@ -62,7 +62,7 @@ class _FileReader:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._metrics_end, self._log_end = (_last_line_end(run.path / name) for name in (METRICS, LOG))
+        self._metrics_end, self._log_end = (_find_last_line_end(run.path / name) for name in (METRICS, LOG))
         self._findings = file_stat(run.path / FINDINGS)
 
     def read_events(self) -> list[Event]:
@@ -79,7 +79,7 @@ class _FileReader:
         return events
 
 
-def _last_line_end(path: Path) -> int:
+def _find_last_line_end(path: Path) -> int:
     """Return the position after the last complete line of a file."""
     try:
         with open_regular(path) as file:

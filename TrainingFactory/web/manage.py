@@ -98,7 +98,7 @@ class _Job:
     def view(self, number: int) -> JobView:
         status = self.process.poll()
         state = "running" if status is None else "failed" if status else "finished"
-        output = processes.end_of_output(self._read_output())
+        output = processes.read_last_lines(self._read_output())
         return JobView(
             number=number, kind=self.kind, state=state, command=self.command, started=self.started, output=output
         )  # fmt: skip
@@ -138,7 +138,7 @@ class ManageRoutes:
     def rename(self, name: str, request: RenameRequest) -> ManagedRun:
         """Rename a run that is not running and whose files no other run needs."""
         run = self._find_run(name)
-        with self._change_lock, _conflict_on_error():
+        with self._change_lock, _raise_conflict():
             self._check_idle(name)
             renamed_run = manage.rename_run(run, request.new_name, self._runs)
         arguments = shlex.join(["tfactory", "runs", "rename", name, renamed_run.name])
@@ -149,7 +149,7 @@ class ManageRoutes:
         run = self._find_run(name)
         if request.confirm != name:
             raise ApiError(f"confirm must be the name of the run, {name}", "confirm")
-        with self._change_lock, _conflict_on_error():
+        with self._change_lock, _raise_conflict():
             self._check_idle(name)
             manage.delete_run(run, self._runs, request.force)
         arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
@@ -185,7 +185,7 @@ class ManageRoutes:
     def cancel(self, name: str) -> JobList:
         """Cancel the running evaluation and export of a run."""
         self._find_run(name)
-        for job in self._running_jobs(name):
+        for job in self._list_running_jobs(name):
             job.process.terminate()
         return self.jobs(name)
 
@@ -196,7 +196,7 @@ class ManageRoutes:
         log_file = run.path / f"{kind}.log"
         arguments = [kind, f"{run.path.resolve()}@{checkpoint}", *options]
         with self._change_lock:
-            if any(job.kind == kind for job in self._running_jobs(name)):
+            if any(job.kind == kind for job in self._list_running_jobs(name)):
                 raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
             with open_regular(log_file, "ab") as log_stream:
                 log_start = log_stream.tell()
@@ -205,16 +205,16 @@ class ManageRoutes:
             self._jobs.append(job)
         return job.view(len(self._jobs) - 1)
 
-    def _running_jobs(self, name: str) -> list[_Job]:
+    def _list_running_jobs(self, name: str) -> list[_Job]:
         return [job for job in self._jobs if job.run == name and job.process.poll() is None]
 
     def _check_idle(self, name: str) -> None:
-        if running_jobs := self._running_jobs(name):
+        if running_jobs := self._list_running_jobs(name):
             raise ValueError(f"run {name} is in use by its {running_jobs[0].kind}. Wait for it, or cancel it")
 
 
 @contextmanager
-def _conflict_on_error() -> Iterator[None]:
+def _raise_conflict() -> Iterator[None]:
     """Respond with status 409 if the action in the block raises ValueError."""
     try:
         yield

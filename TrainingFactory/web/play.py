@@ -123,7 +123,7 @@ class PlayRoutes:
             if (value := getattr(request, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        arguments["spending"] = self._spending_file(request.model, play_choices.models)
+        arguments["spending"] = self._find_spending_file(request.model, play_choices.models)
         reply = await self._pool.ask(f"play:{request.model}", "begin", arguments)
         self._sessions[arguments["id"]] = arguments | {"tools": reply["tools"], "stop": self._folder.name}
         return OpenedConversation(id=arguments["id"], **reply)
@@ -157,7 +157,7 @@ class PlayRoutes:
         command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
         return SavedRow(path=str(path), rows=num_rows, command=command)
 
-    def _spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
+    def _find_spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
         """Return the file in which an endpoint's paid replies are logged; None for a local model."""
         if next(row["what"] for row in rows if row["name"] == model).partition(",")[0] != ENDPOINT:
             return None

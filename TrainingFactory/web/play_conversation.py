@@ -166,7 +166,7 @@ class PlayConversation(ABC):
             return None, None
         if self._reward_problem is not None:
             return None, self._reward_problem
-        prompt, turns = self._as_episode()
+        prompt, turns = self._split_history()
         scored_answer = await answer.score(prompt, turns)
         if scored_answer.reward is None:
             return None, scored_answer.error
@@ -174,7 +174,7 @@ class PlayConversation(ABC):
         trajectory.reward = replace(scored_answer.reward, steps=step_rewards)
         return scored_answer.reward, None
 
-    def _as_episode(self) -> tuple[list[Message], list[Turn]]:
+    def _split_history(self) -> tuple[list[Message], list[Turn]]:
         """Return the conversation as an episode. A user message becomes a reply to the turn before it."""
         prompt, turns = list[Message](), list[Turn]()
         for position, message in enumerate(self.seen):
@@ -232,10 +232,10 @@ class PlayedAnswer(EpisodeRun):
         try:
             return await super()._step_environment(environment, turn)
         finally:
-            self.tell({"results": [_result_view(result) for result in turn.tool_results]})
+            self.tell({"results": [_make_result_view(result) for result in turn.tool_results]})
 
 
-def _result_view(result: ToolResult) -> JobArguments:
+def _make_result_view(result: ToolResult) -> JobArguments:
     """Return a tool result as JSON. Its images are part of the content, as in messages."""
     content = openai_content(Message("tool", result.content, images=result.images))
     return asdict(replace(result, images=[])) | {"content": content}

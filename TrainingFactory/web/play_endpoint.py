@@ -58,7 +58,7 @@ class EndpointConversation(PlayConversation):
     def description(self) -> JobArguments:
         sampler = _samplers[self._endpoint_name]
         endpoint, options = sampler.endpoint, sampler.settings.options or {}
-        ignored_settings = _ignored_settings(sampler)
+        ignored_settings = _find_ignored_settings(sampler)
         notes = [MESSAGES_ONLY]
         for name in ignored_settings:
             is_fixed = name != "temperature" or name in options
@@ -121,7 +121,7 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
             raise ModelFailure(str(error), "unavailable") from error
 
 
-def _ignored_settings(sampler: EndpointSampler) -> list[str]:
+def _find_ignored_settings(sampler: EndpointSampler) -> list[str]:
     """Return the sampling settings that do not change the request to this endpoint."""
     base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
     requests = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}

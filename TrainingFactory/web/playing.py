@@ -31,13 +31,13 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _as_job(
+def _make_job(
     job: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
 ) -> Callable[[JobArguments, ProgressCallback], JobArguments]:
     return lambda arguments, tell: asyncio.run_coroutine_threadsafe(job(arguments, tell), _loop()).result()
 
 
-@_as_job
+@_make_job
 async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     conversation = await _open_conversation(arguments)
     prompt = await conversation.restart_environment()
@@ -50,7 +50,7 @@ async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments
     } | conversation.description()  # fmt: skip
 
 
-@_as_job
+@_make_job
 async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     conversation = await _open_conversation(arguments)
     messages = [message_from_dict(message) for message in arguments["messages"]]

@@ -22,7 +22,7 @@ from TrainingFactory.runs.folder import RunFolder, is_run, new_name
 from TrainingFactory.web.form import with_runs_folder
 
 START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
-COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
+CLI_COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
 START_TIMEOUT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
 LAST_LINES = 12  # lines of the log in the error of a failed start
 _starting_names = set[str]()  # names of runs that have not begun yet
@@ -66,30 +66,30 @@ async def _start(arguments: list[str], log_file: Path, has_begun: Callable[[], b
     """Start a command and wait until `has_begun` returns true. If the command exits before, raise ApiError with the end
     of its output."""
     # Keep the file open: it may be deleted together with a run that fails to start.
-    with open_regular(log_file, "a+b") as output:
-        log_size = output.tell()
-        process = launch(arguments, output)
+    with open_regular(log_file, "a+b") as log_stream:
+        log_size = log_stream.tell()
+        process = launch(arguments, log_stream)
         for _ in range(int(START_TIMEOUT / 0.1)):
             if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)
         if process.returncode and not has_begun():
-            output.seek(log_size)
-            last_lines = end_of_output(output.read())
+            log_stream.seek(log_size)
+            last_lines = read_last_lines(log_stream.read())
             error_text = last_lines.partition("error: ")[2]
             raise ApiError(error_text or last_lines or "the process exited at once", code="not_started")
 
 
-def launch(arguments: list[str], output: IO[Any]) -> subprocess.Popen[Any]:
+def launch(arguments: list[str], log_stream: IO[Any]) -> subprocess.Popen[Any]:
     """Start a command of this installation in its own session, out of reach of Ctrl-C in the server's terminal."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **streams)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": log_stream, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen([*CLI_COMMAND, *arguments], start_new_session=True, **streams)
     _processes.append(process)
     threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
     return process
 
 
-def end_of_output(output: bytes) -> str:
+def read_last_lines(output: bytes) -> str:
     """Return the last lines of a command's output."""
     text = escape_control(output.decode("utf-8", "replace"))
     return "\n".join(text.split("\n")[-LAST_LINES:]).strip()

@@ -27,13 +27,13 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
-from TrainingFactory.web.live import RunEvents
 from TrainingFactory.web.manage import ManageRoutes
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
+from TrainingFactory.web.run_events import RunEvents
 from TrainingFactory.web.wizard import WizardRoutes
-from TrainingFactory.web.worker import index_of
+from TrainingFactory.web.worker import find_index
 
 MAX_PICTURE = 100_000_000  # bytes
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -61,7 +61,7 @@ class Page:
     def __init__(self, runs: Path, host: str, token: str | None, endpoints: Sequence[str] = ()) -> None:
         self.site = Site("TrainingFactory", __version__, STATIC, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
-        self.live = RunEvents(self.runs)
+        self.run_events = RunEvents(self.runs)
         self._stopped_processes = set[Any]()  # processes of runs that were signalled to stop
         self._stop_lock = threading.Lock()
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
@@ -94,7 +94,7 @@ class Page:
 
     async def serve(self, listener: socket, server: Any) -> None:
         """Serve the UI until Ctrl-C or SIGTERM, then end the worker processes. Runs continue."""
-        self.live.stopping = lambda: server.should_exit
+        self.run_events.stopping = lambda: server.should_exit
         # read the runs before the first request needs them
         rows_task = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
@@ -129,7 +129,7 @@ class Page:
 
     async def events(self, run: str | None = None) -> Events:
         """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
-        return self.live.events(None if run is None else self.find_run(run))
+        return self.run_events.events(None if run is None else self.find_run(run))
 
     def run(self, name: str) -> shapes.RunView:
         """Show a run in full."""
@@ -153,11 +153,11 @@ class Page:
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List the matching episodes of a run, page by page."""
-        return index_of(self.find_run(name).path).page(query)
+        return find_index(self.find_run(name).path).page(query)
 
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
-        return index_of(self.find_run(name).path).episode(number)
+        return find_index(self.find_run(name).path).episode(number)
 
     def image(self, name: str, digest: str) -> Picture:
         """Return an image of a run's episodes, a PNG file, by its digest."""
@@ -186,7 +186,7 @@ class Page:
                 return shapes.GroupView(**await self.pool.ask("credit", "credit", arguments))
             except ApiError as error:
                 notes.append(f"token credit is not available: {error}")
-        view = await asyncio.to_thread(index_of(path).group, step, task, group)
+        view = await asyncio.to_thread(find_index(path).group, step, task, group)
         return view.model_copy(update={"notes": notes})
 
     def stop(self, name: str) -> RunAction:
@@ -223,13 +223,13 @@ class Page:
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", self._draft_arguments(draft))
+        return self.pool.events("check", "doctor", self._make_draft_arguments(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", self._draft_arguments(draft))
+        return self.pool.events("check", "sample", self._make_draft_arguments(draft))
 
-    def _draft_arguments(self, draft: form.Draft) -> shapes.Json:
+    def _make_draft_arguments(self, draft: form.Draft) -> shapes.Json:
         return {"yaml": form.minimal_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}
 
 
