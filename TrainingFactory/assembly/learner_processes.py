@@ -160,7 +160,7 @@ class Learners:
             return await in_thread(load_model)
         return await self._ranks.call("prepare", [self._config], lambda: in_thread(load_model))
 
-    async def policy(
+    async def make_policies(
         self, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool
     ) -> tuple[LocalPolicy, Policy]:
         """Make the policy of this process. Return it and the policy over all processes, which are the same if there is
@@ -185,7 +185,7 @@ class Learners:
         ranks.local_policy = await ranks.call("build", [steps, has_episodes], make_policy)
         return ranks.local_policy, cast(Policy, ranks)
 
-    async def end(self, report: TrainingReport) -> None:
+    async def end_ranks(self, report: TrainingReport) -> None:
         """End the other processes; processes of a launcher receive the report."""
         if self._ranks is not None:
             await self._ranks.close(report)

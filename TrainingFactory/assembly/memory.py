@@ -83,7 +83,7 @@ def device_bytes(
 def learner_bytes(
     config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, num_tokens: int
 ) -> dict[str, float]:
-    """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
+    """Return the bytes on each learner's device, with packs of `num_tokens`. Logits are computed in chunks and not
     counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
     are float32, and two layers and the head at a time are gathered in the compute dtype."""
     embedding_weights = shape.hidden_size * shape.vocab_size
@@ -131,7 +131,7 @@ def activation_bytes(
 def image_bytes(
     config: TrainingConfig, tower: TowerShape, images: ImageUse, num_tokens: int, itemsize: int
 ) -> dict[str, float]:
-    """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `tokens` tokens,
+    """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `num_tokens`,
     and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
     layer. A trained one keeps the layers of all images of the pack for backward."""
     pack_image_tokens = images.share * num_tokens  # image tokens

@@ -124,7 +124,8 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
-    """Return a run's config in which each file name is replaced by the file's current path; see `_present_paths`."""
+    """Return a run's config in which each file name is replaced by the file's current path; see
+    `_find_present_paths`."""
     present_paths = _find_present_paths(run_info)
     return map_files(config, lambda name: present_paths.get(name, name))
 

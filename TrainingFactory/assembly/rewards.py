@@ -175,7 +175,7 @@ def evaluation_reward(
     return independent_reward
 
 
-def scored_by(config: TrainingConfig, heldout_reward: RewardFunction | None) -> str:
+def name_scorer(config: TrainingConfig, heldout_reward: RewardFunction | None) -> str:
     """Describe the reward of an evaluation. `heldout_reward` is the result of `evaluation_reward`."""
     reward = config.reward
     if isinstance(heldout_reward, Combined):

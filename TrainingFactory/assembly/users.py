@@ -33,7 +33,7 @@ class UserClient(EndpointClient):
 
 def make_user(config: TrainingConfig, is_replaying: bool = False) -> SimulatedUser | None:
     """Return the config's simulated user without starting an engine; None if it has none. Raise ConfigError if it
-    cannot work. A `replaying` run reads replies from its recording without an API key."""
+    cannot work. A run that `is_replaying` reads replies from its recording without an API key."""
     section = config.environment.user
     if section is None:
         return None

@@ -38,7 +38,7 @@ class Spending:
     max_requests: Count | None = None
     """Stop after this many requests to the teacher."""
 
-    def settings(self) -> dict[str, Any]:
+    def endpoint_options(self) -> dict[str, Any]:
         options = asdict(self)
         return options | {"max_tokens": options.pop("max_total_tokens")}
 
@@ -81,7 +81,7 @@ def teach(
     flags = flags or Flags()
     if flags.model is not None or flags.group_size is not None:
         raise ValueError("--model and --group-size are not for teachers. Use --teacher and --episodes.")
-    settings = find_endpoint(teacher, **(spending or Spending()).settings())
+    settings = find_endpoint(teacher, **(spending or Spending()).endpoint_options())
     settings.check_key()
     options = [*overrides, *flags.overrides(), *_judge_options(judge, out), key_value("model.name", teacher)]
     config = read_config(*config_source(env, options))

@@ -97,7 +97,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     algorithm = make_algorithm(config)
     replayed_run = tools.sampled_ahead_run  # set to train on recorded groups again instead of sampling
     samples = environment is not None and replayed_run is None
-    local_policy, policy = await training.learners.policy(loaded_model, algorithm, steps, samples)
+    local_policy, policy = await training.learners.make_policies(loaded_model, algorithm, steps, samples)
     exit_stack.push_async_callback(policy.close)
     for rows in (dataset, heldout):
         if rows is not None and "precomputed" in algorithm.needs:
@@ -235,7 +235,7 @@ async def _make_rollout_setup(
         sampler,
         RewardClock(reward, notify, lambda: build_rewards.judge_metrics(reward)),
         RewardClock(heldout_reward, notify),
-        build_rewards.scored_by(config, heldout_reward),
+        build_rewards.name_scorer(config, heldout_reward),
         asyncio.Semaphore(max_episodes) if max_staleness else None,
     )
 

@@ -144,7 +144,7 @@ class PlayConversation(ABC):
             for reply, content in zip(step.replies, contents, strict=True)
         ]
 
-    def settings(self, params: SamplingParams) -> EpisodeSettings:
+    def episode_settings(self, params: SamplingParams) -> EpisodeSettings:
         section, max_tokens = self.config.environment, self.config.sampling.max_reply_tokens
         limits = section.max_turns, section.episode_timeout, max_tokens
         return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]

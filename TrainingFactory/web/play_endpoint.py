@@ -108,7 +108,7 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
         task, seed = conversation.task, arguments["seed"]
         trajectory = Trajectory(task, "play", seed, list(history), conversation.specs)
         seed_of = conversation.seed_of(seed, history)
-        super().__init__(conversation.settings(params), trajectory, sampler, seed_of)
+        super().__init__(conversation.episode_settings(params), trajectory, sampler, seed_of)
         self.report_to(arguments, tell)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:

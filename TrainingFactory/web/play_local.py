@@ -63,7 +63,7 @@ class LocalAnswer(PlayedAnswer):
         self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
     ) -> None:
         served = owner.served
-        rules = owner.settings(replace(served.defaults, temperature=arguments["temperature"]))
+        rules = owner.episode_settings(replace(served.defaults, temperature=arguments["temperature"]))
         trajectory = Trajectory(owner.task, "play", prompt=node.messages, tools=node.tools)
         seed_of = owner.seed_of(arguments["seed"], node.messages)
         super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
