@@ -152,11 +152,11 @@ def _make_fleet(
     spec = EngineSpec(
         engine, model, length, slots, device=device, trust_remote_code=trust, cache_gib=cache_gib, **options
     )
-    hosts = engine_hosts(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
+    hosts = make_launcher(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
     return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
 
 
-def engine_hosts(
+def make_launcher(
     compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip

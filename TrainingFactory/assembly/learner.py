@@ -49,13 +49,13 @@ def make_algorithm(config: TrainingConfig) -> Algorithm:
     """Make the algorithm, with importance correction if the sampler's weights may differ from the learner's."""
     algorithm, optimization = config.training.algorithm, config.optimization
     options = getattr(config, algorithm).model_dump()
-    if (cap := importance_cap(config)) is not None:
+    if (max_weight := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
         mask_limits = optimization.importance_mask
         mask_range = None if mask_limits is None else (mask_limits[0], mask_limits[1])
         options["correction"] = Correction(
-            cap, optimization.importance_by, mask_range, optimization.effective_max_staleness > 0
+            max_weight, optimization.importance_by, mask_range, optimization.effective_max_staleness > 0
         )
     return kinds.make_algorithm(algorithm, options)
 

@@ -67,7 +67,7 @@ class Learners:
         self._written_config, self._config = written_config, TrainingConfig()
         self._ranks: ShardedPolicy | None = None
 
-    async def _open(
+    async def _open_processes(
         self, config: TrainingConfig, exit_stack: AsyncExitStack, folder: Path, interrupts: Interrupts
     ) -> None:
         """Start the other processes, or wait for those of a launcher, and check that all have the same versions and
@@ -89,7 +89,7 @@ class Learners:
         self._ranks = ranks = ShardedPolicy(rank_group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
-        local_facts = shared_facts(self._written_config)
+        local_facts = collect_facts(self._written_config)
         problems: list[str] = []
         for rank, rank_info in ranks.rank_infos.items():
             rank_facts = rank_info["facts"]
@@ -155,7 +155,7 @@ class Learners:
 
     async def load(self, load_model: Callable[[], T], *setup_args: Any) -> T:
         """Start the processes with the arguments of `_open`, and load the model in all of them concurrently."""
-        await self._open(*setup_args)
+        await self._open_processes(*setup_args)
         if self._ranks is None:
             return await in_thread(load_model)
         return await self._ranks.call("prepare", [self._config], lambda: in_thread(load_model))
@@ -205,7 +205,7 @@ def _pick_device(config: TrainingConfig) -> Any:
     return pick_device(config.model.device)
 
 
-def shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
+def collect_facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return the values that must be equal in all learner processes: package versions, and the config as the user wrote
     it."""
     facts: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
@@ -267,4 +267,4 @@ async def _serve(args: Sequence[Any], device: int, config: TrainingConfig | None
     from TrainingFactory.cluster.ranks import RankGroup, serve
 
     # The group stays open: a process that closes it after collectives aborts at exit.
-    return await serve(await in_thread(RankGroup, *args), LearnerRank(device).call, shared_facts(config))
+    return await serve(await in_thread(RankGroup, *args), LearnerRank(device).call, collect_facts(config))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.assembly.fleet import Notify, engine_hosts
+from TrainingFactory.assembly.fleet import Notify, make_launcher
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.anthropic import DEFAULT_MAX_TOKENS
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
@@ -122,13 +122,13 @@ class LocalJudge:
                 options = self.options
                 notify(f"starting the {self.role} {options.model}: {self._kind}, engines: {options.replicas}")
                 try:
-                    self._judge = await self._start(notify)
+                    self._judge = await self._start_judge(notify)
                 except BaseException:
                     await self.close()
                     raise
             return self._judge
 
-    async def _start(self, notify: Notify) -> SampledJudge:
+    async def _start_judge(self, notify: Notify) -> SampledJudge:
         from TrainingFactory.models import chat_format
         from TrainingFactory.models.loading import load_tokenizer
 
@@ -148,7 +148,7 @@ class LocalJudge:
             pushed=False,
             options=engine_options,
         )
-        hosts = engine_hosts(self._config.compute, spec, settings.replicas, settings.gpus, notify, self.role)
+        hosts = make_launcher(self._config.compute, spec, settings.replicas, settings.gpus, notify, self.role)
         patience = self._config.compute.start_timeout
         self._fleet = Fleet(hosts, settings.replicas, max_length, notify, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))

@@ -116,7 +116,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     def add_file(name: str) -> str:
         if _exists(name):
             path = Path(name).expanduser().resolve()
-            files[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
+            files[name] = {"path": str(path), "digest": _hash_file(path) if name.endswith(".py") else None}
         return name
 
     map_files(config, add_file)
@@ -137,7 +137,7 @@ def changed_files(run_info: Mapping[str, Any]) -> list[str]:
         for name, path in _find_present_paths(run_info).items()
         if (recorded_digest := run_info[FILES_KEY][name]["digest"]) is not None
         and _exists(path)
-        and recorded_digest != _digest(Path(path))
+        and recorded_digest != _hash_file(Path(path))
     ]
 
 
@@ -152,7 +152,7 @@ def _exists(file_name: str) -> bool:
     return os.path.exists(os.path.expanduser(file_name))  # unlike Path.exists, False for an invalid file name
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return blake2b(path.expanduser().read_bytes(), digest_size=16).hexdigest()
 
 

@@ -191,8 +191,8 @@ def make_judge(context: RewardContext, options: Options) -> RewardFunction:
     return as_reward(reward) if compares(reward) else reward
 
 
-def make_learned(context: RewardContext, options: Options) -> RewardFunction | None:
-    model_name = make_from(_learned_options, options, "a reward of the type learned")
+def make_learned_reward(context: RewardContext, options: Options) -> RewardFunction | None:
+    model_name = make_from(_parse_learned_options, options, "a reward of the type learned")
     checkpoint = find_reward_model(model_name, context.config)
     if not context.load:
         return None
@@ -212,7 +212,7 @@ def make_learned(context: RewardContext, options: Options) -> RewardFunction | N
     )
 
 
-def _learned_options(model: str | None = None) -> str | None:
+def _parse_learned_options(model: str | None = None) -> str | None:
     return model
 
 
@@ -241,7 +241,7 @@ REWARD_TYPES: dict[str, Callable[[RewardContext, Options], RewardFunction | None
     "process_reward": make_process_reward,
     "model_judge": make_judge,
     "tool_verified": make_tool_rule,
-    "learned": make_learned,
+    "learned": make_learned_reward,
     "function": make_function_reward,
 }
 # Keys of the reward section besides `options`, and the types that read them.

@@ -68,9 +68,9 @@ async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack,
     exit_stack.push_async_callback(close_reward, reward)
     parts = _list_parts(reward)
     if num_processes := sum(isinstance(part, RewardProcess) for part in parts):
-        suffix = "es" if num_processes > 1 else ""
+        plural_suffix = "es" if num_processes > 1 else ""
         inline_note = f"; {OWN_REWARD_TEXT} runs in this process" if environment_reward in parts else ""
-        notify(f"rewards: {num_processes} worker process{suffix}{inline_note}")
+        notify(f"rewards: {num_processes} worker process{plural_suffix}{inline_note}")
     for part in parts:
         if isinstance(part, Judge) and isinstance(part.client.model, LocalJudge):
             await part.client.model.open(notify)

@@ -65,7 +65,7 @@ class AsyncRolloutEngine:
         """Return one episode per prompt, in order. Prompts are texts or tasks."""
         async with self._open_lock:
             if self._engine is None:
-                self._engine = await self._open()
+                self._engine = await self._open_engine()
             engine, sampler = self._engine
             batch_index = self._num_batches
             self._num_batches += 1
@@ -81,7 +81,7 @@ class AsyncRolloutEngine:
         self._engine = None
         await self._exit_stack.aclose()
 
-    async def _open(self) -> tuple[RolloutEngine, Any]:
+    async def _open_engine(self) -> tuple[RolloutEngine, Any]:
         self._exit_stack.push_async_callback(self._tools.close)
         await join_cluster(self.config, self._exit_stack)
         environment = await self._tools.equip(self._environment or ToolEnvironment)

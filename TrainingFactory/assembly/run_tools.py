@@ -192,6 +192,6 @@ def find_recording(run_or_folder: str | Path, runs: str | Path) -> Path:
     )
 
 
-def recording_beside(episodes: Path) -> Path:
+def recording_beside(episodes_file: Path) -> Path:
     """Return the folder with the tool calls of a file of episodes: `a/b.tools` for `a/b.jsonl`."""
-    return episodes.with_name(episodes.name.removesuffix(".jsonl") + ".tools")
+    return episodes_file.with_name(episodes_file.name.removesuffix(".jsonl") + ".tools")

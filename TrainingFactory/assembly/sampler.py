@@ -255,7 +255,7 @@ def make_rollouts(
     training only."""
     sampling = config.sampling
     folding = make_folding(config, None if sampler is None else sampler.max_length)
-    params = SamplingParams(
+    sampling_params = SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         top_p=sampling.top_p,
@@ -277,7 +277,7 @@ def make_rollouts(
     return engine(
         environment,
         chat,
-        params,
+        sampling_params,
         reward=reward,
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,

@@ -149,7 +149,7 @@ class SelectedTools:
     async def open(self) -> None:
         await self._source.open()
         session = self._source.session()
-        offered_tools = {tool.spec.name: options_of(tool).server for tool in session.tools}
+        offered_tools = {tool.spec.name: get_options(tool).server for tool in session.tools}
         await session.close()
         self._selection = self._selector(offered_tools)
 
@@ -195,14 +195,14 @@ class _CacheableTool:
 def mark_cacheable(tool: Tool) -> Tool:
     """Mark a tool as pure, unless it declares itself pure or stateful. An ordered tool is marked as stateful, because
     the preceding calls may change its results and must be part of the cache key."""
-    options = options_of(tool)
+    options = get_options(tool)
     if options.pure or options.stateful:
         return tool
     marks = {"stateful": True} if options.ordered else {"pure": True}
     return _CacheableTool(tool, dataclasses.replace(options, **marks))
 
 
-def options_of(tool: Tool) -> ToolOptions:
+def get_options(tool: Tool) -> ToolOptions:
     return getattr(tool, "options", ToolOptions())  # a foreign tool need not have any
 
 

@@ -125,18 +125,18 @@ class Trackers:
                 raise ValueError(f"logging.trackers: {name} could not be started: {error}") from error
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._call_each(lambda tracker: tracker.log(step, metrics))
+        self._call_trackers(lambda tracker: tracker.log(step, metrics))
 
     def episodes(self, step: int, episodes: Sequence[Trajectory]) -> None:
-        self._call_each(lambda tracker: tracker.episodes(step, episodes))
+        self._call_trackers(lambda tracker: tracker.episodes(step, episodes))
 
     def close(self) -> None:
-        self._call_each(lambda tracker: tracker.close())
+        self._call_trackers(lambda tracker: tracker.close())
 
-    def _call_each(self, call: Any) -> None:
+    def _call_trackers(self, tracker_call: Any) -> None:
         for named_tracker in list(self._trackers):
             try:
-                call(named_tracker[1])
+                tracker_call(named_tracker[1])
             except Exception as error:  # foreign code
                 log.warning("tracker %s failed and is disabled: %s", named_tracker[0], error)
                 self._trackers.remove(named_tracker)

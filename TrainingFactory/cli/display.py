@@ -77,7 +77,7 @@ class Display:
         if name == "load":
             self.say("loading the model")
         else:
-            self._start()
+            self._start_live()
 
     def episode(self, trajectory: Trajectory) -> None:
         self._num_ended += 1
@@ -123,7 +123,7 @@ class Display:
         completed = int(self._bars.tasks[task_id].completed)
         now = time.monotonic()
         if self._console.is_terminal:
-            self._start()
+            self._start_live()
         elif completed == total or now - self._last_line > LINE_INTERVAL:
             self._last_line = now
             progress_text = f"{bar}: {completed}" if total is None else f"{bar}: {completed} of {total}"
@@ -134,7 +134,7 @@ class Display:
             self._task_ids[bar] = self._bars.add_task(bar, total=total, note="")
         return self._task_ids[bar]
 
-    def _start(self) -> None:
+    def _start_live(self) -> None:
         """Start the live display. Called after the model is loaded, because loading draws its own bars."""
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()

@@ -57,9 +57,9 @@ async def audit_judge(
     usage = judge_model.client.usage
     with Display() as display:
 
-        def on_judged(total: int) -> None:
+        def on_judged(num_total: int) -> None:
             requests = show.pluralize(usage.requests, "request")
-            display.advance("judgements", total, f"{requests}, {usage.retries} of them retries")
+            display.advance("judgements", num_total, f"{requests}, {usage.retries} of them retries")
 
         try:
             result = await audit(judge_model, gold_items, repeats=repeats, on_judged=on_judged)

@@ -57,11 +57,11 @@ def _make_summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     gpu_memory, learners, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
     step_seconds_without = forecast["step_seconds_without"]
     faster_parts = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
-    modes = {
+    seconds_by_mode = {
         f"max_staleness {staleness}" if staleness else "synchronous": seconds
         for staleness, seconds in forecast["step_seconds_by_bound"].items()
     }
-    splits = {
+    seconds_by_learners = {
         num_learners: seconds
         for num_learners, seconds in forecast["step_seconds_by_learners"].items()
         if num_learners == learners or num_learners.bit_count() == 1
@@ -80,8 +80,8 @@ def _make_summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         ("cost", f"{_format(forecast['gpu_hours'])} GPU-hours for {steps}"),
         *((f"try {key}", reason) for key, reason in forecast["advice"].items()),
         ("step without", _format_seconds(faster_parts)),
-        ("step by mode", _format_seconds(modes)),
-        ("step by learners", _format_seconds(splits)),
+        ("step by mode", _format_seconds(seconds_by_mode)),
+        ("step by learners", _format_seconds(seconds_by_learners)),
         ("model", f"{forecast['model']}, {forecast['parameters']:,} weights"),
     ]
 

@@ -58,9 +58,9 @@ def table(rows: list[tuple[str, str]]) -> None:
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return table rows for the model's tool calls, then one for each tool that the model or the reward called."""
-    calls = int(metrics["tool_calls"])
-    success_note = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
-    rows = [("tool calls", f"{calls}{success_note}")]
+    num_calls = int(metrics["tool_calls"])
+    success_note = f", {metrics['tool_success']:.0%} succeeded" if num_calls else ""
+    rows = [("tool calls", f"{num_calls}{success_note}")]
     for name in re.findall(r"^tools/(.+)/calls$", "\n".join(metrics), re.MULTILINE):
         rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
     return rows
@@ -70,9 +70,9 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
-    for name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
-        if count := int(metrics.get(f"{prefix}/{name}", 0)):
-            text += f", {count} {name.replace('_', ' ')}"
+    for counter_name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
+        if count := int(metrics.get(f"{prefix}/{counter_name}", 0)):
+            text += f", {count} {counter_name.replace('_', ' ')}"
     return text
 
 

@@ -63,7 +63,7 @@ class _FileReader:
     def __init__(self, run: RunFolder) -> None:
         self.run = run
         self._metrics_end, self._log_end = (_find_last_line_end(run.path / name) for name in (METRICS, LOG))
-        self._findings = file_stat(run.path / FINDINGS)
+        self._findings_stat = file_stat(run.path / FINDINGS)
 
     def read_events(self) -> list[Event]:
         events = []
@@ -72,10 +72,10 @@ class _FileReader:
         if (log := log_part(self.run, self._log_end)).text or log.again:
             events.append(event("log", log.model_copy(update={"start": self._log_end})))
         self._metrics_end, self._log_end = metrics.offset, log.offset
-        if (stat := file_stat(self.run.path / FINDINGS)) != self._findings:
+        if (stat := file_stat(self.run.path / FINDINGS)) != self._findings_stat:
             finding_rows = [finding.model_dump() for finding in findings(self.run)]
             events.append(event("findings", {"findings": finding_rows}))
-        self._findings = stat
+        self._findings_stat = stat
         return events
 
 

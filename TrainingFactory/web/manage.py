@@ -24,8 +24,8 @@ from TrainingFactory.runs.annotations import annotate, read_annotations
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
-EXPORTS = "exports"  # in the folder of runs: exported models
-MAX_OUTPUT = 64 << 10  # bytes at the end of a job's output that are read
+EXPORTS_FOLDER = "exports"  # in the folder of runs: exported models
+MAX_OUTPUT_BYTES = 64 << 10  # bytes at the end of a job's output that are read
 Checkpoint = Annotated[str, Field(pattern=r"^(last|best|step-\d+)$")]
 Count = Annotated[int, Field(ge=1)]
 
@@ -107,7 +107,7 @@ class _Job:
         try:
             with open_regular(self.log_file) as file:
                 log_bytes = file.seek(0, 2)
-                file.seek(max(self.log_start, log_bytes - MAX_OUTPUT))
+                file.seek(max(self.log_start, log_bytes - MAX_OUTPUT_BYTES))
                 return file.read()
         except (OSError, ValueError):  # deleted meanwhile
             return b""
@@ -175,7 +175,7 @@ class ManageRoutes:
         if not re.fullmatch(r"\w[\w.+-]*", request.folder):
             text = f"invalid folder name {request.folder!r}: use letters, digits and . _ + - only"
             raise ApiError(text, "folder")
-        folder = (self._runs / EXPORTS / request.folder).resolve()
+        folder = (self._runs / EXPORTS_FOLDER / request.folder).resolve()
         if folder.exists():
             raise ApiError(f"{folder} already exists; choose another name", "folder", status=409)
         options = ["--out", str(folder), *(["--merge"] if request.merge else [])]

@@ -157,9 +157,9 @@ class PlayRoutes:
         command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
         return SavedRow(path=str(path), rows=num_rows, command=command)
 
-    def _find_spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
+    def _find_spending_file(self, model: str, model_rows: Sequence[Json]) -> str | None:
         """Return the file in which an endpoint's paid replies are logged; None for a local model."""
-        if next(row["what"] for row in rows if row["name"] == model).partition(",")[0] != ENDPOINT:
+        if next(row["what"] for row in model_rows if row["name"] == model).partition(",")[0] != ENDPOINT:
             return None
         return self._spending.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
 

@@ -62,11 +62,11 @@ class LocalAnswer(PlayedAnswer):
     def __init__(
         self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
     ) -> None:
-        served = owner.served
-        rules = owner.episode_settings(replace(served.defaults, temperature=arguments["temperature"]))
+        model = owner.served
+        rules = owner.episode_settings(replace(model.defaults, temperature=arguments["temperature"]))
         trajectory = Trajectory(owner.task, "play", prompt=node.messages, tools=node.tools)
         seed_of = owner.seed_of(arguments["seed"], node.messages)
-        super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
+        super().__init__(rules, trajectory, model.sampler.session(), model.sampler.max_length, seed_of)
         self.prompt = node
         self._max_tokens = arguments["max_tokens"]
         self.is_interruptible = False  # while sampling: the current piece is kept

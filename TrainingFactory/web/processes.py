@@ -24,7 +24,7 @@ from TrainingFactory.web.form import with_runs_folder
 START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
 CLI_COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
 START_TIMEOUT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
-LAST_LINES = 12  # lines of the log in the error of a failed start
+NUM_LAST_LINES = 12  # lines of the log in the error of a failed start
 _starting_names = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
 
@@ -92,7 +92,7 @@ def launch(arguments: list[str], log_stream: IO[Any]) -> subprocess.Popen[Any]:
 def read_last_lines(output: bytes) -> str:
     """Return the last lines of a command's output."""
     text = escape_control(output.decode("utf-8", "replace"))
-    return "\n".join(text.split("\n")[-LAST_LINES:]).strip()
+    return "\n".join(text.split("\n")[-NUM_LAST_LINES:]).strip()
 
 
 def stop_runs(stopped_pids: Collection[int]) -> int:

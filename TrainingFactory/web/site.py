@@ -35,9 +35,9 @@ from TrainingFactory.web.run_events import RunEvents
 from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import find_index
 
-MAX_PICTURE = 100_000_000  # bytes
-PNG = b"\x89PNG\r\n\x1a\n"
-STATIC = Path(__file__).with_name("static")
+MAX_PICTURE_BYTES = 100_000_000  # bytes
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+STATIC_FOLDER = Path(__file__).with_name("static")
 
 
 class SiteInfo(BaseModel):
@@ -59,7 +59,7 @@ class Page:
     adds its own routes to this page's `site`."""
 
     def __init__(self, runs: Path, host: str, token: str | None, endpoints: Sequence[str] = ()) -> None:
-        self.site = Site("TrainingFactory", __version__, STATIC, host, token)
+        self.site = Site("TrainingFactory", __version__, STATIC_FOLDER, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
         self.run_events = RunEvents(self.runs)
         self._stopped_processes = set[Any]()  # processes of runs that were signalled to stop
@@ -165,12 +165,12 @@ class Page:
         try:
             path = run.images.path(digest)
             with open_regular(path) as file:
-                image_bytes = file.read(MAX_PICTURE + 1)
+                image_bytes = file.read(MAX_PICTURE_BYTES + 1)
         except (OSError, ValueError):
             raise ApiError(
                 f"run {name} has no image {digest[:80]}", "digest", status=404, code="not_found"
             ) from None
-        if len(image_bytes) > MAX_PICTURE or not image_bytes.startswith(PNG):
+        if len(image_bytes) > MAX_PICTURE_BYTES or not image_bytes.startswith(PNG_SIGNATURE):
             raise ApiError(f"image {digest} of run {name} is damaged", "digest", status=500)
         return Picture(image_bytes)
 
@@ -179,15 +179,15 @@ class Page:
     ) -> shapes.GroupView:  # fmt: skip
         """Show a task's episodes in a step, of one group or of all, with the credit of each token. `learner` adds the
         learner's log-probs, if the weights that sampled the episodes are still stored."""
-        path, notes = self.find_run(name).path, list[str]()
+        path, credit_notes = self.find_run(name).path, list[str]()
         if credit:
             try:
                 arguments = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
                 return shapes.GroupView(**await self.pool.ask("credit", "credit", arguments))
             except ApiError as error:
-                notes.append(f"token credit is not available: {error}")
+                credit_notes.append(f"token credit is not available: {error}")
         view = await asyncio.to_thread(find_index(path).group, step, task, group)
-        return view.model_copy(update={"notes": notes})
+        return view.model_copy(update={"notes": credit_notes})
 
     def stop(self, name: str) -> RunAction:
         """Stop a run with a checkpoint, as by Ctrl-C. Repeated requests have no effect."""

@@ -90,12 +90,12 @@ class WizardRoutes:
             path.unlink()
             problem = str(error).replace(f"{path}, ", "").replace(str(path), "the text")
             return TaskPreview(kind=syntax, problem=problem)
-        preview = [
+        shown_tasks = [
             {"id": task.id, "prompt": task.prompt, "answer": task.answer} for task in tasks[:PREVIEW_TASKS]
         ]
         num_answered = sum(task.answer is not None for task in tasks)
         return TaskPreview(
-            path=str(path), kind=syntax, count=len(tasks), answered=num_answered, first=preview
+            path=str(path), kind=syntax, count=len(tasks), answered=num_answered, first=shown_tasks
         )
 
     def _parse_servers(self, text: str) -> tuple[list[ServerConfig], list[str]]:
