@@ -163,7 +163,7 @@ def describe_start(
     reward_folder = reward_model_folder(config)
     return {
         "objects": user_objects.object_names,
-        "replay": tools.replayed,
+        "replay": tools.recording_path,
         "size": dataset.size,
         "digest": dataset.digest,
         "reward_model": None if reward_folder is None else str(reward_folder.resolve()),

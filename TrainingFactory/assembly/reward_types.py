@@ -58,7 +58,7 @@ class RewardContext:
     load: bool
 
     @property
-    def processes(self) -> int:
+    def num_processes(self) -> int:
         """Return the default number of worker processes of a reward; 0 if distributed rewards are off."""
         optimization = self.config.optimization
         if not optimization.distributed_reward:
@@ -80,19 +80,19 @@ class RewardContext:
 
     def distribute(self, rule: RewardFunction, options: Any) -> RewardFunction:
         """Move a reward rule into worker processes if distributed rewards are on and the rule calls no tools."""
-        if not self.processes or issubclass(type(rule), ToolRule):
+        if not self.num_processes or issubclass(type(rule), ToolRule):
             return rule
-        return self.make_pool(RULE_MAKER, as_reward(rule), self.processes, options=options)
+        return self.make_pool(RULE_MAKER, as_reward(rule), self.num_processes, options=options)
 
     def distribute_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
         """Make a process reward score its steps in worker processes if distributed rewards are on. `rules` maps the
         reward's own rules to `FILE.py:FUNCTION`."""
-        if not self.processes:
+        if not self.num_processes:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
         options["rules"] = {name: with_absolute_path(rule_path) for name, rule_path in rules.items()}
         adapted_reward = as_reward(reward.score, "process_reward")
-        pool = self.make_pool(STEPS_MAKER, adapted_reward, self.processes, options=options)
+        pool = self.make_pool(STEPS_MAKER, adapted_reward, self.num_processes, options=options)
         return replace(reward, pool=pool)
 
 
@@ -121,7 +121,7 @@ class FunctionOptions:
 def make_function_reward(context: RewardContext, options: Options) -> RewardFunction:
     function_options = make_from(FunctionOptions, options, "a reward of the type function")
     reward = as_reward(load_reward(function_options.function), timeout=function_options.timeout)
-    processes = context.processes if function_options.processes is None else function_options.processes
+    processes = context.num_processes if function_options.processes is None else function_options.processes
     if not processes:
         return reward
     return context.make_pool(function_options.function, reward, processes, function_options.timeout)

@@ -57,7 +57,7 @@ class RunTools:
         return bool(self._config.tools or self._user_tools)
 
     @property
-    def replayed(self) -> str | None:
+    def recording_path(self) -> str | None:
         return str(self._recording.resolve()) if self._recording is not None else None
 
     @property

@@ -176,7 +176,7 @@ class Rollouts:
         if not (options.record_tools and "record_tools" in options.model_fields_set):
             return None
         folder = recording_beside(self._target_path)
-        if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
+        if self.tools.recording_path is not None and folder.resolve() == Path(self.tools.recording_path):
             raise ValueError(
                 f"cannot replay and record {folder} at the same time. Choose another file with --out, or remove "
                 "logging.record_tools=true"

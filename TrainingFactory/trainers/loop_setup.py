@@ -144,7 +144,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         guards=Guards(
             config.reward.max_equal_steps,
             has_rewards=any("reward" in row for row in earlier_metrics),
-            replayed=tools.replayed is not None,
+            replayed=tools.recording_path is not None,
             max_mismatch=config.optimization.max_mismatch,
             state_groups=config.grpo.state_groups if config.training.algorithm == "grpo" else 0.0,
         ),

@@ -29,7 +29,9 @@ class RunChanges(BaseModel):
 class RunEvents:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.stopping: Callable[[], bool] = lambda: False  # whether the server shuts down, which ends streams
+        self.is_stopping: Callable[[], bool] = lambda: (
+            False
+        )  # whether the server shuts down, which ends streams
         self._poll: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # start and task of the last poll
 
     async def _poll_runs(self) -> dict[str, RunRow]:
@@ -44,7 +46,7 @@ class RunEvents:
         rows_before = await self._poll_runs()
         reader = None if run is None else await asyncio.to_thread(_FileReader, run)
         yield event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
-        while not self.stopping():
+        while not self.is_stopping():
             await asyncio.sleep(POLL_SECONDS)
             rows = await self._poll_runs()
             changed_rows = [row for name, row in rows.items() if row is not rows_before.get(name)]

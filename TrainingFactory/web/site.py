@@ -94,7 +94,7 @@ class Page:
 
     async def serve(self, listener: socket, server: Any) -> None:
         """Serve the UI until Ctrl-C or SIGTERM, then end the worker processes. Runs continue."""
-        self.run_events.stopping = lambda: server.should_exit
+        self.run_events.is_stopping = lambda: server.should_exit
         # read the runs before the first request needs them
         rows_task = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
