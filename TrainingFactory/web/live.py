@@ -29,9 +29,7 @@ class RunChanges(BaseModel):
 class RunEvents:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.is_stopping: Callable[[], bool] = lambda: (
-            False
-        )  # whether the server shuts down, which ends streams
+        self.is_stopping: Callable[[], bool] = lambda: False  # whether the server shuts down, ending streams
         self._poll: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # start and task of the last poll
 
     async def _poll_runs(self) -> dict[str, RunRow]:
