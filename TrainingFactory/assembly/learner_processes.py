@@ -154,7 +154,7 @@ class Learners:
         return await in_thread(ray.util.get_node_ip_address), actors
 
     async def load(self, load_model: Callable[[], T], *setup_args: Any) -> T:
-        """Start the processes with the arguments of `_open_processes`, and load the model in all of them concurrently."""
+        """Start the processes with the arguments of `_open_processes`; load the model in all of them concurrently."""
         await self._open_processes(*setup_args)
         if self._ranks is None:
             return await in_thread(load_model)
