@@ -27,11 +27,11 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.runs.stopping import stop
 from TrainingFactory.web import form, processes
 from TrainingFactory.web.judges import JudgeRoutes
+from TrainingFactory.web.live import RunEvents
 from TrainingFactory.web.manage import ManageRoutes
 from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
-from TrainingFactory.web.run_events import RunEvents
 from TrainingFactory.web.wizard import WizardRoutes
 from TrainingFactory.web.worker import find_index
 
