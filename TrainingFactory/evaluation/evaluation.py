@@ -89,7 +89,7 @@ def run_reward(run: TrainedBy) -> RewardSection | None:
     config = with_original_files(run.config, run)
 
     def with_model_folder(model: Any) -> dict[str, str]:  # resolves the name of a run to its folder
-        return {"model": str(assemble_rewards.reward_model(model, config).folder)}
+        return {"model": str(assemble_rewards.find_reward_model(model, config).folder)}
 
     reward = config.reward
     if reward.type == "learned" and not reward.parts:
