@@ -76,7 +76,7 @@ class Terminal:
         )
         display = Display(console=console)
         display.task = "GRPO"
-        display._task_id(display.task, len(self.rows))
+        display._find_task_id(display.task, len(self.rows))
         for row in self.rows[:steps]:
             self.now = row["time"]
             display.step(row["step"], len(self.rows), row)

@@ -23,16 +23,16 @@ def _load_function(config: TrainingConfig) -> Any:
     section = config.training.branching
     if section is None or section.at != "function" or section.function is None:
         return None
-    target = section.function
+    func_name = section.function
     key = ("training", "branching", "function")
-    if not split_name(target)[1]:
-        raise config.wrong([Problem(key, "name a function of the file, as in forks.py:uncertain", target)])
+    if not split_name(func_name)[1]:
+        raise config.wrong([Problem(key, "name a function of the file, as in forks.py:uncertain", func_name)])
     try:
-        _, _, [function] = load_objects("training.branching.function", target)
+        _, _, [function] = load_objects("training.branching.function", func_name)
     except ValueError as error:
         raise config.wrong([Problem(key, str(error))]) from error
     if not callable(function):
-        raise config.wrong([Problem(key, "is not a function", target)])
+        raise config.wrong([Problem(key, "is not a function", func_name)])
     return function
 
 
@@ -41,5 +41,5 @@ def max_leaves(config: TrainingConfig) -> int:
     group_size, section = config.training.group_size, config.training.branching
     if section is None:
         return group_size
-    leaves = group_size * section.continuations**section.max_forks
-    return leaves if section.max_episodes is None else min(leaves, section.max_episodes)
+    num_leaves = group_size * section.continuations**section.max_forks
+    return num_leaves if section.max_episodes is None else min(num_leaves, section.max_episodes)

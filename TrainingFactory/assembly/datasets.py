@@ -22,19 +22,19 @@ from TrainingFactory.types import Image
 class DatasetFit:
     """Dataset forms that the first rows of a dataset fit, and the first problem with each other form."""
 
-    rows: int
+    num_rows: int
     has_more: bool
     columns: list[str]
-    fits: dict[Form, Examples] = field(default_factory=dict)
-    misfits: dict[Form, str] = field(default_factory=dict)
+    examples_by_form: dict[Form, Examples] = field(default_factory=dict)
+    problem_by_form: dict[Form, str] = field(default_factory=dict)
 
 
-def find_trajectories(source: str, runs: str | Path = "runs") -> Path:
+def find_trajectories(run_or_file: str, runs: str | Path = "runs") -> Path:
     """Return the trajectories file of a run, which is given by name or folder; return a file unchanged."""
-    path = Path(source).expanduser()
+    path = Path(run_or_file).expanduser()
     if path.is_file():
         return path
-    run = RunFolder.find(source, runs)
+    run = RunFolder.find(run_or_file, runs)
     trajectories_file = run.path / TRAJECTORIES
     if not trajectories_file.is_file():
         raise ValueError(
@@ -43,36 +43,36 @@ def find_trajectories(source: str, runs: str | Path = "runs") -> Path:
     return trajectories_file
 
 
-def find_dataset(source: str, runs: str | Path = "runs") -> str:
+def find_dataset(run_or_dataset: str, runs: str | Path = "runs") -> str:
     """Resolve a source to a value for `data.dataset`: a run to its trajectories, others unchanged."""
-    path = Path(source).expanduser()
-    is_run_name = not path.exists() and is_run(Path(runs).expanduser() / source)
-    return str(find_trajectories(source, runs)) if is_run_name or is_run(path) else source
+    path = Path(run_or_dataset).expanduser()
+    is_run_name = not path.exists() and is_run(Path(runs).expanduser() / run_or_dataset)
+    return str(find_trajectories(run_or_dataset, runs)) if is_run_name or is_run(path) else run_or_dataset
 
 
-def fit_forms(source: str, split: str, count: int) -> DatasetFit:
-    """Parse the first `count` rows in each dataset form; return the forms that fit, and the error of each other
+def fit_forms(source: str, split: str, max_rows: int) -> DatasetFit:
+    """Parse the first `max_rows` rows in each dataset form; return the forms that fit, and the error of each other
     form."""
-    rows = list(islice(read_rows(source, split), count + 1))
-    first_rows = rows[:count]
+    rows = list(islice(read_rows(source, split), max_rows + 1))
+    first_rows = rows[:max_rows]
     if not first_rows:
         raise ValueError(f"{source} is empty")
     columns = dict.fromkeys(name for row in first_rows for name in row.columns)
-    fit = DatasetFit(len(first_rows), len(rows) > count, [str(name) for name in columns])
+    fit = DatasetFit(len(first_rows), len(rows) > max_rows, [str(name) for name in columns])
     for form in get_args(Form):
         try:
             examples = load_examples(first_rows, form, check_call=argument_problem)
         except ValueError as error:
-            fit.misfits[form] = str(error).partition("\n")[0]
+            fit.problem_by_form[form] = str(error).partition("\n")[0]
         else:
-            fit.fits[form] = examples
+            fit.examples_by_form[form] = examples
     return fit
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], images: Mapping[str, Image] | None = None) -> None:
     """Write a JSON Lines file, and the images of its rows beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    store = ImageStore.beside(path)
+    image_store = ImageStore.beside(path)
     for image in {image for row in rows for image in row.get("images", ())} & (images or {}).keys():
-        store.add((images or {})[image])
+        image_store.add((images or {})[image])
     write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -41,7 +41,7 @@ class TextFormat:
     def parse(
         self, token_ids: Sequence[int], prompt_ids: Sequence[int] = (), tools: Sequence[ToolSpec] = ()
     ) -> Message:
-        raise _no_tokens_error()
+        raise _make_token_error()
 
     def write(
         self,
@@ -50,20 +50,20 @@ class TextFormat:
         tools: Sequence[ToolSpec] = (),
         exact: bool = True,
     ) -> list[int]:
-        raise _no_tokens_error()
+        raise _make_token_error()
 
     def truncate(self, text: str, max_tokens: int) -> str:
         return truncate_middle(text, max_tokens * CHARS_PER_TOKEN)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        raise _no_tokens_error()
+        raise _make_token_error()
 
 
 class ClosedSession:
     """Placeholder for an episode's sampling session, because an endpoint has none."""
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        raise _no_tokens_error()
+        raise _make_token_error()
 
     def fork(self) -> ClosedSession:
         return self
@@ -72,8 +72,8 @@ class ClosedSession:
 
 
 class EndpointSampler:
-    """The client of a model endpoint, which an endpoint rollout uses instead of a sampler. `earlier` is the usage of
-    earlier processes, which counts for the budget. `on_paid` is called with every reply that was not cached."""
+    """The client of a model endpoint, which an endpoint rollout uses instead of a sampler. `usage` is that of
+    earlier processes, which counts for the budget. `on_paid_reply` is called with every reply that was not cached."""
 
     policy_version = 0
     max_length = MAX_LENGTH
@@ -81,16 +81,16 @@ class EndpointSampler:
     def __init__(
         self,
         settings: EndpointSettings,
-        earlier: Usage | None = None,
-        on_paid: Callable[[ModelReply], None] = lambda _: None,
+        usage: Usage | None = None,
+        on_paid_reply: Callable[[ModelReply], None] = lambda _: None,
     ) -> None:
         settings.check_key()
-        self.settings, self._on_paid = settings, on_paid
+        self.settings, self._on_paid_reply = settings, on_paid_reply
         self.endpoint = settings.endpoint()
         self.client = EndpointClient(
             model=self.endpoint, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
             pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,
-            earlier_usage=earlier,
+            earlier_usage=usage,
         )  # fmt: skip
 
     async def ask(self, request: ModelRequest, seed: int) -> ModelReply:
@@ -99,7 +99,7 @@ class EndpointSampler:
 
         async def send() -> ModelReply:
             reply = await self.endpoint.ask(request)
-            self._on_paid(reply)
+            self._on_paid_reply(reply)
             return reply
 
         body = json.dumps(self.endpoint.body(request), sort_keys=True)
@@ -123,10 +123,10 @@ class EndpointSampler:
         return ClosedSession()
 
     async def sample(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        raise _no_tokens_error()
+        raise _make_token_error()
 
     async def update(self, weights: Weights) -> None:
-        raise _no_tokens_error()
+        raise _make_token_error()
 
     async def close(self) -> None:
         await self.client.close()
@@ -159,33 +159,33 @@ class EndpointRun(EpisodeRun):
                     return self._end_episode("truncated", None)
                 await self._step_environment(environment, turn)
             finally:  # the step replaces the signals, and ends the episode by an exception
-                turn.signals |= self._usage_signals(reply)
+                turn.signals |= self._make_usage_signals(reply)
             messages += [turn.message, *turn.replies]
         return self._end_episode("max_turns", None)
 
-    async def _ask(self, messages: Sequence[Message], number: int) -> ModelReply:
+    async def _ask(self, messages: Sequence[Message], turn_index: int) -> ModelReply:
         params, trajectory = self.rules.params, self.trajectory
         request = ModelRequest(
             list(messages), trajectory.tools, trajectory.member, params.temperature, params.max_tokens,
             dict(self.originals),
         )  # fmt: skip
-        return await self._sampler.ask(request, self.seed_of(number))
+        return await self._sampler.ask(request, self.seed_of(turn_index))
 
-    def _usage_signals(self, reply: ModelReply) -> dict[str, float]:
+    def _make_usage_signals(self, reply: ModelReply) -> dict[str, float]:
         counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
         amounts = counts | ({"cost": budget.cost(reply)} if budget.priced else {})
-        return {f"{PREFIX}/{name}": float(value) for name, value in amounts.items()}
+        return {f"{PREFIX}/{signal}": float(amount) for signal, amount in amounts.items()}
 
 
 class EndpointRollouts(RolloutEngine):
     """Rollout engine for an `EndpointSampler` that skips the episodes in `finished`, a set of (task id, member)."""
 
-    finished: AbstractSet[tuple[str, int]] = frozenset()
+    finished_episodes: AbstractSet[tuple[str, int]] = frozenset()
 
     async def _run_episode(self, episode: EpisodeRun, gate: asyncio.Semaphore) -> None:
         # A group reward needs whole groups, whose recorded replies cost nothing, so it does not come here.
-        if (episode.trajectory.task.id, episode.trajectory.member) not in self.finished:
+        if (episode.trajectory.task.id, episode.trajectory.member) not in self.finished_episodes:
             await super()._run_episode(episode, gate)
 
     def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:
@@ -199,20 +199,20 @@ def endpoint_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     totals: dict[str, float] = {}
     for trajectory in trajectories:
         for turn in trajectory.turns:
-            for name, value in turn.signals.items():
-                if name.startswith(f"{PREFIX}/"):
-                    totals[name] = totals.get(name, 0.0) + value
+            for signal, value in turn.signals.items():
+                if signal.startswith(f"{PREFIX}/"):
+                    totals[signal] = totals.get(signal, 0.0) + value
     return totals
 
 
-def _no_tokens_error() -> ValueError:
+def _make_token_error() -> ValueError:
     return ValueError(
         "an endpoint has no weights and no tokens here. Use it with tfactory eval, compare, rollout or data teach"
     )
 
 
-def reject_endpoint(name: str) -> NoReturn:
+def reject_endpoint(endpoint: str) -> NoReturn:
     raise ValueError(
-        f"{name} is an endpoint, which has no weights here to train or serve. Use it with tfactory eval, compare, "
+        f"{endpoint} is an endpoint, which has no weights here to train or serve. Use it with tfactory eval, compare, "
         "rollout or data teach, or name a model"
     )

@@ -63,27 +63,27 @@ def make_program(config: TrainingConfig, command: str) -> AgentProgram:
     return AgentProgram(command, section.options)
 
 
-def find_environment(name: str, notify: Notify = lambda _: None) -> Any:
+def find_environment(environment_id: str, notify: Notify = lambda _: None) -> Any:
     """Return an environment by name: a Python file, a scenario of an EnvironmentFactory, or a catalog entry."""
-    if is_file_name(name) and not is_foreign(name):
-        return environment_from_file(name)
-    if (scenario := ENVIRONMENTS.find_object(name)) is not None:
-        notify(f"environment.environment_id {name} is a scenario of {ENVIRONMENTS.package}")
-        return environment_of_scenario(scenario)
+    if is_file_name(environment_id) and not is_foreign(environment_id):
+        return environment_from_file(environment_id)
+    if (scenario := ENVIRONMENTS.find_object(environment_id)) is not None:
+        notify(f"environment.environment_id {environment_id} is a scenario of {ENVIRONMENTS.package}")
+        return make_scenario_environment(scenario)
     with listing_searched_places("environments"):
-        environment = catalog.find("environment", name)
-    if alias := catalog.names("environment").get(name):
-        notify(f"environment.environment_id {name} is {alias}, a built-in environment")
+        environment = catalog.find("environment", environment_id)
+    if alias := catalog.names("environment").get(environment_id):
+        notify(f"environment.environment_id {environment_id} is {alias}, a built-in environment")
     return environment
 
 
-def is_foreign(name: str) -> bool:
+def is_foreign(environment_id: str) -> bool:
     """Return whether the name has the prefix of environments in other processes, such as `process:node game.mjs`."""
-    prefix, colon, _ = name.partition(":")
+    prefix, colon, _ = environment_id.partition(":")
     return bool(colon) and f"{prefix}:" in catalog.names("environment")
 
 
-def check_name(name: str) -> None:
+def check_environment_name(name: str) -> None:
     """Raise the same error as `find_environment` if the name of an environment is unknown. Known names are not
     imported."""
     if is_foreign(name):
@@ -93,16 +93,16 @@ def check_name(name: str) -> None:
         find_environment(name)
 
 
-def environment_of_scenario(scenario: Any) -> Any:
+def make_scenario_environment(scenario: Any) -> Any:
     """Return the environment of an EnvironmentFactory's scenario: its `environment`, or a conversation with its
     `tools`."""
     name = str(scenario.scenario_id)
     environment = getattr(scenario, "environment", None)
     if environment is not None:
         return find_environment(str(environment)) if isinstance(environment, str | Path) else environment
-    own_tools = [as_tool(entry) for entry in getattr(scenario, "tools", ())]
+    scenario_tools = [as_tool(tool) for tool in getattr(scenario, "tools", ())]
     rows_by_split = {"train": getattr(scenario, "tasks", None), "heldout": getattr(scenario, "heldout", None)}
-    if rows_by_split["train"] is None or any(isinstance(entry, ToolSource) for entry in own_tools):
+    if rows_by_split["train"] is None or any(isinstance(tool, ToolSource) for tool in scenario_tools):
         raise ValueError(
             f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
             f"nor `tasks` (rows or a file) with `tools` that need no server; see {docs_page('FACTORIES.md')}"
@@ -112,7 +112,7 @@ def environment_of_scenario(scenario: Any) -> Any:
         system_prompt = getattr(scenario, "system_prompt", "")
 
         def __init__(self, task: Task, tools: Sequence[Tool | ToolSource] = ()) -> None:
-            super().__init__(task, [*own_tools, *tools])
+            super().__init__(task, [*scenario_tools, *tools])
 
         @classmethod
         def tasks(cls, split: str, seed: int, count: int) -> Iterable[Task]:
@@ -158,17 +158,17 @@ def _reject_uncalled_methods(environment: Any) -> None:
 
 
 def environment_from_file(
-    name: str,
+    file_name: str,
 ) -> type[ToolEnvironment] | type[ForeignEnvironment] | type[SelfPlayEnvironment]:
     """Return the environment class in `weather.py`, or the one named in `weather.py:Weather`."""
-    path, attribute, objects = load_objects("environment", name)
+    path, attribute, objects = load_objects("environment", file_name)
     base_classes = (ToolEnvironment, ForeignEnvironment, SelfPlayEnvironment)
-    classes = [value for value in objects if inspect.isclass(value) and issubclass(value, base_classes)]
+    classes = [member for member in objects if inspect.isclass(member) and issubclass(member, base_classes)]
     if not classes:
         subject = f"{attribute} in {path} is" if attribute else f"{path} defines"
         raise ValueError(f"{subject} no environment: a class that inherits from ToolEnvironment")
     if len(classes) > 1:
-        choices = ", ".join(f"{path}:{value.__name__}" for value in classes)
+        choices = ", ".join(f"{path}:{member.__name__}" for member in classes)
         raise ValueError(f"{path} defines several environments; name one of them: {choices}")
     return classes[0]
 
@@ -180,13 +180,13 @@ def check_self_play(config: TrainingConfig, environment: Any, reward: RewardFunc
     name = environment.__name__
     if not build_rewards.uses_only_environment_reward(reward):
         raise ValueError(f"{name} scores its roles itself: set reward.type=environment, and pass no reward")
-    options = {
+    option_values = {
         "training.branching": config.training.branching,
         "environment.user": config.environment.user,
         "environment.system_prompt": config.environment.system_prompt,
         "tools": config.tools,
     }
-    if unusable_options := ", ".join(key for key, value in options.items() if value):
+    if unusable_options := ", ".join(key for key, option in option_values.items() if option):
         raise ValueError(f"{unusable_options} does not apply to self-play ({name}): remove it")
     if config.sampling.deterministic and config.sampling.slots < 2:
         raise ValueError(f"self-play ({name}) with sampling.deterministic needs sampling.slots of at least 2")

@@ -15,7 +15,7 @@ from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.registry.store import EXCLUDED
 from TrainingFactory.resolve.model_names import ADAPTER, TrainedBy, find_model, with_original_model
 
-Kind = Literal["model", "adapter", "merged"]
+ExportKind = Literal["model", "adapter", "merged"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 REWARD_HEAD_FILES = ("scalar_head.safetensors", "reward_model.json")  # of a reward model
 
@@ -23,7 +23,7 @@ REWARD_HEAD_FILES = ("scalar_head.safetensors", "reward_model.json")  # of a rew
 @dataclass(slots=True)
 class ExportedModel:
     path: Path
-    kind: Kind
+    kind: ExportKind
     source: Path  # the checkpoint
     base: str | None = None  # what an adapter needs
     reward_model: bool = False
@@ -32,7 +32,7 @@ class ExportedModel:
 
 
 def export(
-    name: str,
+    model_name: str,
     out: str | Path,
     merge: bool = False,
     dtype: Dtype | None = None,
@@ -41,18 +41,18 @@ def export(
 ) -> ExportedModel:
     """Write a model into a new folder: a run's last checkpoint, a given checkpoint, or a registered version. `merge`
     merges an adapter into its base model. `dtype` is the number format of the weights, by default the model's."""
-    model = find_model(name, runs, registry)
+    model = find_model(model_name, runs, registry)
     if (checkpoint := model.folder) is None:
-        raise ValueError(f"{name!r} is neither a run in {runs} nor a folder with a model or an adapter")
-    target = Path(out).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"{target} already exists; name a new folder")
+        raise ValueError(f"{model_name!r} is neither a run in {runs} nor a folder with a model or an adapter")
+    folder = Path(out).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} already exists; name a new folder")
     is_adapter = (checkpoint / ADAPTER).is_file()
     if merge and not is_adapter:
         raise ValueError(f"{checkpoint} holds a whole model, not an adapter: there is nothing to merge")
     if dtype is not None and is_adapter and not merge:
         raise ValueError("dtype is for whole models; export the adapter without dtype, or with merge")
-    exported = ExportedModel(target, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
+    exported = ExportedModel(folder, "merged" if merge else "adapter" if is_adapter else "model", checkpoint)
     exported.reward_model = (checkpoint / REWARD_HEAD_FILES[1]).is_file()
     if is_adapter:
         exported.base = model.name
@@ -61,11 +61,11 @@ def export(
             f"the adapter in {checkpoint} belongs to a built-in model, which other programs cannot load: "
             "export it merged"
         )
-    with _write_aside(target) as partial_folder:
+    with _write_atomically(folder) as partial_folder:
         if merge or dtype is not None:
-            _convert(exported, model.run, dtype, partial_folder)
+            _convert_checkpoint(exported, model.run, dtype, partial_folder)
         else:
-            _copy(exported, partial_folder)
+            _copy_checkpoint(exported, partial_folder)
         if exported.kind == "adapter":
             _fit_to_composite_base(exported, model.run, partial_folder)
         for file in REWARD_HEAD_FILES if exported.reward_model else ():
@@ -74,20 +74,20 @@ def export(
 
 
 @contextmanager
-def _write_aside(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `target` when it is complete."""
-    partial_folder = target.with_name(f".{target.name}.part")
+def _write_atomically(final_folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `final_folder` when it is complete."""
+    partial_folder = final_folder.with_name(f".{final_folder.name}.part")
     shutil.rmtree(partial_folder, ignore_errors=True)  # left by an interrupted export
     partial_folder.mkdir(parents=True)
     try:
         yield partial_folder
-        os.rename(partial_folder, target)  # over an empty folder too
+        os.rename(partial_folder, final_folder)  # over an empty folder too
     except BaseException:
         shutil.rmtree(partial_folder, ignore_errors=True)
         raise
 
 
-def _copy(exported: ExportedModel, partial_folder: Path) -> None:
+def _copy_checkpoint(exported: ExportedModel, partial_folder: Path) -> None:
     for path in exported.source.iterdir():
         if path.is_file() and path.name not in EXCLUDED + REWARD_HEAD_FILES:
             shutil.copyfile(path, partial_folder / path.name)
@@ -102,7 +102,7 @@ def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, parti
     from TrainingFactory.models.composite import rename_adapter
     from TrainingFactory.models.loading import read_composite_config
 
-    config = read_composite_config(str(exported.base), **_base_options(run))
+    config = read_composite_config(str(exported.base), **_get_base_options(run))
     if config is None:
         return
     rename_adapter(partial_folder, config)
@@ -113,7 +113,7 @@ def _fit_to_composite_base(exported: ExportedModel, run: TrainedBy | None, parti
     )
 
 
-def _base_options(run: TrainedBy | None) -> dict[str, Any]:
+def _get_base_options(run: TrainedBy | None) -> dict[str, Any]:
     """Return the options with which the base of a run's adapter was loaded."""
     if run is None:
         return {}
@@ -121,7 +121,7 @@ def _base_options(run: TrainedBy | None) -> dict[str, Any]:
     return {"revision": section.revision, "trust_remote_code": section.trust_remote_code}
 
 
-def _convert(
+def _convert_checkpoint(
     exported: ExportedModel, run: TrainedBy | None, dtype: Dtype | None, partial_folder: Path
 ) -> None:
     """Save the model in another number format, or with its adapter merged."""
@@ -133,19 +133,19 @@ def _convert(
         loaded_model = load_model(str(exported.source), dtype=dtype or "auto", device="cpu")
         model = loaded_model.model
     else:
-        options = _base_options(run)
+        options = _get_base_options(run)
         quantization = "none" if run is None else with_original_model(run).model.quantization
         if quantization != "none":
             exported.notes.append(
                 f"the adapter was trained over {quantization} weights and is merged into full-precision ones: outputs "
                 "differ by the rounding"
             )
-        base = str(exported.base)
+        base_model = str(exported.base)
         # Merged in float32 and cast afterwards, because bfloat16 sums would lose small changes.
         loaded_model = load_model(
-            base, dtype="float32", device="cpu", adapter=str(exported.source), **options
+            base_model, dtype="float32", device="cpu", adapter=str(exported.source), **options
         )
-        torch_dtype = read_stored_dtype(base, **options) if dtype is None else pick_dtype(dtype)
+        torch_dtype = read_stored_dtype(base_model, **options) if dtype is None else pick_dtype(dtype)
         model = loaded_model.model.merge_and_unload().to(torch_dtype)
     exported.notes += loaded_model.notes
     model.save_pretrained(partial_folder)

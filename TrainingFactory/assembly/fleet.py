@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Notify = Callable[[str], None]
 # Mean log-prob difference that rounding explains: float32 with other kernels, and 16-bit formats.
-TOLERANCE, TOLERANCE_16_BIT = 0.01, 0.1
+LOGPROB_TOLERANCE, LOGPROB_TOLERANCE_16_BIT = 0.01, 0.1
 
 
 def samples_elsewhere(config: TrainingConfig) -> bool:
@@ -92,8 +92,8 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
         num_remote_learners = (compute.learners or 1) - 1
         bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * num_remote_learners
-        learners = f" and learners={compute.learners}" if num_remote_learners else ""
-        await session.check(bundles, f"compute.samplers={compute.samplers}{learners}")
+        learners_text = f" and learners={compute.learners}" if num_remote_learners else ""
+        await session.check(bundles, f"compute.samplers={compute.samplers}{learners_text}")
 
 
 def make_training_fleet(
@@ -106,16 +106,16 @@ def make_training_fleet(
 
         options = make_lora_options(publisher.adapter_rank) | options
     spec = {"dtype": publisher.dtype, "options": options}
-    tolerance = TOLERANCE if publisher.dtype == "float32" else TOLERANCE_16_BIT
+    tolerance = LOGPROB_TOLERANCE if publisher.dtype == "float32" else LOGPROB_TOLERANCE_16_BIT
     return _make_fleet(config, publisher.model_folder, length, episodes, spec, notify, tolerance, logs=logs)
 
 
 def make_serving_fleet(
-    config: TrainingConfig, loaded_model: LoadedModel, length: int, episodes: int, notify: Notify
+    config: TrainingConfig, loaded_model: LoadedModel, length: int, num_episodes: int, notify: Notify
 ) -> Fleet:
     """Make engines that load the model from its folder or the hub. A model that neither holds unchanged, such as one
     with an adapter, is saved to a temporary folder first."""
-    folder, temporary_folder = None if loaded_model.notes else _loadable_model(config), None
+    folder, temporary_folder = None if loaded_model.notes else _find_loadable_model(config), None
     if folder is None:
         temporary_folder = tempfile.TemporaryDirectory(prefix="tfactory-model-")
         folder = temporary_folder.name
@@ -125,10 +125,10 @@ def make_serving_fleet(
         model.save_pretrained(folder)
         loaded_model.tokenizer.save_pretrained(folder)
     spec = {"dtype": config.model.dtype, "options": config.sampling.engine_options, "pushed": False}
-    return _make_fleet(config, folder, length, episodes, spec, notify, keep_alive=temporary_folder)
+    return _make_fleet(config, folder, length, num_episodes, spec, notify, keep_alive=temporary_folder)
 
 
-def _loadable_model(config: TrainingConfig) -> str | None:
+def _find_loadable_model(config: TrainingConfig) -> str | None:
     """Return the hub id or folder from which engines can load the unchanged model; None if there is none."""
     model, name = config.model, resolve_model_name(config.model.name)
     folder = Path(name).expanduser()
@@ -141,29 +141,29 @@ def _loadable_model(config: TrainingConfig) -> str | None:
 
 
 def _make_fleet(
-    config: TrainingConfig, model: str, length: int, episodes: int, options: dict[str, Any], notify: Notify,
-    tolerance: float = TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
+    config: TrainingConfig, model: str, length: int, num_episodes: int, options: dict[str, Any], notify: Notify,
+    tolerance: float = LOGPROB_TOLERANCE_16_BIT, keep_alive: object = None, logs: Path | None = None,
 ) -> Fleet:  # fmt: skip
     compute, trust = config.compute, config.model.trust_remote_code
-    slots = min(config.sampling.slots, episodes)
+    slots = min(config.sampling.slots, num_episodes)
     device = "auto" if compute.backend == "ray" else config.model.device  # Ray assigns each actor's devices
     engine = config.sampling.engine
     cache_gib = config.sampling.cache_gib
     spec = EngineSpec(
         engine, model, length, slots, device=device, trust_remote_code=trust, cache_gib=cache_gib, **options
     )
-    hosts = engine_hosts(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
+    hosts = make_launcher(compute, spec, compute.samplers, compute.gpus_per_sampler, notify, "sampler", logs)
     return Fleet(hosts, compute.samplers, length, notify, tolerance, keep_alive, compute.start_timeout)
 
 
-def engine_hosts(
-    compute: ComputeSection, spec: EngineSpec, count: int, gpus: float | None, notify: Notify, role: str,
+def make_launcher(
+    compute: ComputeSection, spec: EngineSpec, num_engines: int, gpus: float | None, notify: Notify, role: str,
     logs: Path | None = None,
 ) -> EngineLauncher:  # fmt: skip
-    """Return the launcher of `count` engines: local processes, or actors on the Ray cluster. Engines log into
+    """Return the launcher of `num_engines` engines: local processes, or actors on the Ray cluster. Engines log into
     `logs`."""
     start_timeout = compute.start_timeout
     if compute.backend != "ray":
         return LocalEngineLauncher(spec, start_timeout=start_timeout, notify=notify, folder=logs, role=role)
     session, cpus = RaySession(compute.address, compute.num_gpus), compute.cpus_per_sampler
-    return RayEngineLauncher(session, spec, count, gpus, cpus, start_timeout, notify, role, logs)
+    return RayEngineLauncher(session, spec, num_engines, gpus, cpus, start_timeout, notify, role, logs)

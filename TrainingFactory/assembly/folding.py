@@ -14,7 +14,7 @@ from TrainingFactory.rollout.folding import SUMMARY_REQUEST, Folding
 
 DEFAULT_MAX_LENGTH = 4096
 KEY = ("environment", "context")
-KINDS_BY_KEY = {  # keys that only some kinds use
+FOLD_KINDS_BY_KEY = {  # keys that only some kinds use
     "keep_turns": ("window", "drop_thoughts", "drop_results"),
     "placeholder": ("drop_results",),
     "summary_tokens": ("summary",),
@@ -29,7 +29,7 @@ def make_folding(config: TrainingConfig, max_length: int | None = None) -> Foldi
     context = config.environment.context
     if context is None:
         return None
-    problems = [*_unused_keys(context), *_check_limits(config, context, max_length)]
+    problems = [*_check_unused_keys(context), *_check_limits(config, context, max_length)]
     template = SUMMARY_REQUEST if context.template is None else context.template
     function = None
     try:
@@ -62,11 +62,11 @@ def is_template_file(template: str) -> bool:
     return template.endswith((".txt", ".md")) and "\n" not in template
 
 
-def _unused_keys(context: ContextSection) -> list[Problem]:
+def _check_unused_keys(context: ContextSection) -> list[Problem]:
     return [
-        Problem((*KEY, key), f"is for fold={' or '.join(kinds)}, but fold is {context.fold}; remove it")
-        for key, kinds in KINDS_BY_KEY.items()
-        if context.fold not in kinds
+        Problem((*KEY, key), f"is for fold={' or '.join(fold_kinds)}, but fold is {context.fold}; remove it")
+        for key, fold_kinds in FOLD_KINDS_BY_KEY.items()
+        if context.fold not in fold_kinds
         and getattr(context, key) != ContextSection.model_fields[key].get_default()
     ]
 
@@ -77,12 +77,12 @@ def _check_limits(config: TrainingConfig, context: ContextSection, max_length: i
             "does not apply to environment.command: your program manages its own history. Remove one of them"
         )
         return [Problem(KEY, message)]
-    length = max_length or config.model.max_length or DEFAULT_MAX_LENGTH
+    context_length = max_length or config.model.max_length or DEFAULT_MAX_LENGTH
     reserved_tokens = context.summary_tokens if context.fold == "summary" else 1
-    if context.limit + reserved_tokens > length:
-        origin = "" if config.model.max_length else " (its default; set it if the model's context is longer)"
-        suffix = f" with summary_tokens={reserved_tokens}" if context.fold == "summary" else ""
-        message = f"must be below model.max_length{suffix}, which is {length}{origin}"
+    if context.limit + reserved_tokens > context_length:
+        note = "" if config.model.max_length else " (its default; set it if the model's context is longer)"
+        summary_note = f" with summary_tokens={reserved_tokens}" if context.fold == "summary" else ""
+        message = f"must be below model.max_length{summary_note}, which is {context_length}{note}"
         return [Problem((*KEY, "limit"), message, context.limit)]
     return []
 
@@ -91,13 +91,13 @@ def _load_function(name: str | None) -> Any:
     """Import the fold function `FILE.py:NAME`; raise ValueError if it is not a function of one argument."""
     if name is None:
         raise ValueError("is missing: fold=own needs a function, such as fold.py:shorten")
-    path, member, [function, *others] = load_objects("environment.context.function", name)
-    if others or not callable(function) or isinstance(function, type):
+    path, function_name, [function, *other_objects] = load_objects("environment.context.function", name)
+    if other_objects or not callable(function) or isinstance(function, type):
         raise ValueError(f"must name one function of {path}, such as {path}:shorten (got {name})")
     try:
         inspect.signature(function).bind([])
     except TypeError:
         raise ValueError(
-            f"{path}:{member or function.__name__} must take one argument, the messages"
+            f"{path}:{function_name or function.__name__} must take one argument, the messages"
         ) from None
     return function

@@ -47,17 +47,17 @@ def make_trainable(config: TrainingConfig, loaded_model: LoadedModel) -> None:
 
 def make_algorithm(config: TrainingConfig) -> Algorithm:
     """Make the algorithm, with importance correction if the sampler's weights may differ from the learner's."""
-    name, optimization = config.training.algorithm, config.optimization
-    options = getattr(config, name).model_dump()
-    if (cap := importance_cap(config)) is not None:
+    algorithm, optimization = config.training.algorithm, config.optimization
+    options = getattr(config, algorithm).model_dump()
+    if (max_weight := importance_cap(config)) is not None:
         from TrainingFactory.algorithms.correction import Correction
 
         mask_limits = optimization.importance_mask
         mask_range = None if mask_limits is None else (mask_limits[0], mask_limits[1])
         options["correction"] = Correction(
-            cap, optimization.importance_by, mask_range, optimization.effective_max_staleness > 0
+            max_weight, optimization.importance_by, mask_range, optimization.effective_max_staleness > 0
         )
-    return kinds.make_algorithm(name, options)
+    return kinds.make_algorithm(algorithm, options)
 
 
 def importance_cap(config: TrainingConfig) -> float | None:
@@ -91,31 +91,31 @@ def make_learner(
     from TrainingFactory.learning.learner import Learner
     from TrainingFactory.learning.optim import OptimizerOptions
 
-    options, inputs = config.training, algorithm.needs
-    updates = options.update_epochs * options.minibatches
+    training, inputs = config.training, algorithm.needs
+    updates_per_step = training.update_epochs * training.minibatches
     needs_reference = "reference" in inputs and "precomputed" not in inputs
     has_new_adapter = config.lora.enabled and config.model.adapter is None  # its base model is the reference
     needs_head = not inputs.isdisjoint({"values", "scores"})
     return Learner(
         loaded_model.model,
         OptimizerOptions(
-            options.optimizer,
-            options.learning_rate,
-            options.weight_decay,
+            training.optimizer,
+            training.learning_rate,
+            training.weight_decay,
             critic_learning_rate=critic_learning_rate(config) if "values" in inputs else None,
-            schedule=options.schedule,
-            warmup_steps=options.warmup_steps * updates,
-            total_steps=steps * updates,
-            max_grad_norm=options.max_grad_norm,
+            schedule=training.schedule,
+            warmup_steps=training.warmup_steps * updates_per_step,
+            total_steps=steps * updates_per_step,
+            max_grad_norm=training.max_grad_norm,
         ),
         reference=copy_model(loaded_model.model) if needs_reference and not has_new_adapter else None,
         head=make_head(loaded_model.model, describe_reward_model(config, inputs)) if needs_head else None,
         critic=make_critic(loaded_model.model) if "critic" in inputs else None,
-        temperature=config.sampling.temperature if KINDS[options.algorithm].samples else 1.0,
-        gradient_checkpointing=options.gradient_checkpointing,
-        activation_offload=options.activation_offload,
+        temperature=config.sampling.temperature if KINDS[training.algorithm].samples else 1.0,
+        gradient_checkpointing=training.gradient_checkpointing,
+        activation_offload=training.activation_offload,
         processes=make_processes(config) if sharded else None,
-        router_aux_loss=options.router_aux_loss,
+        router_aux_loss=training.router_aux_loss,
         vision=loaded_model.vision,
     )
 
@@ -150,8 +150,8 @@ def describe_reward_model(config: TrainingConfig, inputs: frozenset[str]) -> dic
     model = config.model
     description = model.model_dump(include={"revision", "family", "thinking", "quantization"})
     path = Path(model.name).expanduser()  # absolute, because it is loaded from other folders too
-    base = str(path.resolve()) if path.exists() else model.name
-    return {"kind": config.reward_model.kind, "base": base} | description
+    base_model = str(path.resolve()) if path.exists() else model.name
+    return {"kind": config.reward_model.kind, "base": base_model} | description
 
 
 def copy_model(model: Any) -> Any:
@@ -161,9 +161,9 @@ def copy_model(model: Any) -> Any:
 
 def make_critic(model: Any) -> Any:
     critic = copy_model(model)
-    output = critic.get_output_embeddings().weight
-    if output is not critic.get_input_embeddings().weight:
-        output.requires_grad_(False)  # a critic predicts no tokens
+    output_weight = critic.get_output_embeddings().weight
+    if output_weight is not critic.get_input_embeddings().weight:
+        output_weight.requires_grad_(False)  # a critic predicts no tokens
     return critic
 
 

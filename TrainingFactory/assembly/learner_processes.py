@@ -67,45 +67,45 @@ class Learners:
         self._written_config, self._config = written_config, TrainingConfig()
         self._ranks: ShardedPolicy | None = None
 
-    async def _open(
+    async def _open_processes(
         self, config: TrainingConfig, exit_stack: AsyncExitStack, folder: Path, interrupts: Interrupts
     ) -> None:
         """Start the other processes, or wait for those of a launcher, and check that all have the same versions and
         config."""
         self._config = config
-        count = config.compute.learners or 1
-        if count == 1:
+        learners = config.compute.learners or 1
+        if learners == 1:
             return
         from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
         # Processes of a launcher may not have read the config: each decides by whether there are GPUs.
-        cuda = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
+        on_gpu = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
         log_note = ""
         if launched_process() is not None:
-            group = await in_thread(RankGroup, 0, count, None, os.environ["MASTER_ADDR"], cuda)
+            rank_group = await in_thread(RankGroup, 0, learners, None, os.environ["MASTER_ADDR"], on_gpu)
         else:
             log_note = f", with a log in {folder}" if config.compute.backend == "local" else ""
-            group = await self._start_group(exit_stack, folder, count, cuda)
-        self._ranks = ranks = ShardedPolicy(group, interrupts.fail, log_note)
+            rank_group = await self._start_group(exit_stack, folder, learners, on_gpu)
+        self._ranks = ranks = ShardedPolicy(rank_group, interrupts.fail, log_note)
         exit_stack.push_async_callback(ranks.close)
         await ranks.wait_for_ranks()
-        own_facts = shared_facts(self._written_config)
+        local_facts = collect_facts(self._written_config)
         problems: list[str] = []
         for rank, rank_info in ranks.rank_infos.items():
             rank_facts = rank_info["facts"]
-            differing = sorted(
-                key for key in own_facts.keys() & rank_facts.keys() if own_facts[key] != rank_facts[key]
+            keys = sorted(
+                key for key in local_facts.keys() & rank_facts.keys() if local_facts[key] != rank_facts[key]
             )
-            if differing:
-                values = ", ".join(f"{key} {rank_facts[key]} (here {own_facts[key]})" for key in differing)
-                problems.append(f"learner {rank} on {rank_info['host']} has {values}")
+            if keys:
+                differences = ", ".join(f"{key} {rank_facts[key]} (here {local_facts[key]})" for key in keys)
+                problems.append(f"learner {rank} on {rank_info['host']} has {differences}")
         if problems:
             raise ValueError(
                 f"all learners need the same versions and the same config: {'; '.join(problems)}"
             )
 
     async def _start_group(
-        self, exit_stack: AsyncExitStack, folder: Path, count: int, cuda: bool
+        self, exit_stack: AsyncExitStack, folder: Path, learners: int, on_gpu: bool
     ) -> RankGroup:
         import torch
 
@@ -115,52 +115,52 @@ class Learners:
         host = "127.0.0.1"
         workers: list[Any] = []
         if compute.backend == "ray":  # Ray shows each actor only its own device
-            host, workers = await self._start_actors(exit_stack, count)
-        elif cuda and (gpus := torch.cuda.device_count()) < count:
+            host, workers = await self._start_actors(exit_stack, learners)
+        elif on_gpu and (gpus := torch.cuda.device_count()) < learners:
             raise ValueError(
-                f"compute.learners is {count}, but this machine has {gpus} GPUs and each learner needs one: set fewer, "
-                "or use several machines with compute.backend=ray or torchrun"
+                f"compute.learners is {learners}, but this machine has {gpus} GPUs and each learner needs one: set "
+                "fewer, or use several machines with compute.backend=ray or torchrun"
             )
-        for rank in range(1, count if compute.backend == "local" else 1):
-            log = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
-            workers.append(Worker(SERVE, stderr=log, start_seconds=compute.start_timeout))
+        for rank in range(1, learners if compute.backend == "local" else 1):
+            log_file = exit_stack.enter_context((folder / f"learner-{rank}.log").open("ab"))
+            workers.append(Worker(SERVE, stderr=log_file, start_seconds=compute.start_timeout))
         store, port = open_store(host)
         tasks: list[asyncio.Task[str]] = []
         for rank, worker in enumerate(workers, 1):
             exit_stack.push_async_callback(worker.close)
             device = rank if compute.backend == "local" else 0
-            tasks.append(asyncio.create_task(_serve_and_end(worker, [rank, count, port, host, cuda, device])))
-        join_task = asyncio.create_task(in_thread(RankGroup, 0, count, store, host, cuda))
+            tasks.append(asyncio.create_task(_run_rank(worker, [rank, learners, port, host, on_gpu, device])))
+        join_task = asyncio.create_task(in_thread(RankGroup, 0, learners, store, host, on_gpu))
         await asyncio.wait({join_task, *tasks}, timeout=compute.start_timeout, return_when=FIRST_COMPLETED)
         if not join_task.done():
             exits = [f"learner {rank} {task.result()}" for rank, task in enumerate(tasks, 1) if task.done()]
             reason = "; ".join(exits) or f"compute.start_timeout={compute.start_timeout:g} s have passed"
-            logs = "" if compute.backend == "ray" else f"; logs are in {folder}"
-            raise ValueError(f"compute.learners={count} could not be started: {reason}{logs}")
+            log_note = "" if compute.backend == "ray" else f"; logs are in {folder}"
+            raise ValueError(f"compute.learners={learners} could not be started: {reason}{log_note}")
         return join_task.result()
 
-    async def _start_actors(self, exit_stack: AsyncExitStack, count: int) -> tuple[str, list[Any]]:
+    async def _start_actors(self, exit_stack: AsyncExitStack, learners: int) -> tuple[str, list[Any]]:
         """Return the address of this machine in the Ray cluster, and an actor for each other process."""
         compute = self._config.compute
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         exit_stack.push_async_callback(session.close)
         ray, gpus = require_ray(), session.gpus(compute.gpus_per_learner)
-        bundles = [{"CPU": 1.0, "GPU": gpus}] * (count - 1)
-        group = await session.allocate_group(bundles, f"compute.learners={count}", compute.start_timeout)
+        bundles = [{"CPU": 1.0, "GPU": gpus}] * (learners - 1)
+        group = await session.allocate_group(bundles, f"compute.learners={learners}", compute.start_timeout)
         exit_stack.callback(session.remove_group, group)
         options = {"group": group, "num_cpus": 1, "num_gpus": gpus}
-        actors = [RayWorker(SERVE, role=f"learner {n + 1}", bundle=n, **options) for n in range(count - 1)]
+        actors = [RayWorker(SERVE, role=f"learner {i + 1}", bundle=i, **options) for i in range(learners - 1)]
         return await in_thread(ray.util.get_node_ip_address), actors
 
     async def load(self, load_model: Callable[[], T], *setup_args: Any) -> T:
-        """Start the processes with the arguments of `_open`, and load the model in all of them concurrently."""
-        await self._open(*setup_args)
+        """Start the processes with the arguments of `_open_processes`; load the model in all of them concurrently."""
+        await self._open_processes(*setup_args)
         if self._ranks is None:
             return await in_thread(load_model)
         return await self._ranks.call("prepare", [self._config], lambda: in_thread(load_model))
 
-    async def policy(
+    async def make_policies(
         self, loaded_model: LoadedModel, algorithm: Algorithm, steps: int, has_episodes: bool
     ) -> tuple[LocalPolicy, Policy]:
         """Make the policy of this process. Return it and the policy over all processes, which are the same if there is
@@ -185,13 +185,13 @@ class Learners:
         ranks.local_policy = await ranks.call("build", [steps, has_episodes], make_policy)
         return ranks.local_policy, cast(Policy, ranks)
 
-    async def end(self, report: TrainingReport) -> None:
+    async def end_ranks(self, report: TrainingReport) -> None:
         """End the other processes; processes of a launcher receive the report."""
         if self._ranks is not None:
             await self._ranks.close(report)
 
 
-async def _serve_and_end(worker: Any, address: list[Any]) -> str:
+async def _run_rank(worker: Any, address: list[Any]) -> str:
     """Run a learner in a worker process until it ends; return the reason of its end."""
     try:
         return await worker.ask(address, None) or "ended"
@@ -205,7 +205,7 @@ def _pick_device(config: TrainingConfig) -> Any:
     return pick_device(config.model.device)
 
 
-def shared_facts(config: TrainingConfig | None) -> dict[str, Any]:
+def collect_facts(config: TrainingConfig | None) -> dict[str, Any]:
     """Return the values that must be equal in all learner processes: package versions, and the config as the user wrote
     it."""
     facts: dict[str, Any] = {"Python": platform.python_version(), "TrainingFactory": __version__}
@@ -224,19 +224,19 @@ class LearnerRank:
         self._policy: Any = None
 
     async def call(self, method: str, *args: Any) -> None:
-        handlers = {"prepare": self._prepare, "build": self._build}
+        handlers = {"prepare": self._load_model, "build": self._build_policy}
         if method in handlers:
             await in_thread(handlers[method], *args)
         else:
             await getattr(self._policy, method)(*args)
 
-    def _prepare(self, config: TrainingConfig) -> None:
+    def _load_model(self, config: TrainingConfig) -> None:
         if _pick_device(config).type == "cuda":
             model = config.model.model_copy(update={"device": f"cuda:{self._device}"})
             config = config.model_copy(update={"model": model})
         self._config, self._loaded_model = config, build_sampler.load_trainable(config)
 
-    def _build(self, steps: int, has_episodes: bool) -> None:
+    def _build_policy(self, steps: int, has_episodes: bool) -> None:
         algorithm = make_algorithm(self._config)
         self._policy = build_sampler.make_publishing_policy(
             self._config, self._loaded_model, algorithm, steps, has_episodes
@@ -245,8 +245,8 @@ class LearnerRank:
 
 def serve_started(address: list[Any]) -> None:
     """Execute the calls of rank 0 in a learner process that `Learners` started."""
-    *shape, device = address
-    asyncio.run(_serve(shape, device, None))
+    *args, device = address
+    asyncio.run(_serve(args, device, None))
 
 
 def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
@@ -256,15 +256,15 @@ def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     if launch is None or launch.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
-    cuda = _pick_device(TrainingConfig()).type == "cuda"
-    shape = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], cuda
-    if (report := run_anywhere(lambda: _serve(shape, launch.device, config))) is None:
+    on_gpu = _pick_device(TrainingConfig()).type == "cuda"
+    args = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], on_gpu
+    if (report := run_anywhere(lambda: _serve(args, launch.device, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason
     return report
 
 
-async def _serve(shape: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
+async def _serve(args: Sequence[Any], device: int, config: TrainingConfig | None) -> TrainingReport | None:
     from TrainingFactory.cluster.ranks import RankGroup, serve
 
     # The group stays open: a process that closes it after collectives aborts at exit.
-    return await serve(await in_thread(RankGroup, *shape), LearnerRank(device).call, shared_facts(config))
+    return await serve(await in_thread(RankGroup, *args), LearnerRank(device).call, collect_facts(config))

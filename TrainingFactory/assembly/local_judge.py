@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.assembly.fleet import Notify, engine_hosts
+from TrainingFactory.assembly.fleet import Notify, make_launcher
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.common.endpoints.anthropic import DEFAULT_MAX_TOKENS
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
@@ -69,9 +69,9 @@ def with_local_judge(options: dict[str, Any], config: TrainingConfig) -> dict[st
     except OptionError as error:
         raise error.with_prefix("judge") from None
     # Several greedy samples would all be equal.
-    defaults = {"temperature": float(options.get("samples", 1) != 1), "max_tokens": DEFAULT_MAX_TOKENS}
+    default_options = {"temperature": float(options.get("samples", 1) != 1), "max_tokens": DEFAULT_MAX_TOKENS}
     try:
-        judge_options = defaults | (options.pop("options", None) or {})
+        judge_options = default_options | (options.pop("options", None) or {})
         params = make_from(RequestOptions, judge_options, "a judge of the run's own")
     except OptionError as error:
         raise error.with_prefix("options") from None
@@ -99,18 +99,18 @@ class LocalJudge:
     def __init__(
         self,
         options: JudgeOptions,
-        name: str,
+        model_name: str,
         params: SamplingParams,
         config: TrainingConfig,
         role: str = "judge",
     ) -> None:
         self.options = options
         self.role = role
-        self._name = name
+        self._model_name = model_name
         self._params = params
         self._config = config
         self._kind: Literal["native", "vllm"] = options.engine or config.sampling.engine
-        self.identity = digest(name, self._kind, repr(params), repr(options.thinking))
+        self.identity = digest(model_name, self._kind, repr(params), repr(options.thinking))
         self._fleet: Fleet | None = None
         self._judge: SampledJudge | None = None
         self._start_lock = asyncio.Lock()
@@ -122,37 +122,37 @@ class LocalJudge:
                 options = self.options
                 notify(f"starting the {self.role} {options.model}: {self._kind}, engines: {options.replicas}")
                 try:
-                    self._judge = await self._start(notify)
+                    self._judge = await self._start_judge(notify)
                 except BaseException:
                     await self.close()
                     raise
             return self._judge
 
-    async def _start(self, notify: Notify) -> SampledJudge:
+    async def _start_judge(self, notify: Notify) -> SampledJudge:
         from TrainingFactory.models import chat_format
         from TrainingFactory.models.loading import load_tokenizer
 
-        judge, num_gpus = self.options, int(self.options.gpus or 0)
-        tokenizer = await in_thread(load_tokenizer, self._name)
-        chat = await in_thread(chat_format, tokenizer, thinking=judge.thinking)
-        max_length = judge.max_length or min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length)
-        options = judge.engine_options
+        settings, num_gpus = self.options, int(self.options.gpus or 0)
+        tokenizer = await in_thread(load_tokenizer, self._model_name)
+        chat = await in_thread(chat_format, tokenizer, thinking=settings.thinking)
+        max_length = settings.max_length or min(DEFAULT_MAX_LENGTH, tokenizer.model_max_length)
+        engine_options = settings.engine_options
         if self._kind == "vllm" and num_gpus > 1:
-            options = {"tensor_parallel_size": num_gpus} | options
+            engine_options = {"tensor_parallel_size": num_gpus} | engine_options
         spec = EngineSpec(
             self._kind,
-            self._name,
+            self._model_name,
             max_length,
             REQUESTS_PER_ENGINE,
-            device=judge.device,
+            device=settings.device,
             pushed=False,
-            options=options,
+            options=engine_options,
         )
-        hosts = engine_hosts(self._config.compute, spec, judge.replicas, judge.gpus, notify, self.role)
+        hosts = make_launcher(self._config.compute, spec, settings.replicas, settings.gpus, notify, self.role)
         patience = self._config.compute.start_timeout
-        self._fleet = Fleet(hosts, judge.replicas, max_length, notify, patience=patience)
+        self._fleet = Fleet(hosts, settings.replicas, max_length, notify, patience=patience)
         await self._fleet.sample(chat.render([Message("user", "?")]), SamplingParams(max_tokens=1))
-        return SampledJudge(self._fleet, chat, self._params, self._name)
+        return SampledJudge(self._fleet, chat, self._params, self._model_name)
 
     async def ask(self, request: ModelRequest) -> ModelReply:
         judge = await self.open()

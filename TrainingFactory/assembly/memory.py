@@ -32,17 +32,17 @@ class WeightCounts(NamedTuple):
     weights: int
     stored: float  # bytes of all weights
     trained: int
-    exact: int  # trained weights stored in float32, which need no master copy
+    num_float32: int  # trained weights stored in float32, which need no master copy
     size: int  # bytes per value of the compute dtype
 
     @classmethod
     def from_model(cls, model: Any) -> WeightCounts:
         params = list(model.parameters())
-        trained = [param for param in params if param.requires_grad]
-        num_float32 = sum(param.numel() for param in trained if param.dtype == torch.float32)
-        counts = [sum(param.numel() for param in group) for group in (params, trained)]
+        trained_params = [param for param in params if param.requires_grad]
+        num_float32 = sum(param.numel() for param in trained_params if param.dtype == torch.float32)
+        num_weights = [sum(param.numel() for param in group) for group in (params, trained_params)]
         stored, size = sum(param.nbytes for param in params), max(2, params[0].element_size())
-        return cls(counts[0], stored, counts[1], num_float32, size)
+        return cls(num_weights[0], stored, num_weights[1], num_float32, size)
 
 
 def estimate_model_memory(
@@ -50,12 +50,12 @@ def estimate_model_memory(
 ) -> dict[str, float]:
     """Estimate the bytes that a run needs for a loaded model, by part."""
     counts, shape = WeightCounts.from_model(model), model.config.get_text_config()
-    return needed(
+    return device_bytes(
         config, shape, counts, inputs, max_length, measure_loaded_tower(get_causal_lm(model)), images
     )
 
 
-def needed(
+def device_bytes(
     config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], max_length: int,
     tower: TowerShape | None = None, images: ImageUse | None = None,
 ) -> dict[str, float]:  # fmt: skip
@@ -66,56 +66,58 @@ def needed(
         config.compute.learners or 1,
         config.optimization.effective_max_staleness,
     )
-    episodes = training.batch_size * max_leaves(config)
-    tokens = min(training.token_budget, episodes * max_length)
-    parts = learner_bytes(config, shape, counts, inputs, learners, tokens)
+    num_episodes = training.batch_size * max_leaves(config)
+    tokens = min(training.token_budget, num_episodes * max_length)
+    sizes = learner_bytes(config, shape, counts, inputs, learners, tokens)
     if tower is not None:
         images = images or ImageUse.largest(config.model.image_tokens)
-        parts |= image_bytes(config, tower, images, tokens, counts.size)
+        sizes |= image_bytes(config, tower, images, tokens, counts.size)
     if KINDS[training.algorithm].samples:
         if max_staleness or learners > 1:  # the sampler of a sharded learner has a full copy
-            parts["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
-        slots = min(config.sampling.slots, episodes * (1 + max_staleness))
-        parts["cache"] = cache_bytes(shape, slots, max_length, counts.size)
-        if states := state_bytes(shape, slots, counts.size):
-            parts["states"] = states
-    return {name: float(count) for name, count in parts.items()}
+            sizes["the sampler's weights"] = counts.stored if learners > 1 else counts.size * counts.trained
+        slots = min(config.sampling.slots, num_episodes * (1 + max_staleness))
+        sizes["cache"] = cache_bytes(shape, slots, max_length, counts.size)
+        if recurrent_bytes := state_bytes(shape, slots, counts.size):
+            sizes["states"] = recurrent_bytes
+    return {part: float(num_bytes) for part, num_bytes in sizes.items()}
 
 
 def learner_bytes(
-    config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, tokens: int
+    config: TrainingConfig, shape: Any, counts: WeightCounts, inputs: Set[str], learners: int, num_tokens: int
 ) -> dict[str, float]:
-    """Return the bytes on each learner's device, with packs of `tokens` tokens. Logits are computed in chunks and not
+    """Return the bytes on each learner's device, with packs of `num_tokens`. Logits are computed in chunks and not
     counted. A single learner holds the stored weights and float32 copies of the trained ones. Shards of trained weights
     are float32, and two layers and the head at a time are gathered in the compute dtype."""
-    embedding = shape.hidden_size * shape.vocab_size
+    embedding_weights = shape.hidden_size * shape.vocab_size
     is_tied = getattr(shape, "tie_word_embeddings", True)  # foreign object
-    layer_weights = (counts.weights - embedding * (1 if is_tied else 2)) / shape.num_hidden_layers
-    gathered_bytes = 0.0 if learners == 1 else counts.size * (2 * layer_weights + embedding)
+    layer_weights = (counts.weights - embedding_weights * (1 if is_tied else 2)) / shape.num_hidden_layers
+    gathered_bytes = 0.0 if learners == 1 else counts.size * (2 * layer_weights + embedding_weights)
     stored_bytes = counts.stored if learners == 1 else counts.stored * (1 - counts.trained / counts.weights)
-    parts = {
+    sizes = {
         "weights": stored_bytes / learners + gathered_bytes,
-        "float32 copies": 4 * (counts.trained - (counts.exact if learners == 1 else 0)) / learners,
+        "float32 copies": 4 * (counts.trained - (counts.num_float32 if learners == 1 else 0)) / learners,
         "gradients": 4 * counts.trained / learners,
         "optimizer": OPTIMIZER_BYTES[config.training.optimizer] * counts.trained / learners,
     }
-    resident_bytes = sum(parts.values()) - gathered_bytes
-    is_full = not config.lora.enabled and config.model.adapter is None
-    if "reference" in inputs and "precomputed" not in inputs and is_full:
-        parts["reference model"] = counts.stored / learners
+    resident_bytes = sum(sizes.values()) - gathered_bytes
+    is_full_training = not config.lora.enabled and config.model.adapter is None
+    if "reference" in inputs and "precomputed" not in inputs and is_full_training:
+        sizes["reference model"] = counts.stored / learners
     if "critic" in inputs:
-        parts["critic"] = resident_bytes
+        sizes["critic"] = resident_bytes
     training = config.training
     activations = activation_bytes(
-        shape, tokens, training.gradient_checkpointing, counts.size, training.activation_offload
+        shape, num_tokens, training.gradient_checkpointing, counts.size, training.activation_offload
     )
     if learners == 1:  # layer by layer, backward frees activations and adds gradients in the compute dtype
-        parts["gradients"] += max(0, counts.size * (counts.trained - counts.exact) - activations)
-    layer_gradients = 2 * mlp_width(shape) * tokens * counts.size  # of the layer in backward
-    return parts | {"activations": float(activations + layer_gradients)}
+        sizes["gradients"] += max(0, counts.size * (counts.trained - counts.num_float32) - activations)
+    layer_gradients = 2 * mlp_width(shape) * num_tokens * counts.size  # of the layer in backward
+    return sizes | {"activations": float(activations + layer_gradients)}
 
 
-def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, offload: bool = False) -> int:
+def activation_bytes(
+    shape: Any, num_tokens: int, checkpointing: bool, itemsize: int, offload: bool = False
+) -> int:
     """Return the bytes of activations that a pack keeps for backward; `shape` is the text config. With `offload`, the
     inputs of two checkpointed layers at a time are on the device, all others in CPU memory. A layer keeps its
     input, its output, both norms, queries, keys and values before and after rotary embedding, the attention output, and
@@ -124,19 +126,19 @@ def activation_bytes(shape: Any, tokens: int, checkpointing: bool, size: int, of
     query_width, key_width = attention_widths(shape)
     layer_values = 4 * shape.hidden_size + 3 * (query_width + key_width) + 3 * width_of_mlp
     stored_values = shape.hidden_size if checkpointing else layer_values
-    layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
-    return tokens * size * (layers * stored_values + layer_values * checkpointing)
+    num_layers = min(2, shape.num_hidden_layers) if checkpointing and offload else shape.num_hidden_layers
+    return num_tokens * itemsize * (num_layers * stored_values + layer_values * checkpointing)
 
 
 def image_bytes(
-    config: TrainingConfig, tower: TowerShape, images: ImageUse, tokens: int, size: int
+    config: TrainingConfig, tower: TowerShape, images: ImageUse, num_tokens: int, itemsize: int
 ) -> dict[str, float]:
-    """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `tokens` tokens,
+    """Return the bytes that a run's images need: encoded images in the engine's cache and in a pack of `num_tokens`,
     and the activations of the vision tower while it encodes. A frozen tower encodes one image at a time, layer by
     layer. A trained one keeps the layers of all images of the pack for backward."""
-    pack_image_tokens = images.share * tokens  # image tokens
+    pack_image_tokens = images.share * num_tokens  # image tokens
     image_tokens = min(images.tokens, config.model.image_tokens)
-    cached = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * size)
+    cached_bytes = min(CACHE_BYTES, images.total * image_tokens * tower.outputs * itemsize)
     if config.model.train_tower:
         patches, tower_layers = math.ceil(pack_image_tokens * tower.patches), tower
         checkpointing = config.training.gradient_checkpointing
@@ -144,8 +146,8 @@ def image_bytes(
         patches, tower_layers = math.ceil(image_tokens * tower.patches), tower._replace(num_hidden_layers=1)
         checkpointing = False
     return {
-        "encoded images": cached + pack_image_tokens * tower.outputs * size,
-        "vision activations": float(activation_bytes(tower_layers, patches, checkpointing, size)),
+        "encoded images": cached_bytes + pack_image_tokens * tower.outputs * itemsize,
+        "vision activations": float(activation_bytes(tower_layers, patches, checkpointing, itemsize)),
     }
 
 
@@ -164,32 +166,32 @@ def mlp_width(shape: Any) -> int:
     if not (num_active := active_experts(shape)):
         return dense_width
     expert = getattr(shape, "moe_intermediate_size", None) or dense_width
-    keys = (
+    shared_keys = (
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
     )
-    shared = next((width for name in keys if (width := getattr(shape, name, None))), 0)
+    shared = next((width for name in shared_keys if (width := getattr(shape, name, None))), 0)
     return num_active * expert + (shared or expert * (getattr(shape, "n_shared_experts", None) or 0))
 
 
-def cache_bytes(shape: Any, slots: int, max_length: int, size: int) -> int:
+def cache_bytes(shape: Any, num_slots: int, max_length: int, itemsize: int) -> int:
     """Return the bytes of the native engine's KV cache with all slots full; `shape` is the text config."""
-    return 2 * attention_layers(shape) * attention_widths(shape)[1] * size * (slots + 1) * max_length
+    return 2 * attention_layers(shape) * attention_widths(shape)[1] * itemsize * (num_slots + 1) * max_length
 
 
-def state_bytes(shape: Any, slots: int, size: int) -> int:
+def state_bytes(shape: Any, num_slots: int, itemsize: int) -> int:
     """Return the bytes of the recurrent layers' states in the native engine: the states of all slots, their snapshots,
     and one row for padding."""
-    return ((1 + SNAPSHOTS_PER_SLOT) * slots + 1) * row_bytes(shape, size)
+    return ((1 + SNAPSHOTS_PER_SLOT) * num_slots + 1) * row_bytes(shape, itemsize)
 
 
 def attention_widths(shape: Any) -> tuple[int, int]:
     """Return a token's total query and key widths over all heads; the mean if the layers differ."""
     if getattr(shape, "is_heterogeneous", False):  # foreign object: the config of a Gemma 4
         widths = [attention_widths(layer) for layer in shape.per_layer_config]
-        queries, keys = (sum(column) // len(widths) for column in zip(*widths, strict=True))
-        return queries, keys
+        query_width, key_width = (sum(column) // len(widths) for column in zip(*widths, strict=True))
+        return query_width, key_width
     num_key_heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads  # foreign object
     head_width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     return shape.num_attention_heads * head_width, num_key_heads * head_width
@@ -201,9 +203,9 @@ def cache_limit(config: TrainingConfig, model: Any, inputs: Set[str], max_length
     if config.sampling.cache_gib is not None:
         return int(config.sampling.cache_gib * GIB)
     device = next(model.parameters()).device
-    parts = estimate_model_memory(config, model, inputs, max_length)
-    peak_bytes = sum(count for name, count in parts.items() if name not in ("cache", "states"))
-    allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else parts["weights"]
+    estimate = estimate_model_memory(config, model, inputs, max_length)
+    peak_bytes = sum(num_bytes for part, num_bytes in estimate.items() if part not in ("cache", "states"))
+    allocated_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else estimate["weights"]
     free = get_free_memory(device)
     return int(max(free - max(0.0, peak_bytes - allocated_bytes), MIN_CACHE_SHARE * free))
 

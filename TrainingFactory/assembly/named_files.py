@@ -23,9 +23,9 @@ from TrainingFactory.runs.folder import CHAT_TEMPLATE, RunFolder
 from TrainingFactory.training.dataset import Dataset, UserObjects
 
 Section = TypeVar("Section", bound=BaseModel)
-Move = Callable[[str], str]  # from the name of a file to its new name
-DATA = ("tasks", "dataset", "heldout")
-ABOUT = "files"  # key of the run's environment.json
+RenameFile = Callable[[str], str]  # from the name of a file to its new name
+DATA_KEYS = ("tasks", "dataset", "heldout")
+FILES_KEY = "files"  # key of the run's environment.json
 
 
 def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> TrainingConfig:
@@ -37,14 +37,14 @@ def read_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Train
 def with_files_beside(config: TrainingConfig, folder: Path) -> TrainingConfig:
     """Replace the name of each file that exists in `folder` but not in the current folder by its path."""
 
-    def move(name: str) -> str:
-        candidate = folder / Path(name).expanduser()
-        return str(candidate) if not _exists(name) and candidate.exists() else name
+    def move(file_name: str) -> str:
+        candidate = folder / Path(file_name).expanduser()
+        return str(candidate) if not _exists(file_name) and candidate.exists() else file_name
 
     return map_files(config, move)
 
 
-def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
+def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
     """Return the config with `move` applied to each file that it names."""
 
     def map_name(name: str) -> str:
@@ -54,20 +54,20 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
         return f"{move(file)}:{attribute}" if attribute else move(file)
 
     environment, reward = config.environment, config.reward
-    data = {key: move(name) for key in DATA if (name := getattr(config.data, key)) is not None}
+    data_files = {key: move(name) for key in DATA_KEYS if (name := getattr(config.data, key)) is not None}
     tools = [
-        _replace_values(entry, name=map_name(entry.name))
-        if entry.config is None
-        else _replace_values(entry, config=move(entry.config))
-        for entry in config.tools
+        _replace_values(tool, name=map_name(tool.name))
+        if tool.config is None
+        else _replace_values(tool, config=move(tool.config))
+        for tool in config.tools
     ]
     template, context, branching = config.model.chat_template, environment.context, config.training.branching
     if context is not None:
-        request = context.template
+        prompt = context.template
         context = _replace_values(
             context,
             function=context.function and map_name(context.function),
-            template=move(request) if request and is_template_file(request) else request,
+            template=move(prompt) if prompt and is_template_file(prompt) else prompt,
         )
     if (user := environment.user) is not None:
         instructions = user.template
@@ -89,7 +89,7 @@ def map_files(config: TrainingConfig, move: Move) -> TrainingConfig:
             context=context,
             user=user,
         ),
-        data=_replace_values(config.data, **data),
+        data=_replace_values(config.data, **data_files),
         tools=tools,
         reward=_replace_values(
             reward, options=_map_values(reward.options, map_name), parts=_map_values(reward.parts, map_name)
@@ -103,7 +103,7 @@ def _replace_values(section: Section, **values: Any) -> Section:
     return section.model_copy(update=updates) if updates else section
 
 
-def _map_values(value: Any, map_name: Move) -> Any:
+def _map_values(value: Any, map_name: RenameFile) -> Any:
     if isinstance(value, Mapping):
         return {key: _map_values(item, map_name) for key, item in value.items()}
     return map_name(value) if isinstance(value, str) else value
@@ -116,7 +116,7 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
     def add_file(name: str) -> str:
         if _exists(name):
             path = Path(name).expanduser().resolve()
-            files[name] = {"path": str(path), "digest": _digest(path) if name.endswith(".py") else None}
+            files[name] = {"path": str(path), "digest": _hash_file(path) if name.endswith(".py") else None}
         return name
 
     map_files(config, add_file)
@@ -124,49 +124,50 @@ def describe_files(config: TrainingConfig) -> dict[str, dict[str, str | None]]:
 
 
 def with_original_paths(config: TrainingConfig, run_info: Mapping[str, Any]) -> TrainingConfig:
-    """Return a run's config in which each file name is replaced by the file's current path; see `_present_paths`."""
-    paths = _present_paths(run_info)
-    return map_files(config, lambda name: paths.get(name, name))
+    """Return a run's config in which each file name is replaced by the file's current path; see
+    `_find_present_paths`."""
+    present_paths = _find_present_paths(run_info)
+    return map_files(config, lambda name: present_paths.get(name, name))
 
 
 def changed_files(run_info: Mapping[str, Any]) -> list[str]:
     """Return the Python files that have changed since the run started."""
     return [
         name
-        for name, path in _present_paths(run_info).items()
-        if (recorded_digest := run_info[ABOUT][name]["digest"]) is not None
+        for name, path in _find_present_paths(run_info).items()
+        if (recorded_digest := run_info[FILES_KEY][name]["digest"]) is not None
         and _exists(path)
-        and recorded_digest != _digest(Path(path))
+        and recorded_digest != _hash_file(Path(path))
     ]
 
 
-def _present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
+def _find_present_paths(run_info: Mapping[str, Any]) -> dict[str, str]:
     """Return the current path of each file: its original path; if that is gone, its name in the current folder."""
-    paths = {name: file["path"] for name, file in run_info.get(ABOUT, {}).items()}
+    paths = {name: file["path"] for name, file in run_info.get(FILES_KEY, {}).items()}
     unmoved = {name for name in paths if str(Path(name).expanduser().resolve()) == paths[name]}
     return {name: path if name not in unmoved and _exists(path) else name for name, path in paths.items()}
 
 
-def _exists(name: str) -> bool:
-    return os.path.exists(os.path.expanduser(name))  # unlike Path.exists, False for an invalid file name
+def _exists(file_name: str) -> bool:
+    return os.path.exists(os.path.expanduser(file_name))  # unlike Path.exists, False for an invalid file name
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return blake2b(path.expanduser().read_bytes(), digest_size=16).hexdigest()
 
 
 def describe_start(
-    config: TrainingConfig, objects: UserObjects, tools: RunTools, data: Dataset
+    config: TrainingConfig, user_objects: UserObjects, tools: RunTools, dataset: Dataset
 ) -> dict[str, Any]:
     """Return the inputs of a run besides its config that a resume needs."""
-    folder = reward_model_folder(config)
+    reward_folder = reward_model_folder(config)
     return {
-        "objects": objects.object_names,
-        "replay": tools.replayed,
-        "size": data.size,
-        "digest": data.digest,
-        "reward_model": None if folder is None else str(folder.resolve()),
-        ABOUT: describe_files(config),
+        "objects": user_objects.object_names,
+        "replay": tools.recording_path,
+        "size": dataset.size,
+        "digest": dataset.digest,
+        "reward_model": None if reward_folder is None else str(reward_folder.resolve()),
+        FILES_KEY: describe_files(config),
         STARTED_FROM: describe_provenance(config),
     }
 

@@ -21,29 +21,29 @@ from TrainingFactory.tools import AsyncToolExecutor, ToolOptions
 from TrainingFactory.tools.runtime import is_lost, run_tool
 from TrainingFactory.types import ToolFailure, ToolResult
 
-HOST = "TrainingFactory.assembly.tools:make_hosted_tools"
+TOOLS_MAKER = "TrainingFactory.assembly.tools:make_hosted_tools"
 CLOSE_SECONDS = 10.0  # for an interpreter to end
 STATE_LOST_TEXT = "; this episode's state there is lost"
 NEW_PROCESS = f"[new process: the previous one died{STATE_LOST_TEXT}]\n"
 
 
 class RemoteTools:
-    """All tools of a run that are called on the cluster, in `count` processes or one per machine. The run's own process
-    holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
+    """All tools of a run that are called on the cluster, in `num_workers` processes or one per machine. The run's own
+    process holds the same tools: they provide the specs for the model, and the checks and limits of a call."""
 
-    def __init__(self, count: int | None) -> None:
-        self._count = count
-        self.entries: list[ToolEntry] = []
+    def __init__(self, num_workers: int | None) -> None:
+        self._num_workers = num_workers
+        self.tool_entries: list[ToolEntry] = []
         self.tools: list[Tool | ToolSource] = []
         self._workers: list[RayWorker] = []
-        self.episodes: Counter[RayWorker] = Counter()
+        self.episodes_by_worker: Counter[RayWorker] = Counter()
 
     async def open(self) -> None:
         """Start the processes; raise ValueError if one cannot load the tools."""
         await asyncio.gather(*(tool.open() for tool in self.tools if isinstance(tool, ToolSource)))
-        settings = [entry.model_dump() for entry in self.entries]
-        count = self._count or sum(node["Alive"] for node in require_ray().nodes())
-        self._workers = [RayWorker(HOST, settings, role="tools") for _ in range(count)]
+        tool_settings = [entry.model_dump() for entry in self.tool_entries]
+        num_workers = self._num_workers or sum(node["Alive"] for node in require_ray().nodes())
+        self._workers = [RayWorker(TOOLS_MAKER, tool_settings, role="tools") for _ in range(num_workers)]
         try:
             await asyncio.gather(*(worker.ready() for worker in self._workers))
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
@@ -55,8 +55,8 @@ class RemoteTools:
     def session(self) -> RemoteSession:
         return RemoteSession(self, AsyncToolExecutor(self.tools))
 
-    def least_used(self) -> RayWorker:
-        return min(self._workers, key=lambda worker: self.episodes[worker])
+    def pick_least_used(self) -> RayWorker:
+        return min(self._workers, key=lambda worker: self.episodes_by_worker[worker])
 
     async def close(self) -> None:
         for worker in self._workers:
@@ -66,31 +66,31 @@ class RemoteTools:
 class RemoteSession:
     """The remote calls of one episode, all in one process."""
 
-    def __init__(self, source: RemoteTools, local: AsyncToolExecutor) -> None:
-        self._source, self._local = source, local
-        self.tools = [_RemoteTool(tool, self) for tool in local.tools]
+    def __init__(self, remote_tools: RemoteTools, local_executor: AsyncToolExecutor) -> None:
+        self._remote_tools, self._local_executor = remote_tools, local_executor
+        self.tools = [_RemoteTool(tool, self) for tool in local_executor.tools]
         self._episode_id = secrets.token_hex(8)
         self._worker: RayWorker | None = None
 
-    async def call(self, tool: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
+    async def call(self, tool_name: str, arguments: dict[str, Any]) -> tuple[ToolResult, int]:
         """Run a tool call in the episode's process on the cluster; return the result and the process's number."""
         if self._worker is None:
-            self._worker = self._source.least_used()
-            self._source.episodes[self._worker] += 1
+            self._worker = self._remote_tools.pick_least_used()
+            self._remote_tools.episodes_by_worker[self._worker] += 1
         try:
-            reply = await self._worker.ask([self._episode_id, tool, arguments])
+            reply = await self._worker.ask([self._episode_id, tool_name, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
-            message = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST_TEXT}"
+            message = f"{tool_name} gave no answer: its process on the cluster {error}{STATE_LOST_TEXT}"
             return ToolResult(message, ok=False, error="unavailable"), self._worker.starts
         if isinstance(reply, str):
             raise ToolFailure(reply)
         return ToolResult(**reply), self._worker.starts
 
     async def close(self) -> None:
-        await self._local.close()
+        await self._local_executor.close()
         worker, self._worker = self._worker, None
         if worker is not None:
-            self._source.episodes[worker] -= 1
+            self._remote_tools.episodes_by_worker[worker] -= 1
         if worker is not None and worker.alive:
             with suppress(WorkerDied, WorkerError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -121,18 +121,18 @@ class HostedTools:
 
     async def answer(self, message: list[Any]) -> dict[str, Any] | str | None:
         """Return a call's result, or the tool's failure as text. A message without a tool name ends the episode."""
-        episode_id, name, arguments = message
-        if name is None:
+        episode_id, tool_name, arguments = message
+        if tool_name is None:
             if (episode_tools := self._episodes.pop(episode_id, None)) is not None:
                 await episode_tools.close()
             return None
         if episode_id not in self._episodes:
             self._episodes[episode_id] = AsyncToolExecutor(self._tools)
-        tool = next(tool for tool in self._episodes[episode_id].tools if tool.spec.name == name)
+        tool = next(tool for tool in self._episodes[episode_id].tools if tool.spec.name == tool_name)
         try:
             return dataclasses.asdict(await run_tool(tool, arguments))
         except ToolFailure as error:
             return str(error)
         except Exception as error:  # foreign code
-            kind = "unavailable" if is_lost(error) else "exception"
-            return {"content": f"{name} failed: {describe(error)}", "ok": False, "error": kind}
+            failure_kind = "unavailable" if is_lost(error) else "exception"
+            return {"content": f"{tool_name} failed: {describe(error)}", "ok": False, "error": failure_kind}

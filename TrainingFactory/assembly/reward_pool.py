@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.assembly.reward_types import RewardContext, judge, reward_model
+from TrainingFactory.assembly.reward_types import RewardContext, find_reward_model, make_judge
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards import LearnedReward
 from TrainingFactory.rewards.judge.judges import Judge
@@ -35,11 +35,11 @@ class DistributedRewardModel(RewardWorkerPool):
         base_url: str | Sequence[str] | None = None,
         **options: Any,
     ) -> None:
-        is_name = base_url is None and (model is None or (isinstance(model, str) and ":" not in model))
-        reward = _load_scorer(model) if is_name else model
-        super().__init__(reward, num_workers, base_url=base_url, **options)
-        if is_name and isinstance(reward, Judge):
-            self._owned_models.append(reward)
+        is_model_name = base_url is None and (model is None or (isinstance(model, str) and ":" not in model))
+        scorer = _load_scorer(model) if is_model_name else model
+        super().__init__(scorer, num_workers, base_url=base_url, **options)
+        if is_model_name and isinstance(scorer, Judge):
+            self._owned_models.append(scorer)
 
 
 def _load_scorer(name: str | None) -> Any:
@@ -47,25 +47,25 @@ def _load_scorer(name: str | None) -> Any:
     from TrainingFactory.learning.reward_models import RewardScorer  # torch
 
     if name is None:
-        return _untrained_scorer()
+        return _make_untrained_scorer()
     config = TrainingConfig()
     try:
         try:
-            source = reward_model(name, config)
+            checkpoint = find_reward_model(name, config)
         except ValueError:
-            model_judge = judge(RewardContext(config, load=True), {"judge": {"model": name}})
+            model_judge = make_judge(RewardContext(config, load=True), {"judge": {"model": name}})
             log.warning(
                 "%s is not a reward model: it is started with the first episode and judges by a prompt", name
             )
             return model_judge
-        base = source.name if source.adapter else None
-        return LearnedReward(RewardScorer.load(str(source.folder), base=base))
+        base_model = checkpoint.name if checkpoint.adapter else None
+        return LearnedReward(RewardScorer.load(str(checkpoint.folder), base=base_model))
     except ValueError as error:
         hint = "rewards.py:score names a function; with base_url= the name is that of a model served there"
         raise ValueError(f"{error}\n{hint}") from error
 
 
-def _untrained_scorer() -> LearnedReward:
+def _make_untrained_scorer() -> LearnedReward:
     from TrainingFactory.learning.heads import make_head
     from TrainingFactory.learning.reward_models import RewardScorer
     from TrainingFactory.models import chat_format, load_model

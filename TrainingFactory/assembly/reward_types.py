@@ -58,7 +58,7 @@ class RewardContext:
     load: bool
 
     @property
-    def processes(self) -> int:
+    def num_processes(self) -> int:
         """Return the default number of worker processes of a reward; 0 if distributed rewards are off."""
         optimization = self.config.optimization
         if not optimization.distributed_reward:
@@ -67,47 +67,47 @@ class RewardContext:
 
     def make_pool(
         self,
-        target: str,
-        adapted: AdaptedReward,
-        count: int,
+        maker: str,
+        reward: AdaptedReward,
+        num_processes: int,
         timeout: float | None = None,
         options: Any = None,
     ) -> RewardWorkerPool:
         timeout = timeout or self.config.environment.episode_timeout
         worker = partial(RayWorker, role="reward") if self.config.compute.backend == "ray" else Worker
-        processes = [RewardProcess(target, timeout, options, adapted, worker) for _ in range(count)]
+        processes = [RewardProcess(maker, timeout, options, reward, worker) for _ in range(num_processes)]
         return RewardWorkerPool(processes)
 
     def distribute(self, rule: RewardFunction, options: Any) -> RewardFunction:
         """Move a reward rule into worker processes if distributed rewards are on and the rule calls no tools."""
-        if not self.processes or issubclass(type(rule), ToolRule):
+        if not self.num_processes or issubclass(type(rule), ToolRule):
             return rule
-        return self.make_pool(RULE_MAKER, as_reward(rule), self.processes, options=options)
+        return self.make_pool(RULE_MAKER, as_reward(rule), self.num_processes, options=options)
 
     def distribute_steps(self, reward: ProcessReward, rules: Mapping[str, str]) -> ProcessReward:
         """Make a process reward score its steps in worker processes if distributed rewards are on. `rules` maps the
         reward's own rules to `FILE.py:FUNCTION`."""
-        if not self.processes:
+        if not self.num_processes:
             return reward
         options: Options = {name: getattr(reward, name) for name in STEP_OPTIONS}
-        options["rules"] = {name: with_absolute_path(target) for name, target in rules.items()}
-        adapted = as_reward(reward.score, "process_reward")
-        pool = self.make_pool(STEPS_MAKER, adapted, self.processes, options=options)
+        options["rules"] = {name: with_absolute_path(rule_path) for name, rule_path in rules.items()}
+        adapted_reward = as_reward(reward.score, "process_reward")
+        pool = self.make_pool(STEPS_MAKER, adapted_reward, self.num_processes, options=options)
         return replace(reward, pool=pool)
 
 
-def environment_reward(context: RewardContext, options: Options) -> None:
+def make_environment_reward(context: RewardContext, options: Options) -> None:
     """Return None for the environment's own reward, which takes no options."""
     if options:
         message = "is an option of another reward type; the environment's own reward takes none"
         raise OptionError(*(InvalidOption(name, message) for name in options))
 
 
-def rule_based(context: RewardContext, options: Options) -> RewardFunction:
+def make_rule(context: RewardContext, options: Options) -> RewardFunction:
     return context.distribute(make_rule_from_options(options), options)
 
 
-def tool_verified(context: RewardContext, options: Options) -> RewardFunction:
+def make_tool_rule(context: RewardContext, options: Options) -> RewardFunction:
     return context.distribute(make_named(VERIFIERS, options, "verify", "verifier"), options)
 
 
@@ -118,10 +118,10 @@ class FunctionOptions:
     processes: ZeroOrMore | None = None
 
 
-def function(context: RewardContext, options: Options) -> RewardFunction:
+def make_function_reward(context: RewardContext, options: Options) -> RewardFunction:
     function_options = make_from(FunctionOptions, options, "a reward of the type function")
     reward = as_reward(load_reward(function_options.function), timeout=function_options.timeout)
-    processes = context.processes if function_options.processes is None else function_options.processes
+    processes = context.num_processes if function_options.processes is None else function_options.processes
     if not processes:
         return reward
     return context.make_pool(function_options.function, reward, processes, function_options.timeout)
@@ -147,38 +147,38 @@ class ProcessOptions:
     @classmethod
     def _check_step_rewards(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         known_names = {*PROCESS_RULES, *(info.data.get("rules") or ())}
-        invalid = [
+        invalid_options = [
             InvalidOption(name, choice_error(name, known_names))
             for name in step_rewards
             if name not in known_names
         ]
-        if invalid:
-            raise OptionError(*invalid)
+        if invalid_options:
+            raise OptionError(*invalid_options)
         return step_rewards
 
 
-def process_reward(context: RewardContext, options: Options) -> RewardFunction:
-    parsed = make_from(ProcessOptions, options, "process_reward")
+def make_process_reward(context: RewardContext, options: Options) -> RewardFunction:
+    settings = make_from(ProcessOptions, options, "process_reward")
     rules = {}
-    for name, target in (parsed.rules or {}).items():
+    for name, rule_path in (settings.rules or {}).items():
         try:
-            rules[name] = find_callable(target)
+            rules[name] = find_callable(rule_path)
         except ValueError as error:
             raise OptionError(InvalidOption(f"rules.{name}", str(error))) from error
     reward = ProcessReward(
-        parsed.outcome_weight,
-        parsed.step_rewards or None,
-        None if parsed.outcome is None else context.distribute(parsed.outcome, options["outcome"]),
-        pay=parsed.pay,
-        cap=parsed.cap,
-        claw_back=parsed.claw_back,
+        settings.outcome_weight,
+        settings.step_rewards or None,
+        None if settings.outcome is None else context.distribute(settings.outcome, options["outcome"]),
+        pay=settings.pay,
+        cap=settings.cap,
+        claw_back=settings.claw_back,
         rules=rules,
         timeout=None,  # the episode's own limit holds
     )
-    return context.distribute_steps(reward, parsed.rules or {})
+    return context.distribute_steps(reward, settings.rules or {})
 
 
-def judge(context: RewardContext, options: Options) -> RewardFunction:
+def make_judge(context: RewardContext, options: Options) -> RewardFunction:
     # The fence depends on the seed, so that the same run sends the same requests.
     options = {"fence_seed": context.config.training.seed} | options
     if "judge" in options:
@@ -191,9 +191,9 @@ def judge(context: RewardContext, options: Options) -> RewardFunction:
     return as_reward(reward) if compares(reward) else reward
 
 
-def make_learned(context: RewardContext, options: Options) -> RewardFunction | None:
-    name = make_from(_learned_options, options, "a reward of the type learned")
-    source = reward_model(name, context.config)
+def make_learned_reward(context: RewardContext, options: Options) -> RewardFunction | None:
+    model_name = make_from(_parse_learned_options, options, "a reward of the type learned")
+    checkpoint = find_reward_model(model_name, context.config)
     if not context.load:
         return None
     from TrainingFactory.learning.reward_models import RewardScorer
@@ -201,8 +201,8 @@ def make_learned(context: RewardContext, options: Options) -> RewardFunction | N
     model = context.config.model
     return LearnedReward(
         RewardScorer.load(
-            str(source.folder),
-            base=source.name if source.adapter else None,
+            str(checkpoint.folder),
+            base=checkpoint.name if checkpoint.adapter else None,
             dtype=model.dtype,
             device=model.device,
             token_budget=context.config.training.token_budget,
@@ -212,11 +212,11 @@ def make_learned(context: RewardContext, options: Options) -> RewardFunction | N
     )
 
 
-def _learned_options(model: str | None = None) -> str | None:
+def _parse_learned_options(model: str | None = None) -> str | None:
     return model
 
 
-def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
+def find_reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
     """Find a reward model by name: a run, a checkpoint or a registered model."""
     expectation = (
         "a reward model (training.algorithm=reward_model): a run, a checkpoint, or a registered model"
@@ -226,23 +226,23 @@ def reward_model(model: str | None, config: TrainingConfig) -> ResolvedModel:
     from TrainingFactory.learning.reward_models import read_reward_model_info
 
     try:
-        source = find_model(model, config.logging.output_dir, config.registry.path)
+        checkpoint = find_model(model, config.logging.output_dir, config.registry.path)
     except ValueError as error:
         raise OptionError(InvalidOption("model", f"must be {expectation}; {error}")) from error
-    if source.folder is None:
+    if checkpoint.folder is None:
         raise OptionError(InvalidOption("model", f"must be {expectation}", model))
-    read_reward_model_info(source.folder)
-    return source
+    read_reward_model_info(checkpoint.folder)
+    return checkpoint
 
 
 REWARD_TYPES: dict[str, Callable[[RewardContext, Options], RewardFunction | None]] = {
-    "environment": environment_reward,
-    "rule_based": rule_based,
-    "process_reward": process_reward,
-    "model_judge": judge,
-    "tool_verified": tool_verified,
-    "learned": make_learned,
-    "function": function,
+    "environment": make_environment_reward,
+    "rule_based": make_rule,
+    "process_reward": make_process_reward,
+    "model_judge": make_judge,
+    "tool_verified": make_tool_rule,
+    "learned": make_learned_reward,
+    "function": make_function_reward,
 }
 # Keys of the reward section besides `options`, and the types that read them.
 SECTION_KEYS = {

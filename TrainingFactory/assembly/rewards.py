@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from TrainingFactory.assembly.local_judge import LocalJudge, Notify
-from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, reward_model
+from TrainingFactory.assembly.reward_types import REWARD_TYPES, SECTION_KEYS, RewardContext, find_reward_model
 from TrainingFactory.common.options import OptionError
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.problems import ConfigError, Problem, dotted, list_option_problems, list_problems
@@ -54,23 +54,23 @@ def make_reward(config: TrainingConfig) -> RewardFunction | None:
     return _make_reward(RewardContext(config, load=True))
 
 
-def move_object(reward: Any, config: TrainingConfig) -> RewardFunction | None:
+def move_to_workers(reward: Any, config: TrainingConfig) -> RewardFunction | None:
     """Move a caller's ProcessReward of built-in rules into worker processes if optimization.distributed_reward is set;
     return any other reward unchanged."""
-    wrapped = reward.function if isinstance(reward, AdaptedReward) else reward
-    if not isinstance(wrapped, ProcessReward) or wrapped.rules or not config.optimization.distributed_reward:
+    scorer = reward.function if isinstance(reward, AdaptedReward) else reward
+    if not isinstance(scorer, ProcessReward) or scorer.rules or not config.optimization.distributed_reward:
         return reward
-    return as_reward(RewardContext(config, load=True).distribute_steps(wrapped, {}))
+    return as_reward(RewardContext(config, load=True).distribute_steps(scorer, {}))
 
 
 async def open_reward(reward: RewardFunction | None, exit_stack: AsyncExitStack, notify: Notify) -> None:
     """Start the judges that the run serves itself, and wait until they answer; `exit_stack` closes the reward."""
     exit_stack.push_async_callback(close_reward, reward)
     parts = _list_parts(reward)
-    if processes := sum(isinstance(part, RewardProcess) for part in parts):
-        suffix = "es" if processes > 1 else ""
+    if num_processes := sum(isinstance(part, RewardProcess) for part in parts):
+        plural_suffix = "es" if num_processes > 1 else ""
         inline_note = f"; {OWN_REWARD_TEXT} runs in this process" if environment_reward in parts else ""
-        notify(f"rewards: {processes} worker process{suffix}{inline_note}")
+        notify(f"rewards: {num_processes} worker process{plural_suffix}{inline_note}")
     for part in parts:
         if isinstance(part, Judge) and isinstance(part.client.model, LocalJudge):
             await part.client.model.open(notify)
@@ -144,13 +144,13 @@ def reward_model_folder(config: TrainingConfig) -> Path | None:
     """Return the reward model's checkpoint if it is the only reward, else None."""
     if config.reward.type != "learned" or config.reward.parts:
         return None
-    return reward_model(config.reward.model, config).folder
+    return find_reward_model(config.reward.model, config).folder
 
 
 def uses_environment_reward(reward: RewardFunction | None) -> bool:
     """Return whether the environment's own reward is the reward or a part of it."""
-    configured = reward.reward if isinstance(reward, RewardClock) else reward
-    return configured is None or environment_reward in _list_parts(configured)
+    inner_reward = reward.reward if isinstance(reward, RewardClock) else reward
+    return inner_reward is None or environment_reward in _list_parts(inner_reward)
 
 
 def uses_only_environment_reward(reward: RewardFunction | None) -> bool:
@@ -166,21 +166,21 @@ def evaluation_reward(
     such a reward does not depend on the model. If no part is left, return None, the environment's own reward."""
     if not compares(reward):
         return reward
-    wrapped: Any = reward.function if isinstance(reward, AdaptedReward) else reward
-    independent = wrapped.without_comparisons() if isinstance(wrapped, Combined) else None
-    scorer = OWN_REWARD_TEXT if independent is None else _describe_parts(independent.rewards)
+    inner_reward: Any = reward.function if isinstance(reward, AdaptedReward) else reward
+    independent_reward = inner_reward.without_comparisons() if isinstance(inner_reward, Combined) else None
+    scorer = OWN_REWARD_TEXT if independent_reward is None else _describe_parts(independent_reward.rewards)
     notify(
         f"note: the reward compares the episodes of a group, which cannot measure progress; evaluation uses {scorer}"
     )
-    return independent
+    return independent_reward
 
 
-def scored_by(config: TrainingConfig, evaluation: RewardFunction | None) -> str:
-    """Describe the reward of an evaluation. `evaluation` is the result of `evaluation_reward`."""
+def name_scorer(config: TrainingConfig, heldout_reward: RewardFunction | None) -> str:
+    """Describe the reward of an evaluation. `heldout_reward` is the result of `evaluation_reward`."""
     reward = config.reward
-    if isinstance(evaluation, Combined):
-        return _describe_parts(evaluation.rewards)
-    if reward.type == "environment" or (evaluation is None and reward.type != "learned"):
+    if isinstance(heldout_reward, Combined):
+        return _describe_parts(heldout_reward.rewards)
+    if reward.type == "environment" or (heldout_reward is None and reward.type != "learned"):
         return OWN_REWARD_TEXT
     name = reward.options.get(NAME_OPTIONS.get(reward.type, "")) or reward.model or reward.judge.get("model")
     return f"reward.type={reward.type}" + (f" ({name})" if name else "")
@@ -194,8 +194,8 @@ def _list_parts(reward: Any) -> list[Any]:
     """Return a reward and all of its nested parts, each once even if several workers share it."""
     parts = [reward]
     for part in parts:
-        nested = next((nested_of(part) for kind, nested_of in PARTS.items() if isinstance(part, kind)), [])
-        parts += [nested_part for nested_part in nested if not any(nested_part is member for member in parts)]
+        children = next((nested_of(part) for kind, nested_of in PARTS.items() if isinstance(part, kind)), [])
+        parts += [child for child in children if not any(child is member for member in parts)]
     return parts
 
 
@@ -212,14 +212,14 @@ def _make_combined(
     section: RewardSection, section_key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     for name in SingleRewardSection.model_fields:
-        if getattr(section, name) != _default_of(name):
+        if getattr(section, name) != _get_default(name):
             message = "cannot be combined with reward.parts; leave it out, or move it into a part"
             problems.append(Problem((*section_key, name), message))
     parts: dict[str, tuple[float, Any]] = {}
-    for name, entry in section.parts.items():
+    for name, part_options in section.parts.items():
         key = (*section_key, "parts", name)
         try:
-            part = RewardPart(**entry)
+            part = RewardPart(**part_options)
         except ValidationError as error:
             part_problems = list_problems(error, RewardPart)
             problems += [dataclasses.replace(problem, key=(*key, *problem.key)) for problem in part_problems]
@@ -234,26 +234,26 @@ def _make_combined(
 
 
 def _make_single(
-    reward: SingleRewardSection, key: Key, context: RewardContext, problems: _Problems
+    section: SingleRewardSection, key: Key, context: RewardContext, problems: _Problems
 ) -> RewardFunction | None:
     """Make a reward by its type; add invalid options to `problems`."""
-    options = dict(reward.options)
-    for name, types in SECTION_KEYS.items():
-        value, message = getattr(reward, name), ""
-        if value == _default_of(name):
+    options = dict(section.options)
+    for option, types in SECTION_KEYS.items():
+        value, message = getattr(section, option), ""
+        if value == _get_default(option):
             continue
-        if reward.type not in types:
-            message = f"is for {dotted(key)}.type={' or '.join(types)}; {dotted(key)}.type is {reward.type}"
-        elif options.setdefault(name, value) != value:
-            message = f"is {value!r} and {dotted(key)}.options.{name} is {options[name]!r}; give one"
+        if section.type not in types:
+            message = f"is for {dotted(key)}.type={' or '.join(types)}; {dotted(key)}.type is {section.type}"
+        elif options.setdefault(option, value) != value:
+            message = f"is {value!r} and {dotted(key)}.options.{option} is {options[option]!r}; give one"
         if message:
-            problems.append(Problem((*key, name), message))
+            problems.append(Problem((*key, option), message))
     with problems.attribute_to(key, (*key, "options")):
-        return REWARD_TYPES[reward.type](context, options)
+        return REWARD_TYPES[section.type](context, options)
     return None
 
 
-def _default_of(key: str) -> Any:
+def _get_default(key: str) -> Any:
     return SingleRewardSection.model_fields[key].get_default(call_default_factory=True)
 
 

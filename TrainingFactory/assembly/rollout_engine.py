@@ -50,7 +50,7 @@ class AsyncRolloutEngine:
             log.warning("No model is given: the untrained built-in model (%s) is used.", model)
         if tools is None:
             tools = tools_without_options() if environment is None else ()
-        tools = [make_tool(entry) if isinstance(entry, str) else entry for entry in as_list(tools)]
+        tools = [make_tool(tool) if isinstance(tool, str) else tool for tool in as_list(tools)]
         sampling = dict(options.pop("sampling", {})) | {"slots": num_workers}
         self.config = resolve_ids(TrainingConfig(model=model, sampling=sampling, **options))
         self._environment = find_environment(environment) if isinstance(environment, str) else environment
@@ -65,7 +65,7 @@ class AsyncRolloutEngine:
         """Return one episode per prompt, in order. Prompts are texts or tasks."""
         async with self._open_lock:
             if self._engine is None:
-                self._engine = await self._open()
+                self._engine = await self._open_engine()
             engine, sampler = self._engine
             batch_index = self._num_batches
             self._num_batches += 1
@@ -81,7 +81,7 @@ class AsyncRolloutEngine:
         self._engine = None
         await self._exit_stack.aclose()
 
-    async def _open(self) -> tuple[RolloutEngine, Any]:
+    async def _open_engine(self) -> tuple[RolloutEngine, Any]:
         self._exit_stack.push_async_callback(self._tools.close)
         await join_cluster(self.config, self._exit_stack)
         environment = await self._tools.equip(self._environment or ToolEnvironment)

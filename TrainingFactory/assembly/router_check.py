@@ -16,7 +16,7 @@ from TrainingFactory.protocols import Sampler
 from TrainingFactory.sampling import NativeEngine
 from TrainingFactory.types import Sample, SamplingParams
 
-CHECKED_TOKENS = 256  # of a row, whose routes are compared
+MAX_CHECKED_TOKENS = 256  # of a row, whose routes are compared
 
 
 class RouterCheck:
@@ -53,7 +53,7 @@ async def measure_router_mismatch(
     if learner.routers is None:
         return None
     # Another first token, so that nothing is in the engine's cache.
-    ids = [row.token_ids[-1], *row.token_ids][:CHECKED_TOKENS]
+    ids = [row.token_ids[-1], *row.token_ids][:MAX_CHECKED_TOKENS]
     engine_routers = find_routers(get_causal_lm(engine.model), 0.0)
     assert engine_routers is not None
     with engine_routers.record_routing() as routing:

@@ -41,11 +41,11 @@ class RunTools:
         self._config, self._user_tools = config, user_tools
         self._recording = find_recording(replay, config.logging.output_dir) if replay is not None else None
         self._recorder = Recorder(self._recording)
-        self._sources: list[ToolSource] = []
+        self._tool_sources: list[ToolSource] = []
         self._program: AgentProgram | None = None
         self._environment_metrics: Callable[[], dict[str, float]] = dict
         self._pool: ProcessPool | SharedBrowser | None = None
-        self._user = make_user(config, replaying=self._recording is not None)
+        self._user = make_user(config, is_replaying=self._recording is not None)
         self._specs: list[ToolSpec] = []
         self._shares_cache = cache is not None
         self._cache = None if self._recording else cache or make_tool_cache(config)
@@ -57,11 +57,11 @@ class RunTools:
         return bool(self._config.tools or self._user_tools)
 
     @property
-    def replayed(self) -> str | None:
+    def recording_path(self) -> str | None:
         return str(self._recording.resolve()) if self._recording is not None else None
 
     @property
-    def sampled_ahead(self) -> RunFolder | None:
+    def sampled_ahead_run(self) -> RunFolder | None:
         """Return the replayed run if it used async rollouts, so that its groups are trained in their recorded order."""
         if self._recording is None or not is_run(self._recording):
             return None
@@ -82,9 +82,9 @@ class RunTools:
             tools: Sequence[ToolOrSource] = load_recorded_tools(self._recording)
         else:
             tools = make_tools(self._config, self._user_tools, environment)
-        self._sources = [tool for tool in tools if isinstance(tool, ToolSource)]
-        for source in self._sources:
-            await source.open()
+        self._tool_sources = [tool for tool in tools if isinstance(tool, ToolSource)]
+        for tool_source in self._tool_sources:
+            await tool_source.open()
         executor = AsyncToolExecutor(tools)
         self._specs = [tool.spec for tool in executor.tools]
         await executor.close()
@@ -130,9 +130,9 @@ class RunTools:
     async def close(self) -> None:
         """Stop servers and processes; a second call does nothing. The caller's own tool objects open again on their
         next use."""
-        sources, self._sources = self._sources, []
+        tool_sources, self._tool_sources = self._tool_sources, []
         try:
-            await asyncio.gather(*(source.close() for source in sources))
+            await asyncio.gather(*(tool_source.close() for tool_source in tool_sources))
             if self._program is not None:
                 await self._program.endpoint.close()
             if self._pool is not None:
@@ -175,10 +175,10 @@ def with_tools(environment: Any, tools: Sequence[ToolOrSource], system_prompt: s
     return EquippedEnvironment
 
 
-def find_recording(name: str | Path, runs: str | Path) -> Path:
+def find_recording(run_or_folder: str | Path, runs: str | Path) -> Path:
     """Return the folder of a recording by a run's name, a path, or a file of episodes."""
-    path = Path(name).expanduser()
-    for folder in (Path(runs).expanduser() / name, path, recording_beside(path)):
+    path = Path(run_or_folder).expanduser()
+    for folder in (Path(runs).expanduser() / run_or_folder, path, recording_beside(path)):
         if (folder / CALLS_FILE).is_file():
             return folder
         if is_run(folder):
@@ -188,10 +188,10 @@ def find_recording(name: str | Path, runs: str | Path) -> Path:
             )
     recordings = ", ".join(run.name for run in list_runs(runs) if (run.path / CALLS_FILE).is_file()) or "none"
     raise ValueError(
-        f"there is no recording {str(name)!r} to replay; the recorded runs in {runs}: {recordings}"
+        f"there is no recording {str(run_or_folder)!r} to replay; the recorded runs in {runs}: {recordings}"
     )
 
 
-def recording_beside(episodes: Path) -> Path:
+def recording_beside(episodes_file: Path) -> Path:
     """Return the folder with the tool calls of a file of episodes: `a/b.tools` for `a/b.jsonl`."""
-    return episodes.with_name(episodes.name.removesuffix(".jsonl") + ".tools")
+    return episodes_file.with_name(episodes_file.name.removesuffix(".jsonl") + ".tools")

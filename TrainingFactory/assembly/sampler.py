@@ -141,7 +141,7 @@ def make_chat(
 def make_engine(
     config: TrainingConfig,
     loaded_model: LoadedModel,
-    episodes: int,
+    num_episodes: int,
     samples_ahead: bool = False,
     gathered_model: Any = None,
     needs: Set[str] | None = None,
@@ -162,7 +162,7 @@ def make_engine(
     return NativeEngine(
         engine_model if gathered_model is None else gathered_model.model,
         source=gathered_model or (loaded_model.model if samples_ahead else None),
-        slots=min(config.sampling.slots, episodes),
+        slots=min(config.sampling.slots, num_episodes),
         max_length=context_length,
         deterministic=config.sampling.deterministic,
         cache_bytes=cache_bytes,
@@ -214,17 +214,17 @@ def max_length(config: TrainingConfig, loaded_model: LoadedModel) -> int:
 
 
 def make_sampler(
-    config: TrainingConfig, episodes: int, notify: Notify = lambda _: None
+    config: TrainingConfig, num_episodes: int, notify: Notify = lambda _: None
 ) -> tuple[ChatFormat, Sampler]:
     """Load the model; return its chat format and a sampler. A model behind an endpoint has an `EndpointSampler`."""
     if is_endpoint(config.model.name):
         return TextFormat(), EndpointSampler(find_endpoint(config.model.name))
-    chat, sampler, _ = make_sampler_and_model(config, episodes, notify)
+    chat, sampler, _ = make_sampler_and_model(config, num_episodes, notify)
     return chat, sampler
 
 
 def make_sampler_and_model(
-    config: TrainingConfig, episodes: int, notify: Notify = lambda _: None
+    config: TrainingConfig, num_episodes: int, notify: Notify = lambda _: None
 ) -> tuple[Any, Sampler, Any]:
     """Load the model; return its chat format, a sampler, and the model if the engine runs in this process, else
     None."""
@@ -234,10 +234,10 @@ def make_sampler_and_model(
     if samples_elsewhere(config):
         return (
             chat,
-            make_serving_fleet(config, loaded_model, max_length(config, loaded_model), episodes, notify),
+            make_serving_fleet(config, loaded_model, max_length(config, loaded_model), num_episodes, notify),
             None,
         )
-    return chat, make_engine(config, loaded_model, episodes), loaded_model.model
+    return chat, make_engine(config, loaded_model, num_episodes), loaded_model.model
 
 
 def make_rollouts(
@@ -255,7 +255,7 @@ def make_rollouts(
     training only."""
     sampling = config.sampling
     folding = make_folding(config, None if sampler is None else sampler.max_length)
-    params = SamplingParams(
+    sampling_params = SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
         top_p=sampling.top_p,
@@ -277,7 +277,7 @@ def make_rollouts(
     return engine(
         environment,
         chat,
-        params,
+        sampling_params,
         reward=reward,
         max_turns=config.environment.max_turns,
         episode_timeout=config.environment.episode_timeout,

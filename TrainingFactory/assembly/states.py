@@ -21,49 +21,49 @@ class RecurrentSizes(NamedTuple):
     flops: int = 0  # per token: matrix products with the state and within a chunk
 
 
-def _layer_types(shape: Any) -> list[str]:
+def _list_layer_types(shape: Any) -> list[str]:
     return [str(kind) for kind in getattr(shape, "layer_types", None) or ()]  # foreign object
 
 
 def attention_layers(shape: Any) -> int:
     """Return the number of layers with keys and values."""
-    layer_types = _layer_types(shape)
+    layer_types = _list_layer_types(shape)
     return sum(kind in ATTENTION_TYPES for kind in layer_types) if layer_types else shape.num_hidden_layers
 
 
 def find_recurrent_layers(shape: Any) -> int:
     """Return the number of layers with a recurrent state."""
-    return sum(kind in STATE_TYPES for kind in _layer_types(shape))
+    return sum(kind in STATE_TYPES for kind in _list_layer_types(shape))
 
 
-def row_bytes(shape: Any, size: int) -> int:
-    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state has `size`
+def row_bytes(shape: Any, itemsize: int) -> int:
+    """Return the bytes of one sequence's states in all recurrent layers. A value of a convolution's state has `itemsize`
     bytes."""
-    if not (layers := find_recurrent_layers(shape)):
+    if not (num_layers := find_recurrent_layers(shape)):
         return 0
-    layer = recurrent_layer(shape, size)
-    return layers * (layer.channels * layer.kernel * size + layer.state * layer.state_bytes)
+    sizes = recurrent_layer(shape, itemsize)
+    return num_layers * (sizes.channels * sizes.kernel * itemsize + sizes.state * sizes.state_bytes)
 
 
-def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
+def recurrent_layer(shape: Any, itemsize: int) -> RecurrentSizes:
     """Return the sizes of a text config's recurrent layers, all of which are equal. A `shape` with an attribute
     `recurrent` holds them already."""
     if (sizes := getattr(shape, "recurrent", None)) is not None:  # foreign object
         return sizes
 
-    def get(*names: str) -> int:
-        return next((int(value) for name in names if (value := getattr(shape, name, None)) is not None), 0)
+    def get(*keys: str) -> int:
+        return next((int(value) for key in keys if (value := getattr(shape, key, None)) is not None), 0)
 
     if heads := get("linear_num_value_heads"):  # gated delta rule
         key, value, key_heads = (
             get(name) for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads")
         )
         channels = 2 * key_heads * key + heads * value
-        flops = heads * _delta_flops(key, value)
+        flops = heads * _count_delta_flops(key, value)
         return RecurrentSizes(channels, get("linear_conv_kernel_dim"), heads * key * value, FLOAT32, flops)
     if heads := get("linear_num_heads"):  # Kimi's delta attention
         dim = get("linear_head_dim")
-        flops = heads * _delta_flops(dim, dim)
+        flops = heads * _count_delta_flops(dim, dim)
         return RecurrentSizes(
             3 * heads * dim, get("linear_conv_kernel_dim"), heads * dim * dim, FLOAT32, flops
         )
@@ -78,10 +78,10 @@ def recurrent_layer(shape: Any, size: int) -> RecurrentSizes:
     width = get("head_dim") or shape.hidden_size // shape.num_attention_heads  # lightning attention
     state = shape.num_attention_heads * width * width
     chunk = get("block_size") or CHUNK
-    return RecurrentSizes(0, 0, state, size, 4 * state + 4 * chunk * shape.num_attention_heads * width)
+    return RecurrentSizes(0, 0, state, itemsize, 4 * state + 4 * chunk * shape.num_attention_heads * width)
 
 
-def _delta_flops(key_width: int, value_width: int) -> int:
+def _count_delta_flops(key_width: int, value_width: int) -> int:
     """Return the FLOPs per token of one head. With the state: its value for a key, its answer to a query, and its
     update. Within a chunk: products of keys with keys, of queries with keys and of the inverse with keys (all
     `key_width` wide); products of the inverse and of the attention with values."""

@@ -23,7 +23,7 @@ from TrainingFactory.envs.users import SimulatedUser, UserBrief
 from TrainingFactory.envs.users.user import INSTRUCTIONS
 from TrainingFactory.tools.endpoints.client import EndpointClient
 
-KEY = ("environment", "user")
+USER_KEY = ("environment", "user")
 CLIENT_OPTIONS = ("concurrency", "rate", "retries", "pause", "cache", "replay")  # also for a model of the run
 
 
@@ -31,9 +31,9 @@ class UserClient(EndpointClient):
     MODEL_ROLE = "the user model"
 
 
-def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser | None:
+def make_user(config: TrainingConfig, is_replaying: bool = False) -> SimulatedUser | None:
     """Return the config's simulated user without starting an engine; None if it has none. Raise ConfigError if it
-    cannot work. A `replaying` run reads replies from its recording without an API key."""
+    cannot work. A run that `is_replaying` reads replies from its recording without an API key."""
     section = config.environment.user
     if section is None:
         return None
@@ -41,16 +41,16 @@ def make_user(config: TrainingConfig, replaying: bool = False) -> SimulatedUser 
         text = (
             "does not apply to environment.command: your program talks to its own users. Remove one of them"
         )
-        raise config.wrong([Problem(KEY, text)])
+        raise config.wrong([Problem(USER_KEY, text)])
     if config.training.branching is not None:
         text = "cannot be combined with training.branching: a forked episode would need a copy of its user. Remove one"
-        raise config.wrong([Problem(KEY, text)])
+        raise config.wrong([Problem(USER_KEY, text)])
     brief = _make_brief(config, section)
     try:
-        client = _make_client(config, section, replaying)
+        client = _make_client(config, section, is_replaying)
     except ValueError as error:
         key = "options" if section.options else "model"
-        raise config.wrong([Problem((*KEY, key), str(error))]) from error
+        raise config.wrong([Problem((*USER_KEY, key), str(error))]) from error
     # A reply waits for other episodes' requests, so only the episode's own limit bounds it.
     return SimulatedUser(client, brief, config.environment.episode_timeout)
 
@@ -62,10 +62,10 @@ def _make_brief(config: TrainingConfig, section: UserSection) -> UserBrief:
             template = Path(section.template).expanduser().read_text(encoding="utf-8").strip()
         except OSError as error:
             message = f"cannot be read ({Path(section.template).name}: {error.strerror})"
-            raise config.wrong([Problem((*KEY, "template"), message, section.template)]) from error
+            raise config.wrong([Problem((*USER_KEY, "template"), message, section.template)]) from error
     if "{stop}" not in template and section.stop not in template:
         message = "has no {stop}: without it the user model does not know how to end the conversation"
-        raise config.wrong([Problem((*KEY, "template"), message)])
+        raise config.wrong([Problem((*USER_KEY, "template"), message)])
     return UserBrief(
         section.persona,
         section.goal,
@@ -82,23 +82,23 @@ def _make_client(config: TrainingConfig, section: UserSection, replaying: bool) 
         settings = find_endpoint(section.model, **section.options)
         if not replaying:
             settings.check_key()
-        return _client_with(settings.endpoint(), settings)
+        return _build_client(settings.endpoint(), settings)
     options: dict[str, Any] = {"model": section.model, **section.options}
     limits = {name: options.pop(name) for name in CLIENT_OPTIONS if name in options}
-    sampling = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
-    judge: JudgeOptions = make_from(JudgeOptions, options, "the model of environment.user")
-    if judge.replicas > 1 and config.compute.backend != "ray":
+    sampling_options = {"max_tokens": DEFAULT_MAX_TOKENS} | (options.pop("options", None) or {})
+    judge_options: JudgeOptions = make_from(JudgeOptions, options, "the model of environment.user")
+    if judge_options.replicas > 1 and config.compute.backend != "ray":
         raise ValueError(
-            f"replicas={judge.replicas} needs compute.backend=ray: without Ray it has one process"
+            f"replicas={judge_options.replicas} needs compute.backend=ray: without Ray it has one process"
         )
-    params = make_from(RequestOptions, sampling, "options of the model of environment.user")
-    limits = {"concurrency": REQUESTS_PER_ENGINE * judge.replicas} | limits
+    params = make_from(RequestOptions, sampling_options, "options of the model of environment.user")
+    limits = {"concurrency": REQUESTS_PER_ENGINE * judge_options.replicas} | limits
     settings = make_from(EndpointSettings, {"model": section.model} | limits, "the model of environment.user")
-    model_path = find_judge_model(judge.model, config)
-    return _client_with(LocalJudge(judge, model_path, params, config, "simulated user"), settings)
+    model_path = find_judge_model(judge_options.model, config)
+    return _build_client(LocalJudge(judge_options, model_path, params, config, "simulated user"), settings)
 
 
-def _client_with(model: Any, settings: EndpointSettings) -> UserClient:
+def _build_client(model: Any, settings: EndpointSettings) -> UserClient:
     return UserClient(
         model=model, concurrency=settings.concurrency, rate=settings.rate, retries=settings.retries,
         pause=settings.pause, cache=settings.cache, budget=settings.budget, replay=settings.replay,

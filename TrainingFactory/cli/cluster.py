@@ -52,15 +52,15 @@ def status(*, address: str = "auto", as_json: Json = False) -> None:
         for node in status["nodes"]
     ]
     show.columns(["machine", "node", *(f"free {key}" for key in RESOURCES)], rows)
-    actors = []
+    actor_rows = []
     for actor in status["actors"]:
-        node_id, start_time = actor["node_id"][:ID_LENGTH], _local_time(actor["since"])
-        actors.append((actor["what"], actor["node"], node_id, str(actor["pid"]), start_time))
-    if actors:
-        show.columns(["actor", "machine", "node", "process", "since"], actors)
+        node_id, start_time = actor["node_id"][:ID_LENGTH], _format_local_time(actor["since"])
+        actor_rows.append((actor["what"], actor["node"], node_id, str(actor["pid"]), start_time))
+    if actor_rows:
+        show.columns(["actor", "machine", "node", "process", "since"], actor_rows)
     else:
         show.note("no TrainingFactory actors on this cluster")
 
 
-def _local_time(seconds: float) -> str:
-    return time.strftime("%F %T", time.localtime(seconds))
+def _format_local_time(timestamp: float) -> str:
+    return time.strftime("%F %T", time.localtime(timestamp))

@@ -76,18 +76,20 @@ def compare(
         print(json.dumps({"comparisons": [result.as_json() for result in results]}))
         return 0
     records = [(side.name, record) for side in sides for record in side.records]
-    rows = [[f"{n} {record.entry or ''}", *record_row(record, _budget_of(n))] for n, record in records]
+    rows = [
+        [f"{name} {record.entry or ''}", *record_row(record, _find_budget(name))] for name, record in records
+    ]
     show.columns(["model", *RECORD_COLUMNS], rows)
     for result in results:
         _print_comparison(result, show_tasks)
     return 0
 
 
-def _budget_of(name: str) -> Budget | None:
+def _find_budget(side_name: str) -> Budget | None:
     """Return the prices of a side behind an endpoint, which may be newer than its record."""
     from TrainingFactory.common.endpoints.names import find_endpoint, is_endpoint
 
-    return find_endpoint(name).budget if is_endpoint(name) else None
+    return find_endpoint(side_name).budget if is_endpoint(side_name) else None
 
 
 def _run_evaluations(sides: Sequence[ComparedModel]) -> int:
@@ -109,17 +111,17 @@ def _print_comparison(comparison: Comparison, num_shown: int) -> None:
         ("flipped", f"{len(better)} better, {len(worse)} worse; exact McNemar p = {comparison.p:.3g}"),
     ]
     directions = ("better on", better), ("worse on", worse)
-    rows += [(name, _task_ids(flips)) for name, flips in directions if flips]
+    rows += [(label, _format_task_ids(flips)) for label, flips in directions if flips]
     show.table(rows)
     for flip, episodes in comparison.load_episodes([*better[:num_shown], *worse[:num_shown]]):
         _print_episodes(comparison, flip, episodes)
-    for text in comparison.notes:
-        show.note(f"note: {text}")
+    for note in comparison.notes:
+        show.note(f"note: {note}")
 
 
-def _task_ids(flips: Sequence[Flip], limit: int = 20) -> str:
-    omitted = f" and {len(flips) - limit} more" if len(flips) > limit else ""
-    return ", ".join(flip.task for flip in flips[:limit]) + omitted
+def _format_task_ids(flips: Sequence[Flip], max_shown: int = 20) -> str:
+    omitted_note = f" and {len(flips) - max_shown} more" if len(flips) > max_shown else ""
+    return ", ".join(flip.task for flip in flips[:max_shown]) + omitted_note
 
 
 def _print_episodes(comparison: Comparison, flip: Flip, episodes: Sequence[Trajectory | None]) -> None:

@@ -55,10 +55,10 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     console.print(Text.assemble((f"member {trajectory.member}", "bold"), " | ", status, f" | {reward}"))
     if episode.left_out:
         console.print(Text(escape_control(episode.left_out), style="italic"))
-    for number, turn in enumerate(episode.turns, 1):
+    for turn_number, turn in enumerate(episode.turns, 1):
         summary = "  ".join(turn.summary(credit.measure))
-        grid.add_row(Text(f"turn {number}", style="bold"), Text(summary, style="bold"))
-        grid.add_row("", _coloured_text(turn, credit))
+        grid.add_row(Text(f"turn {turn_number}", style="bold"), Text(summary, style="bold"))
+        grid.add_row("", _colour_text(turn, credit))
         for reply in turn.turn.replies:
             grid.add_row(
                 Text(reply.role, style="dim"), show.literal_text(format_content(reply) or "(no text)", "dim")
@@ -66,10 +66,10 @@ def _print_episode(credit: Credit, episode: EpisodeCredit) -> None:
     console.print(grid)
 
 
-def _coloured_text(turn: TurnCredit, credit: Credit) -> Text:
+def _colour_text(turn: TurnCredit, credit: Credit) -> Text:
     text = Text()
     for piece in turn.pieces:
-        text.append(escape_control(piece.text), _credit_style(credit.level(piece.value)))
+        text.append(escape_control(piece.text), _pick_credit_style(credit.level(piece.value)))
     num_hidden = len(text) - show.MAX_CHARS
     return (
         text
@@ -78,11 +78,13 @@ def _coloured_text(turn: TurnCredit, credit: Credit) -> Text:
     )
 
 
-def _credit_style(level: int) -> Style | None:
+def _pick_credit_style(level: int) -> Style | None:
     """Return black text on a background between pale and full colour, readable on dark and light terminals."""
     if not level:
         return None
     colour = GREEN if level > 0 else RED
     strength = abs(level) / LEVELS
-    red, green, blue = (round(p + (c - p) * strength) for p, c in zip(PALE, colour, strict=True))
+    red, green, blue = (
+        round(pale + (full - pale) * strength) for pale, full in zip(PALE, colour, strict=True)
+    )
     return Style.parse(f"rgb(0,0,0) on rgb({red},{green},{blue})")

@@ -23,7 +23,7 @@ data = App(
 Dataset = Annotated[str, Parameter(help="File (JSONL, JSON, Parquet, CSV), saved dataset, hub id, or run.")]
 Split = Annotated[str, Parameter(help="Split to read, if the dataset has several.")]
 Algorithm = Literal["sft", "dpo", "kto", "reward_model", "rm", "prm"]
-SAMPLE = 500  # rows read to find the algorithms that a dataset fits
+MAX_CHECKED_ROWS = 500  # rows read to find the algorithms that a dataset fits
 
 
 @data.command
@@ -60,7 +60,7 @@ def convert(
     form = cast(Form, to)
     path = find_trajectories(source, runs)
     with Display() as display:
-        conversion = converted(display.counted(read_rows(path), "episodes"), form, filters)
+        conversion = converted(display.track(read_rows(path), "episodes"), form, filters)
     if layout in get_args(Provider):
         conversion.rows = to_provider_rows(conversion.rows, cast(Provider, layout), conversion.dropped)
         if layout == "openai" and 0 < len(conversion.rows) < OPENAI_MIN_ROWS:
@@ -73,8 +73,8 @@ def convert(
         return 1
     if conversion.note:
         show.note(f"note: {conversion.note}")
-    rows_of_layout = [to_swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
-    write_rows(out, rows_of_layout, conversion.images)
+    output_rows = [to_swift_row(row) for row in conversion.rows] if layout == "swift" else conversion.rows
+    write_rows(out, output_rows, conversion.images)
     usage_note = f"train on them with data.dataset={out}"
     if layout in get_args(Provider):
         usage_note = f"upload the file to {layout} yourself"
@@ -101,9 +101,9 @@ def show_(
     """
     from TrainingFactory.assembly.datasets import find_dataset, fit_forms
 
-    dataset_fit = fit_forms(find_dataset(source, runs), split, SAMPLE)
-    first_fit = next(iter(dataset_fit.fits.values()), None)
-    for example in first_fit.usable[:rows] if first_fit else []:
+    fit = fit_forms(find_dataset(source, runs), split, MAX_CHECKED_ROWS)
+    first_examples = next(iter(fit.examples_by_form.values()), None)
+    for example in first_examples.usable[:rows] if first_examples else []:
         for number, dialogue in enumerate(example.conversations, 1):
             reward = dialogue.reward
             title = f"{example.location}: {example.id}"
@@ -113,11 +113,11 @@ def show_(
             title += f", steps {reward.steps}" if reward and reward.steps else ""
             show.conversation(title, dialogue.messages, dialogue.tools)
     summary = [
-        ("rows", f"{dataset_fit.rows} read{' (the dataset has more)' if dataset_fit.has_more else ''}"),
-        ("columns", ", ".join(dataset_fit.columns)),
-        ("fits", ", ".join(dataset_fit.fits) or "no algorithm"),
+        ("rows", f"{fit.num_rows} read{' (the dataset has more)' if fit.has_more else ''}"),
+        ("columns", ", ".join(fit.columns)),
+        ("fits", ", ".join(fit.examples_by_form) or "no algorithm"),
     ]
-    show.table(summary + [(f"not {form}", reason) for form, reason in dataset_fit.misfits.items()])
+    show.table(summary + [(f"not {form}", reason) for form, reason in fit.problem_by_form.items()])
 
 
 @data.command

@@ -39,13 +39,13 @@ def demo(*, env: str = "search", seed: int = 0, out: Path = Path("runs/demo")) -
     stages = Demo(env, seed, out)
     show.note(INTRO)
     with Display() as display:
-        for name, train in (("warm start", stages.warm_start), ("GRPO", stages.train)):
-            display.task = name
-            result = train(display)
+        for stage_name, run_stage in (("warm start", stages.warm_start), ("GRPO", stages.train)):
+            display.task = stage_name
+            result = run_stage(display)
             if result.state == "interrupted":
                 steps = show.pluralize(result.steps, "step")
                 resume = f"resume this run: {RunFolder(result.run).resume_command}; tfactory demo starts over"
-                display.say(f"interrupted after {steps} of the {name}; {resume}")
+                display.say(f"interrupted after {steps} of the {stage_name}; {resume}")
                 return show.INTERRUPTED
         report = stages.report()
     _print_report(report)
@@ -64,8 +64,8 @@ def _print_report(report: DemoReport) -> None:
     show.note(" ".join(filter(None, (report.learned, report.blind_text))))
     temperature = report.configs[1]["sampling"]["temperature"]
     show.note(f"Evaluated at temperature 1, trained at {temperature:g}, where mistakes are more frequent.")
-    page = Path(report.folders[1], "report.html")
-    show.note(f"{sum(report.seconds):.0f} s of training. Full report: {page}\n")
+    report_page = Path(report.folders[1], "report.html")
+    show.note(f"{sum(report.seconds):.0f} s of training. Full report: {report_page}\n")
     show.note("Next commands:")
     for command, description in report.next_commands:
         show.note(f"  {command}  # {description}")

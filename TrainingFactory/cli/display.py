@@ -77,7 +77,7 @@ class Display:
         if name == "load":
             self.say("loading the model")
         else:
-            self._start()
+            self._start_live()
 
     def episode(self, trajectory: Trajectory) -> None:
         self._num_ended += 1
@@ -85,21 +85,21 @@ class Display:
             return
         if trajectory.reward is not None:
             self._rewards.append(trajectory.reward.outcome)
-        mean = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
-        self.advance("episodes", self._num_expected, mean)
+        mean_text = f"mean reward {sum(self._rewards) / len(self._rewards):.2f}" if self._rewards else ""
+        self.advance("episodes", self._num_expected, mean_text)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        task_id = self._task_id(self.task, total)
+        task_id = self._find_task_id(self.task, total)
         self._bars.update(task_id, completed=step, total=total)
         self._metrics |= metrics
         # A resumed run repeats the steps after its last checkpoint; replace them in the plot.
-        self._curve = {number: value for number, value in self._curve.items() if number < step}
+        self._curve = {past_step: value for past_step, value in self._curve.items() if past_step < step}
         self.earlier([{"step": step} | metrics])
         if not self._console.is_terminal:
             seconds = self._bars.tasks[task_id].time_remaining
             time_left = f"{format_duration(seconds)} left" if seconds else ""
-            name = "step" if self.task == "steps" else f"{self.task}: step"
-            self.say(f"{name} {step}/{total}  {metrics_line(metrics)}  {time_left}".rstrip())
+            step_label = "step" if self.task == "steps" else f"{self.task}: step"
+            self.say(f"{step_label} {step}/{total}  {metrics_line(metrics)}  {time_left}".rstrip())
 
     def earlier(self, rows: list[dict[str, Any]]) -> None:
         """Add completed steps, as rows of metrics.jsonl, to the plot."""
@@ -110,31 +110,31 @@ class Display:
     def say(self, text: str) -> None:
         show.note(text, self._console)
 
-    def counted(self, items: Iterable[T], name: str, total: int | None = None) -> Iterator[T]:
-        """Yield the items and advance the bar `name` after each is processed."""
-        for item in items:
-            yield item
-            self.advance(name, total)
+    def track(self, iterable: Iterable[T], bar: str, total: int | None = None) -> Iterator[T]:
+        """Yield the elements and advance the bar `bar` after each is processed."""
+        for element in iterable:
+            yield element
+            self.advance(bar, total)
 
-    def advance(self, name: str, total: int | None, text: str = "") -> None:
-        """Advance the bar `name`, of length `total` (None: unknown), by one."""
-        task_id = self._task_id(name, total)
+    def advance(self, bar: str, total: int | None, text: str = "") -> None:
+        """Advance the bar `bar`, of length `total` (None: unknown), by one."""
+        task_id = self._find_task_id(bar, total)
         self._bars.update(task_id, advance=1, note=text)
         completed = int(self._bars.tasks[task_id].completed)
         now = time.monotonic()
         if self._console.is_terminal:
-            self._start()
+            self._start_live()
         elif completed == total or now - self._last_line > LINE_INTERVAL:
             self._last_line = now
-            progress_text = f"{name}: {completed}" if total is None else f"{name}: {completed} of {total}"
+            progress_text = f"{bar}: {completed}" if total is None else f"{bar}: {completed} of {total}"
             self.say(f"{progress_text}, {text}" if text else progress_text)
 
-    def _task_id(self, name: str, total: int | None) -> progress.TaskID:
-        if name not in self._task_ids:
-            self._task_ids[name] = self._bars.add_task(name, total=total, note="")
-        return self._task_ids[name]
+    def _find_task_id(self, bar: str, total: int | None) -> progress.TaskID:
+        if bar not in self._task_ids:
+            self._task_ids[bar] = self._bars.add_task(bar, total=total, note="")
+        return self._task_ids[bar]
 
-    def _start(self) -> None:
+    def _start_live(self) -> None:
         """Start the live display. Called after the model is loaded, because loading draws its own bars."""
         if self._console.is_terminal and not self._live.is_started:
             self._live.start()

@@ -52,7 +52,7 @@ def doctor(
         print(json.dumps(report.as_json, indent=1, ensure_ascii=False))
     else:
         show.table([*report.facts.items()])
-        rows = [(f.severity, f.name, f"{f.sentence}. {f.remedy}") for f in report.by_severity]
+        rows = [(row.severity, row.name, f"{row.sentence}. {row.remedy}") for row in report.by_severity]
         if rows:
             show.columns(["", "finding", "description and remedy"], rows)
         else:

@@ -13,7 +13,7 @@ from TrainingFactory.cli.show import columns, note, table
 CHECK_FAILED = 1  # exit status
 AtLeastOne = Annotated[int, Parameter(validator=validators.Number(gte=1))]
 envs = App(name="envs", help="List and check environments, and install those of other packages.")
-NOTES = {
+ENVIRONMENT_NOTES = {
     "reasoning_gym/": "NAME: a dataset of reasoning-gym",
     "bfcl/": "CATEGORY: multi_turn_base, ...",
     "process:": "COMMAND: your own program, such as process:node game.mjs",
@@ -32,7 +32,7 @@ def list_() -> None:
     from TrainingFactory.common import catalog
     from TrainingFactory.envs.process.programs import LOCK_FILE, find_environments_folder, list_adapters
 
-    notes = dict(NOTES)
+    notes = dict(ENVIRONMENT_NOTES)
     for name in list_adapters():
         is_installed = (find_environments_folder() / name / LOCK_FILE).is_file()
         notes[f"{name}:"] = "installed" if is_installed else f"install with: tfactory envs add {name}"

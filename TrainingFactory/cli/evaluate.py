@@ -75,30 +75,30 @@ def evaluate(
     return _print_result(evaluation, result, as_json)
 
 
-def _evaluate_suite(model: str, source: str, overrides: list[str], as_json: bool) -> int:
+def _evaluate_suite(model: str, suite_name: str, overrides: list[str], as_json: bool) -> int:
     """Evaluate the model on every entry of the suite, print the table and return the exit status."""
     from TrainingFactory.evaluation.requests import make_model_request
     from TrainingFactory.evaluation.suites import check_overrides, load_suite, make_suite_evaluations
 
     check_overrides(overrides)
-    suite, folder = load_suite(source)
+    suite, folder = load_suite(suite_name)
     request = make_model_request(model, overrides, *storage_paths(overrides))
     records = []
     for evaluation in make_suite_evaluations(suite, request, folder, show.note):
         if status := run_evaluation(evaluation, str(evaluation.request.entry)):
             return status
         records.append(evaluation.record)
-    total = suite.estimate_total(records)
+    score = suite.estimate_total(records)
     if as_json:
         entries = {str(record.entry): record.metrics | {"record": record.id} for record in records}
-        summary = {"model": model, "suite": suite.name, "total": total.value}
-        print(json.dumps(summary | {"total_low": total.low, "total_high": total.high, "entries": entries}))
+        summary = {"model": model, "suite": suite.name, "total": score.value}
+        print(json.dumps(summary | {"total_low": score.low, "total_high": score.high, "entries": entries}))
         return 0
     rows = [
         [str(record.entry), f"{entry.weight:g}", *record_row(record)]
         for record, entry in zip(records, suite.entries, strict=True)
     ]
-    show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(total)]])
+    show.columns(["entry", "weight", *RECORD_COLUMNS], [*rows, ["total", "", "", str(score)]])
     show.note(f"recorded in {request.records_file}")
     return 0
 
@@ -124,8 +124,8 @@ def record_row(record: EvaluationRecord, prices: Budget | None = None) -> list[s
     """Return the cells of a record in the order of RECORD_COLUMNS. `prices` are those of an endpoint."""
     metrics, conditions = record.metrics, record.conditions
     success = f"{metrics['success']:.3f} ({metrics['success_low']:.3f} to {metrics['success_high']:.3f})"
-    key = f"pass^{conditions.episodes}"
-    pass_all = f"{metrics[key]:.3f} of {conditions.episodes}" if key in metrics else ""
+    pass_key = f"pass^{conditions.episodes}"
+    pass_all = f"{metrics[pass_key]:.3f} of {conditions.episodes}" if pass_key in metrics else ""
     tool_success = f"{metrics['tool_success']:.3f}" if "tool_success" in metrics else ""
     turns, tokens = f"{metrics['turns']:.1f}", f"{metrics['sampled_tokens']:.0f}"
     return [

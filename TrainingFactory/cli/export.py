@@ -31,10 +31,10 @@ def export(
     from TrainingFactory.assembly.export import export as write
 
     exported = write(run, out, merge, dtype)
-    content = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}
-    print(f"wrote {content[exported.kind]} of {exported.source} to {exported.path}")
-    for text in exported.notes:
-        show.note(f"note: {text}")
+    titles = {"model": "the model", "adapter": "the adapter", "merged": "the model with its adapter merged"}
+    print(f"wrote {titles[exported.kind]} of {exported.source} to {exported.path}")
+    for note in exported.notes:
+        show.note(f"note: {note}")
     model = str(exported.path)
     if exported.kind == "adapter":
         print(f"loading it also loads its base model {exported.base}; --merge exports a standalone model")

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 TASKS_PREFIX = "data.tasks="
 # Code blocks of the textbook use these names without importing them.
-NAMES = ("Any", "Callable", "Dict", "List", "Optional", "Tuple", "Union")
+TYPING_NAMES = ("Any", "Callable", "Dict", "List", "Optional", "Tuple", "Union")
 
 
 def hello(
@@ -48,7 +48,7 @@ def hello(
     sys.argv = [str(path), *(argument for argument in arguments if not argument.startswith(TASKS_PREFIX))]
     sys.path.insert(0, str(path.resolve().parent))
     try:
-        runpy.run_path(str(path), {name: getattr(typing, name) for name in NAMES}, "__main__")
+        runpy.run_path(str(path), {name: getattr(typing, name) for name in TYPING_NAMES}, "__main__")
     except Exception as error:  # the user's code: print the traceback as python does, without our own frames
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != str(path):

@@ -36,7 +36,7 @@ def rl_factory(
     from TrainingFactory.integrations.rl_factory.translate import Translation
 
     _check_output(output, force)
-    translation = Translation(read_script(script, _as_mapping(variables)))
+    translation = Translation(read_script(script, _parse_variables(variables)))
     _write_config(script, translation.text(), len(translation.notes), output)
 
 
@@ -64,7 +64,7 @@ def swift(
     from TrainingFactory.integrations.swift.importing import SwiftTranslation, read_arguments
 
     _check_output(output, force)
-    translation = SwiftTranslation(source, *read_arguments(source, _as_mapping(variables)))
+    translation = SwiftTranslation(source, *read_arguments(source, _parse_variables(variables)))
     _write_config(source, translation.text(), len(translation.notes), output)
 
 
@@ -73,13 +73,13 @@ def _check_output(output: Path | None, force: bool) -> None:
         raise ValueError(f"{output} exists already. Choose another file, or overwrite it with --force.")
 
 
-def _as_mapping(variables: Sequence[str]) -> dict[str, str]:
-    if invalid := [text for text in variables if "=" not in text]:
-        raise ValueError(f"{invalid[0]!r} is not a variable. Write NAME=VALUE.")
-    return dict(text.split("=", 1) for text in variables)
+def _parse_variables(variables: Sequence[str]) -> dict[str, str]:
+    if invalid_variables := [variable for variable in variables if "=" not in variable]:
+        raise ValueError(f"{invalid_variables[0]!r} is not a variable. Write NAME=VALUE.")
+    return dict(variable.split("=", 1) for variable in variables)
 
 
-def _write_config(source: Path, config_text: str, num_notes: int, output: Path | None) -> None:
+def _write_config(source_file: Path, config_text: str, num_notes: int, output: Path | None) -> None:
     """Check a translated config, and print it or write it to a file."""
     import yaml
 
@@ -90,7 +90,7 @@ def _write_config(source: Path, config_text: str, num_notes: int, output: Path |
     try:
         TrainingConfig(**yaml.load(config_text, ConfigLoader))
     except ValueError as error:  # a value of the source is not valid in a config
-        raise ValueError(f"{source}: {error}") from None
+        raise ValueError(f"{source_file}: {error}") from None
     if output is None:
         print(config_text, end="")
         return

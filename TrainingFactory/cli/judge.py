@@ -50,19 +50,19 @@ async def audit_judge(
     judge_model = make_from(model_judge, settings, "a model judge")
     if not isinstance(judge_model, ModelJudge):
         raise ValueError(f"verdict={settings['verdict']} cannot be audited. Use score, yes_no or json.")
-    items = load_gold(gold, judge_model)
+    gold_items = load_gold(gold, judge_model)
     out.parent.mkdir(parents=True, exist_ok=True)  # fail before any request is paid for
     if out.is_dir():
         raise ValueError(f"--out {out} is a folder. Name a file, such as {out / 'audit.html'}.")
     usage = judge_model.client.usage
     with Display() as display:
 
-        def on_judged(total: int) -> None:
+        def on_judged(num_total: int) -> None:
             requests = show.pluralize(usage.requests, "request")
-            display.advance("judgements", total, f"{requests}, {usage.retries} of them retries")
+            display.advance("judgements", num_total, f"{requests}, {usage.retries} of them retries")
 
         try:
-            result = await audit(judge_model, items, repeats=repeats, on_judged=on_judged)
+            result = await audit(judge_model, gold_items, repeats=repeats, on_judged=on_judged)
         finally:
             await judge_model.close()
     if as_json:
@@ -74,21 +74,21 @@ async def audit_judge(
         earlier_note = f"; {out} is from an earlier audit" if out.exists() else ""
         show.note(f"no report written, because the judge gave no verdict{earlier_note}")
         return NO_VERDICT
-    name = f"{settings['model']} at {settings['base_url']}"
-    show.write_page(out, result.page(name))
-    save_audit(Path(where).expanduser(), result, name, str(gold))
+    judge_title = f"{settings['model']} at {settings['base_url']}"
+    show.write_page(out, result.page(judge_title))
+    save_audit(Path(where).expanduser(), result, judge_title, str(gold))
     return 0
 
 
 def _read_settings(path: Path | None, options: tuple[str, ...]) -> dict[str, Any]:
     settings = _parse_yaml(path.read_text(encoding="utf-8"), str(path)) if path is not None else {}
-    for text in options:
-        key, separator, value = text.partition("=")
+    for option in options:
+        key, separator, value = option.partition("=")
         section, _, name = key.rpartition(".")
-        target = settings.setdefault(section, {}) if section else settings
-        if not separator or not isinstance(target, dict):
-            raise ValueError(f"{text!r} is not key=value, such as model=QwQ-32B or budget.input_price=0.2")
-        target[name] = value if key in TEXT_OPTIONS else _parse_yaml(value, key)
+        section_settings = settings.setdefault(section, {}) if section else settings
+        if not separator or not isinstance(section_settings, dict):
+            raise ValueError(f"{option!r} is not key=value, such as model=QwQ-32B or budget.input_price=0.2")
+        section_settings[name] = value if key in TEXT_OPTIONS else _parse_yaml(value, key)
     return settings
 
 

@@ -32,8 +32,8 @@ def delete(*names: RunName, yes: bool = False, force: bool = False, runs: RunsFo
     folder = Path(runs).expanduser()
     for run in [RunFolder.find(name, folder) for name in names]:
         references = manage.find_references(run, folder)
-        for text in (*references.needed_by, *references.copies):
-            show.note(f"note: {text}")
+        for warning in (*references.needed_by, *references.copies):
+            show.note(f"note: {warning}")
         if not yes and not _confirm(f"Delete run {run.name} ({references.size / 1e6:.1f} MB)?"):
             show.note(f"kept {run.name}")
             return 1
@@ -76,8 +76,8 @@ def rename(name: RunName, new_name: str, *, runs: RunsFolder = "runs") -> None:
         new_name: New name of the run's folder.
     """
     folder = Path(runs).expanduser()
-    renamed = manage.rename_run(RunFolder.find(name, folder), new_name, folder)
-    print(f"renamed to {renamed.name}: {renamed.path}")
+    renamed_run = manage.rename_run(RunFolder.find(name, folder), new_name, folder)
+    print(f"renamed to {renamed_run.name}: {renamed_run.path}")
 
 
 def tag(name: RunName, *tags: str, remove: list[str] | None = None, runs: RunsFolder = "runs") -> None:
@@ -114,8 +114,8 @@ def note(name: RunName, text: str | None = None, *, runs: RunsFolder = "runs") -
     run = RunFolder.find(name, runs)
     if text is not None:
         annotate(run, note=text)
-    elif current := read_annotations(run).note:
-        print(current)
+    elif current_note := read_annotations(run).note:
+        print(current_note)
 
 
 COMMANDS = (delete, archive, rename, tag, note)

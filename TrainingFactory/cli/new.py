@@ -25,9 +25,9 @@ def env(name: str) -> None:
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(f"{name!r} cannot name a Python file. Use letters, digits and _, such as my_env.")
     path = Path(f"{name}.py")
-    title = "".join(part.title() for part in name.split("_")) + "Env"
+    class_name = "".join(word.title() for word in name.split("_")) + "Env"
     template = Path(__file__).parent / "templates" / "environment.py.jinja"
-    code = Template(template.read_text(encoding="utf-8")).render(name=name, title=title)
+    code = Template(template.read_text(encoding="utf-8")).render(name=name, title=class_name)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(code + "\n")
@@ -80,13 +80,13 @@ def notebook(name: str | None = None) -> None:
     _copy_or_list("notebook", name)
 
 
-def _copy_or_list(kind: str, name: str | None, out: Path | None = None) -> None:
+def _copy_or_list(starter_kind: str, starter_name: str | None, out: Path | None = None) -> None:
     from TrainingFactory.common.starters import copy_starter, find_starter, list_starters
 
-    if name is None:
-        table([(starter.name, starter.summary) for starter in list_starters(kind)])
+    if starter_name is None:
+        table([(starter.name, starter.summary) for starter in list_starters(starter_kind)])
         return
-    starter = find_starter(kind, name)
+    starter = find_starter(starter_kind, starter_name)
     paths = copy_starter(starter, out)
     for path in paths:
         note(f"wrote {path}")
@@ -119,17 +119,17 @@ def models(family: str | None = None, /, *, compat: bool = False) -> None:
     )
 
 
-def _show_compatibility(name: str | None) -> None:
+def _show_compatibility(family_name: str | None) -> None:
     from TrainingFactory.common.starters import docs_page
     from TrainingFactory.models.compatibility import COLUMNS, find_families, read_compatibility
 
-    if name is None:
+    if family_name is None:
         families = read_compatibility().families
         rows = [(family.key, *(family.cells[key].status for key in COLUMNS)) for family in families]
         columns(["Family", *COLUMNS.values()], rows)
         note(f"Reasons and costs: tfactory models --compat FAMILY, or {docs_page('COMPATIBILITY.md')}")
         return
-    for index, family in enumerate(find_families(name)):
+    for index, family in enumerate(find_families(family_name)):
         rows = [("", "")] if index else []
         rows += [("family", f"{family.name} ({family.key})"), ("model_type", family.model_type)]
         rows += [("built like", f"{family.released}: {family.features}")]

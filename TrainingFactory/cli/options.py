@@ -44,7 +44,7 @@ class Flags:
     def overrides(self) -> list[str]:
         """Return the options that are set as config overrides (key=value)."""
         is_count = self.tasks is not None and self.tasks.removeprefix("-").isdecimal()
-        values = {
+        settings = {
             "model.name": self.model,
             "data.count": int(self.tasks) if self.tasks and is_count else None,
             "data.tasks": None if is_count else self.tasks,
@@ -55,7 +55,7 @@ class Flags:
             "sampling.max_tokens": self.max_tokens,
             "training.seed": self.seed,
         }
-        return [key_value(key, value) for key, value in values.items() if value is not None]
+        return [key_value(key, value) for key, value in settings.items() if value is not None]
 
 
 def storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
@@ -63,6 +63,6 @@ def storage_paths(overrides: Sequence[str]) -> tuple[str, str | None]:
 
     Both come from the `overrides` of the command, or from the config's defaults."""
     keys = ("logging.output_dir", "registry.path")
-    path_overrides = [text for text in overrides if full_key(text.partition("=")[0].strip()) in keys]
+    path_overrides = [option for option in overrides if full_key(option.partition("=")[0].strip()) in keys]
     config = load_config(None, path_overrides)
     return config.logging.output_dir, config.registry.path

@@ -44,7 +44,7 @@ def plan(
     if as_json:
         print(json.dumps(forecast, indent=1, ensure_ascii=False))
         return
-    show.table(_summary_rows(forecast))
+    show.table(_make_summary_rows(forecast))
     print()
     rows = [(name, *map(str, figure.values())) for name, figure in forecast["figures"].items()]
     show.columns(["input", "value", "", "source"], rows)
@@ -52,19 +52,19 @@ def plan(
     show.note(f"{num_assumed} of {len(rows)} inputs are assumed. Provide your own with --rate or --from-run.")
 
 
-def _summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
+def _make_summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the forecast as table rows, most important first."""
     gpu_memory, learners, step = forecast["gpu_memory_gib"], forecast["learners"], forecast["step_seconds"]
     step_seconds_without = forecast["step_seconds_without"]
-    faster = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
-    modes = {
-        f"max_staleness {n}" if n else "synchronous": seconds
-        for n, seconds in forecast["step_seconds_by_bound"].items()
+    faster_parts = {part: seconds for part, seconds in step_seconds_without.items() if seconds < 0.99 * step}
+    seconds_by_mode = {
+        f"max_staleness {staleness}" if staleness else "synchronous": seconds
+        for staleness, seconds in forecast["step_seconds_by_bound"].items()
     }
-    splits = {
-        n: seconds
-        for n, seconds in forecast["step_seconds_by_learners"].items()
-        if n == learners or n.bit_count() == 1
+    seconds_by_learners = {
+        num_learners: seconds
+        for num_learners, seconds in forecast["step_seconds_by_learners"].items()
+        if num_learners == learners or num_learners.bit_count() == 1
     }
     split = f"{forecast['samplers']} x {show.pluralize(forecast['gpus_per_sampler'], 'GPU')} for sampling, "
     split += f"{show.pluralize(learners, 'GPU')} for learning"
@@ -79,9 +79,9 @@ def _summary_rows(forecast: dict[str, Any]) -> list[tuple[str, str]]:
         ("sampler memory", _format_memory(forecast["sampler_gib"], gpu_memory)),
         ("cost", f"{_format(forecast['gpu_hours'])} GPU-hours for {steps}"),
         *((f"try {key}", reason) for key, reason in forecast["advice"].items()),
-        ("step without", _format_seconds(faster)),
-        ("step by mode", _format_seconds(modes)),
-        ("step by learners", _format_seconds(splits)),
+        ("step without", _format_seconds(faster_parts)),
+        ("step by mode", _format_seconds(seconds_by_mode)),
+        ("step by learners", _format_seconds(seconds_by_learners)),
         ("model", f"{forecast['model']}, {forecast['parameters']:,} weights"),
     ]
 
@@ -91,9 +91,9 @@ def _format_memory(gib_by_part: dict[str, float], gpu_memory: float) -> str:
     return f"{sum(gib_by_part.values()):.1f} of {gpu_memory} GiB per GPU: {listing}"
 
 
-def _format_seconds(values: Mapping[Any, float]) -> str:
-    return ", ".join(f"{name}: {_format(seconds)} s" for name, seconds in values.items())
+def _format_seconds(seconds_by_name: Mapping[Any, float]) -> str:
+    return ", ".join(f"{name}: {_format(seconds)} s" for name, seconds in seconds_by_name.items())
 
 
-def _format(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _format(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

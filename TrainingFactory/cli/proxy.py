@@ -40,7 +40,7 @@ def proxy(
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    options = read_config(config, list(overrides))
+    settings = read_config(config, list(overrides))
     from TrainingFactory.apps.proxy.proxy import serve_proxy
     from TrainingFactory.common.http import listen
 
@@ -48,11 +48,11 @@ def proxy(
     is_local = listen.is_loopback(host)
     if not is_local and api_key is None:
         raise ValueError(f"--host {host} lets other machines connect. Require a key: --api-key-env NAME")
-    if options.environment.command is not None:
+    if settings.environment.command is not None:
         show.note("note: environment.command is ignored; only train, eval and rollout start it")
     with listen.bind(host, port) as listener:
         serving = serve_proxy(
-            options, listener, out, api_key, is_local, lambda text: print(text, flush=True), trained_model
+            settings, listener, out, api_key, is_local, lambda text: print(text, flush=True), trained_model
         )
         service = asyncio.run(serving)
     show.note(f"stopped: {show.pluralize(service.num_ended, 'episode')}, {service.num_scored} of them scored")

@@ -80,5 +80,5 @@ def _print_results(results: dict[str, Any], models: list[str], out: Path) -> Non
     for split, by_sampling in results.get("blind", {}).items():
         for sampling, result in by_sampling.items():
             show.note(f"grpo with empty pictures, {split}, {sampling}: {format_success(result)}")
-    times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
-    show.note(f"{times}; all results: {out / 'results.json'}")
+    stage_times = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in results["seconds"].items())
+    show.note(f"{stage_times}; all results: {out / 'results.json'}")

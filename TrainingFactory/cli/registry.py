@@ -55,7 +55,7 @@ def list_(*, as_json: Json = False, file: RegistryFile = None, where: RunsFolder
     elif versions:
         rows = []
         for version in versions:
-            row = (str(version), ", ".join(version.aliases), _source_of(version), version.created)
+            row = (str(version), ", ".join(version.aliases), _format_source(version), version.created)
             rows.append((*row, version.digest[:12], version.description))
         show.columns(["version", "aliases", "source", "registered", "digest", "description"], rows)
     else:
@@ -88,7 +88,7 @@ def show_(
     if as_json:
         print(version_view(model_registry, version).model_dump_json())
         return
-    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _source_of(entry))]
+    rows = [("version", str(entry)), ("aliases", ", ".join(entry.aliases)), ("source", _format_source(entry))]
     rows += [("registered", f"{entry.created} by {entry.who}"), ("digest", entry.digest)]
     rows += [("files", str(model_registry.folder(entry)))]
     rows += [("base model", model_registry.base_name(entry))] if entry.base else []
@@ -96,11 +96,11 @@ def show_(
     rows += [("tag", f"{key}={value}") for key, value in entry.tags.items()]
     for evaluation in evaluations:
         if "success" in evaluation.get("metrics", {}):
-            result = f"{format_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
-            rows.append(("evaluation", result))
+            result_text = f"{format_title(evaluation)}: success {evaluation['metrics']['success']:.3f}"
+            rows.append(("evaluation", result_text))
     for decision in decisions:
         if version == entry.model or entry.number in (decision["number"], decision["was"]):
-            rows.append((decision["kind"], _decision_text(decision)))
+            rows.append((decision["kind"], _describe_decision(decision)))
     show.table([row for row in rows if row[1]])
     if lineage:
         print("\n".join(["", *render_tree(entry.lineage, str(entry))]))
@@ -208,18 +208,18 @@ def promote(
     show.columns(["passed", "check", "result"], rows)
     if comparison is not None:
         change = comparison.difference
-        counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
+        flip_counts = f"{len(comparison.wins)} better, {len(comparison.losses)} worse"
         interval = f"{change.value:+.3f} (95 % interval {change.low:+.3f} to {change.high:+.3f})"
-        print(f"all evaluated tasks: {interval}, {counts}, exact McNemar p = {comparison.p:.3g}")
+        print(f"all evaluated tasks: {interval}, {flip_counts}, exact McNemar p = {comparison.p:.3g}")
     verdict = f"is {promotion.target} now" if decision.promoted else f"is refused as {promotion.target}"
     print(f"{promotion.version} {verdict}: {decision.text}")
     return status
 
 
-def _run_evaluation(name: str, evaluation: RecordedEvaluation) -> None:
+def _run_evaluation(model: str, evaluation: RecordedEvaluation) -> None:
     from TrainingFactory.cli.display import Display
 
-    show.note(f"{name}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
+    show.note(f"{model}: {evaluation.request.entry}, up to {show.pluralize(len(evaluation.tasks), 'task')}")
     with Display(evaluation.num_episodes, loads_model=evaluation.loads_model) as display:
         if evaluation.run(display.episode).interrupted:
             raise KeyboardInterrupt
@@ -242,8 +242,8 @@ def rollback(
     """
     name, _, inline_alias = model.partition("@")
     alias = inline_alias or alias
-    current, previous = _open_registry(file, where).rollback(name, alias)
-    print(f"{name}@{alias} is {current} again" + (f"; it was {name}:{previous}" if previous else ""))
+    new_version, previous = _open_registry(file, where).rollback(name, alias)
+    print(f"{name}@{alias} is {new_version} again" + (f"; it was {name}:{previous}" if previous else ""))
 
 
 @registry.command
@@ -286,8 +286,8 @@ def export(
     else:
         exported = model_registry.export(version, target, merge, dtype)
         print(f"wrote {version} with its model card to {exported.path}")
-        for text in exported.notes:
-            show.note(f"note: {text}")
+        for note in exported.notes:
+            show.note(f"note: {note}")
         show.note(f"publish it: hf upload OWNER/NAME {exported.path}")
 
 
@@ -307,34 +307,34 @@ def verify(
     ```
     """
     model_registry = _open_registry(file, where)
-    damaged = model_registry.verify(version)
-    count = 1 if version is not None else len(model_registry.versions())
+    problems_by_version = model_registry.verify(version)
+    num_versions = 1 if version is not None else len(model_registry.versions())
     if as_json:
-        print(json.dumps({"versions": count, "damaged": damaged}))
-        return DAMAGED if damaged else 0
-    if not damaged:
-        print(f"{show.pluralize(count, 'version')}: all checksums match")
-    for name, texts in damaged.items():
-        for text in texts:
-            show.fail(f"{name}: {text}")
-    return DAMAGED if damaged else 0
+        print(json.dumps({"versions": num_versions, "damaged": problems_by_version}))
+        return DAMAGED if problems_by_version else 0
+    if not problems_by_version:
+        print(f"{show.pluralize(num_versions, 'version')}: all checksums match")
+    for version_name, problems in problems_by_version.items():
+        for problem in problems:
+            show.fail(f"{version_name}: {problem}")
+    return DAMAGED if problems_by_version else 0
 
 
-def _parse_tags(options: Sequence[str]) -> dict[str, str]:
-    pairs = [option.partition("=") for option in options]
-    if invalid := [key for key, separator, _ in pairs if not separator or not key]:
-        raise ValueError(f"--tag {invalid[0]!r} is not KEY=VALUE")
+def _parse_tags(tags: Sequence[str]) -> dict[str, str]:
+    pairs = [tag.partition("=") for tag in tags]
+    if invalid_tags := [key for key, separator, _ in pairs if not separator or not key]:
+        raise ValueError(f"--tag {invalid_tags[0]!r} is not KEY=VALUE")
     return {key: value for key, _, value in pairs}
 
 
-def _source_of(version: Version) -> str:
+def _format_source(version: Version) -> str:
     lineage = version.lineage
     if "run" in lineage:
         return f"run {lineage['run']}, step {lineage['step']}"
     return f"folder {lineage['folder']}"
 
 
-def _decision_text(row: dict[str, Any]) -> str:
+def _describe_decision(row: dict[str, Any]) -> str:
     evidence = row["evidence"] or {}
     if row["kind"] == "refuse":
         candidate = f"{row['model']}:{row['number']} as {row['alias']}"

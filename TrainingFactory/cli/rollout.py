@@ -39,36 +39,36 @@ def rollout(
     """
     from TrainingFactory.assembly.named_files import read_config
 
-    path, options = config_source(source, [*overrides, *(flags or Flags()).overrides()])
-    config = read_config(path, options)
+    config_path, options = config_source(source, [*overrides, *(flags or Flags()).overrides()])
+    config = read_config(config_path, options)
     # Imported here because it is slow: --help and config errors should appear at once.
     from TrainingFactory.evaluation.rollouts import Rollouts
     from TrainingFactory.trainers.notices import notices
 
-    for text in notices(config):
-        show.note(f"note: {text}")
+    for notice in notices(config):
+        show.note(f"note: {notice}")
     group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
     rollouts = Rollouts(config, out, group_size, replay=replay, notify=show.note)
     with Display(rollouts.num_episodes, loads_model=rollouts.loads_model) as display:
         report = rollouts.run(display.episode)
-    count = len(report.trajectories)
+    num_episodes = len(report.trajectories)
     for number, trajectory in enumerate(report.trajectories[:show_episodes], start=1):
-        title = f"episode {number} of {count}: task {trajectory.task.id}, member {trajectory.member}"
+        title = f"episode {number} of {num_episodes}: task {trajectory.task.id}, member {trajectory.member}"
         show.episode(trajectory, title)
     if report.interrupted:
-        show.note(f"interrupted: {count} of {rollouts.num_episodes} episodes finished")
-    if count:
+        show.note(f"interrupted: {num_episodes} of {rollouts.num_episodes} episodes finished")
+    if num_episodes:
         show.table(summary_rows(report.metrics, report.trajectories))
-        show.note(f"saved {show.pluralize(count, 'episode')} to {rollouts.path}")
+        show.note(f"saved {show.pluralize(num_episodes, 'episode')} to {rollouts.path}")
     return show.INTERRUPTED if report.interrupted else 0
 
 
-def config_source(source: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+def config_source(env_or_config: str | None, overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the config file and the overrides for a source: an environment, a config file or an override."""
-    if source is None or source.endswith((".yaml", ".yml")):
-        return source, list(overrides)
-    is_override = "=" in source and not Path(source).exists()
-    option = source if is_override else key_value("environment.environment_id", source)
+    if env_or_config is None or env_or_config.endswith((".yaml", ".yml")):
+        return env_or_config, list(overrides)
+    is_override = "=" in env_or_config and not Path(env_or_config).exists()
+    option = env_or_config if is_override else key_value("environment.environment_id", env_or_config)
     return None, [option, *overrides]
 
 

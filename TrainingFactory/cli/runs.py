@@ -73,7 +73,7 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
     rows += [("checkpoint", str(path)) for path in run.checkpoints()]
     if (best_checkpoint := run.best()) is not None:
         rows.append(("best", f"{best_checkpoint}, on held-out tasks or rows"))
-    rows += [(name, value) for name, value in _annotation_rows(run) if value]
+    rows += [(name, value) for name, value in _make_annotation_rows(run) if value]
     if count := len(read_records(run.path / EVALUATIONS, show.note)):
         rows.append(("evaluations", f"{count} in {run.path / EVALUATIONS}"))
     show.table(rows)
@@ -93,11 +93,11 @@ def show_(name: RunName, *, as_json: Json = False, runs_folder: RunsFolder = "ru
         show.note(f"resume with: {run.resume_command}")
 
 
-def _annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
+def _make_annotation_rows(run: RunFolder) -> list[tuple[str, str]]:
     annotations = read_annotations(run)
     tags = [f"{name}={value}" if value else name for name, value in annotations.tags.items()]
-    archived = "yes" if annotations.archived else ""
-    return [("tags", ", ".join(tags)), ("note", annotations.note), ("archived", archived)]
+    archived_text = "yes" if annotations.archived else ""
+    return [("tags", ", ".join(tags)), ("note", annotations.note), ("archived", archived_text)]
 
 
 def _print_plot(metrics: run_tables.MetricRows) -> None:
@@ -206,13 +206,13 @@ def episodes(
         return
     step, credit = run_credit(run, step, task)
     groups = [group for group in credit.groups if task is None or group.task == task]
-    limit = show_tasks or (1 if html is None and task is None else len(groups))
-    selected = select_episodes(credit, groups[:limit], best, worst)
+    max_groups = show_tasks or (1 if html is None and task is None else len(groups))
+    selected_groups = select_episodes(credit, groups[:max_groups], best, worst)
     title = credit_title(run, step)
     if html is not None:
-        show.write_page(html, replace(credit, groups=selected).page(title))
+        show.write_page(html, replace(credit, groups=selected_groups).page(title))
         return
-    credit_printer.print_groups(credit, selected, groups)
+    credit_printer.print_groups(credit, selected_groups, groups)
     for text in (title, *credit.notes):
         show.note(text)
 

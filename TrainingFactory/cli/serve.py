@@ -59,17 +59,17 @@ def serve(
             "name a model or a run: tfactory serve runs/NAME. For a reward: tfactory serve --reward CONFIG"
         )
     paths = storage_paths(overrides)
-    resolved = find_model(model, *paths)
-    config = serving_config(resolved, overrides)
+    resolved_model = find_model(model, *paths)
+    config = serving_config(resolved_model, overrides)
     api_key = listen.api_key_from(api_key_env)
     is_local = _check_host(host, api_key, "model")
     with listen.bind(host, port) as listener:
-        version = None if resolved.version is None else str(resolved.version)
+        version = None if resolved_model.version is None else str(resolved_model.version)
         server = make_server(config, name or model, queue, version, show.note)
         app = server.api(api_key, is_local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
         ready_text = f"serving {full_name} at {listen.address_of(listener)}/v1 (Ctrl-C stops)"
-        follower = follow_alias(server, resolved, overrides, *paths, show.note)
+        follower = follow_alias(server, resolved_model, overrides, *paths, show.note)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follower:
             asyncio.run(_serve(server.model.sampler, listen.make_server(app).serve([listener]), ready_text))
     show.note("stopped")
@@ -102,8 +102,8 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
     from TrainingFactory.assembly.named_files import read_config
     from TrainingFactory.common.http import listen
 
-    if invalid := [text for text in overrides if "=" not in text]:
-        raise ValueError(f"--reward serves a reward, not the model {invalid[0]}. Leave the model out.")
+    if models := [override for override in overrides if "=" not in override]:
+        raise ValueError(f"--reward serves a reward, not the model {models[0]}. Leave the model out.")
     service = RewardService(read_config(path, overrides), show.note)
     api_key = listen.api_key_from(api_key_env)
     app = service.api(api_key, _check_host(host, api_key, "reward")).app

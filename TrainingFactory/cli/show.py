@@ -58,9 +58,9 @@ def table(rows: list[tuple[str, str]]) -> None:
 
 def tool_rows(metrics: dict[str, float]) -> list[tuple[str, str]]:
     """Return table rows for the model's tool calls, then one for each tool that the model or the reward called."""
-    calls = int(metrics["tool_calls"])
-    success_note = f", {metrics['tool_success']:.0%} succeeded" if calls else ""
-    rows = [("tool calls", f"{calls}{success_note}")]
+    num_calls = int(metrics["tool_calls"])
+    success_note = f", {metrics['tool_success']:.0%} succeeded" if num_calls else ""
+    rows = [("tool calls", f"{num_calls}{success_note}")]
     for name in re.findall(r"^tools/(.+)/calls$", "\n".join(metrics), re.MULTILINE):
         rows.append((f"  {name}", tool_text(metrics, f"tools/{name}")))
     return rows
@@ -70,9 +70,9 @@ def tool_text(metrics: dict[str, float], prefix: str = "tools") -> str:
     text = f"{int(metrics[f'{prefix}/calls'])}, {metrics[f'{prefix}/success']:.0%} succeeded"
     if (median := metrics.get(f"{prefix}/p50")) is not None:
         text += f", {1000 * median:.3g} ms at the median"
-    for name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
-        if count := int(metrics.get(f"{prefix}/{name}", 0)):
-            text += f", {count} {name.replace('_', ' ')}"
+    for counter_name in ("schema_errors", "timeouts", "unavailable", "cache_hits", "retries"):
+        if count := int(metrics.get(f"{prefix}/{counter_name}", 0)):
+            text += f", {count} {counter_name.replace('_', ' ')}"
     return text
 
 
@@ -82,7 +82,7 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for name in names:
         grid.add_column(Text(escape_control(name)), overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(escape_control(value)) for value in row))
+        grid.add_row(*(Text(escape_control(cell)) for cell in row))
     console(stderr=False).print(grid)
 
 
@@ -96,14 +96,14 @@ def message_grid() -> Table:
 
 def episode(trajectory: Trajectory, title: str) -> None:
     """Print one episode as a conversation, followed by its status, reward and length."""
-    rows = _prompt_rows(trajectory.prompt, trajectory.tools)
+    rows = _make_prompt_rows(trajectory.prompt, trajectory.tools)
     row_index = 0
     for turn, span in zip(trajectory.turns, turn_spans(trajectory), strict=True):
         if span.row > row_index:  # an external agent may hold several conversations in one episode
             row_index = span.row
-            fold = f", folded: {turn.fold}" if turn.fold else ""
-            length = f"({len(turn.prompt_ids)} tokens{fold})"
-            rows.add_row(Text(f"row {row_index + 1}", style="dim"), Text(length, style="dim"))
+            fold_note = f", folded: {turn.fold}" if turn.fold else ""
+            length_note = f"({len(turn.prompt_ids)} tokens{fold_note})"
+            rows.add_row(Text(f"row {row_index + 1}", style="dim"), Text(length_note, style="dim"))
         if turn.summary:
             rows.add_row(
                 Text("summary", style="dim"), Text("the model summarises the conversation", style="dim")
@@ -114,15 +114,15 @@ def episode(trajectory: Trajectory, title: str) -> None:
         for reply in turn.replies:
             result = next(results, None) if reply.role == "tool" else None
             _add_message(rows, reply, is_failed=result is not None and not result.ok)
-    _print(title, rows, _ending_text(trajectory))
+    _print_rows(title, rows, _format_ending(trajectory))
 
 
 def conversation(title: str, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
     """Print a conversation from a dataset."""
-    _print(title, _prompt_rows(messages, tools))
+    _print_rows(title, _make_prompt_rows(messages, tools))
 
 
-def _prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
+def _make_prompt_rows(prompt: Sequence[Message], tools: Sequence[ToolSpec]) -> Table:
     rows = message_grid()
     for message in prompt:
         _add_message(rows, message)
@@ -143,7 +143,7 @@ def _add_message(rows: Table, message: Message, is_failed: bool = False) -> None
         rows.add_row(Text(role, style=ROLE_STYLES[role]), literal_text(text or "(no text)", style))
 
 
-def _print(title: str, rows: Table, *footers: Text) -> None:
+def _print_rows(title: str, rows: Table, *footers: Text) -> None:
     screen = console(stderr=False)
     screen.print(Rule(Text(escape_control(title)), align="left"))
     for block in (rows, *footers, ""):
@@ -156,7 +156,7 @@ def literal_text(text: str, style: str = "") -> Text:
     return Text(escape_control(text[:MAX_CHARS] + suffix), style=style)
 
 
-def _ending_text(trajectory: Trajectory) -> Text:
+def _format_ending(trajectory: Trajectory) -> Text:
     tokens = sum(turn.sampled_tokens for turn in trajectory.turns)
     reward = escape_control(reward_text(trajectory.reward))
     line = Text.assemble(

@@ -54,7 +54,7 @@ def export(
         raise ValueError(
             f"{output} exists already. Choose another folder, or overwrite its files with --force."
         )
-    remaining = export_config(read_config(config, overrides), output, note)
+    unmapped_options = export_config(read_config(config, overrides), output, note)
     print(f"wrote {output / ROWS} and {output / SCRIPT}; train with: sh {output / SCRIPT}")
-    if remaining:
-        note(f"no counterpart in ms-swift: {', '.join(remaining)}")
+    if unmapped_options:
+        note(f"no counterpart in ms-swift: {', '.join(unmapped_options)}")

@@ -38,7 +38,7 @@ class Spending:
     max_requests: Count | None = None
     """Stop after this many requests to the teacher."""
 
-    def settings(self) -> dict[str, Any]:
+    def endpoint_options(self) -> dict[str, Any]:
         options = asdict(self)
         return options | {"max_tokens": options.pop("max_total_tokens")}
 
@@ -81,14 +81,14 @@ def teach(
     flags = flags or Flags()
     if flags.model is not None or flags.group_size is not None:
         raise ValueError("--model and --group-size are not for teachers. Use --teacher and --episodes.")
-    settings = find_endpoint(teacher, **(spending or Spending()).settings())
+    settings = find_endpoint(teacher, **(spending or Spending()).endpoint_options())
     settings.check_key()
     options = [*overrides, *flags.overrides(), *_judge_options(judge, out), key_value("model.name", teacher)]
     config = read_config(*config_source(env, options))
     teaching = Teaching(config, settings, out, episodes, show.note)
     if teaching.num_finished:
-        count = show.pluralize(teaching.num_finished, "finished episode")
-        show.note(f"{teaching.folder} has {count}, which are not played again")
+        episodes_text = show.pluralize(teaching.num_finished, "finished episode")
+        show.note(f"{teaching.folder} has {episodes_text}, which are not played again")
     return _run_teaching(teaching, Selection(to, min_reward, best), as_json)
 
 
@@ -96,9 +96,9 @@ def _judge_options(judge: str | None, out: Path) -> list[str]:
     """Return the overrides that let a model score the episodes; its replies are recorded too."""
     if judge is None:
         return []
-    values = {"reward.type": "model_judge", "reward.model": judge}
-    values |= {"reward.options": {"cache": str(out / "judged.sqlite")}}
-    return [key_value(key, value) for key, value in values.items()]
+    overrides = {"reward.type": "model_judge", "reward.model": judge}
+    overrides |= {"reward.options": {"cache": str(out / "judged.sqlite")}}
+    return [key_value(key, value) for key, value in overrides.items()]
 
 
 def _run_teaching(teaching: Teaching, selection: Selection, as_json: bool) -> int:

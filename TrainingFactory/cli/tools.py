@@ -55,11 +55,11 @@ async def list_tools(
     from TrainingFactory.tools import MCPTools
 
     if config is None:
-        builtin = [(name, inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")]
+        docs = [(name, inspect.getdoc(catalog.find("tool", name)) or "") for name in catalog.names("tool")]
         if as_json:
-            print(json.dumps(dict(builtin), indent=2, ensure_ascii=False))
+            print(json.dumps(dict(docs), indent=2, ensure_ascii=False))
         else:
-            show.table([(name, _first_line(text)) for name, text in builtin])
+            show.table([(name, _first_line(doc)) for name, doc in docs])
             show.note("list the tools of your MCP servers: tfactory tools list --config mcp.json")
         return
     async with MCPTools.load_from_config(config) as servers:
@@ -72,14 +72,14 @@ async def list_tools(
         }
         if servers.named:
             sources[""] = "built-in tools named in the file"
-        for name, target in sources.items():
+        for name, source in sources.items():
             offers = [offer for offer in servers.offers if offer.server == name]
-            show.table([(name, f"{target}: {show.pluralize(len(offers), 'tool')}")])
+            show.table([(name, f"{source}: {show.pluralize(len(offers), 'tool')}")])
             rows = []
             for offer in offers:
                 spec = offer.spec
-                options = _changed_options(offer.options)
-                rows.append((spec.name, _format_arguments(spec), options, _first_line(spec.description)))
+                options_text = _format_changed_options(offer.options)
+                rows.append((spec.name, _format_arguments(spec), options_text, _first_line(spec.description)))
             show.columns(("tool", "arguments", "options", "description"), rows)
 
 
@@ -98,7 +98,7 @@ async def call_tool(name: str, /, *arguments: str, config: ToolFile = None) -> i
         name: Tool name, or FILE.py:FUNCTION.
         arguments: Tool arguments as key=value, or one JSON object. Values of non-string parameters are parsed as JSON.
     """
-    async with _prepared_call(config, name, arguments) as call:
+    async with _prepare_call(config, name, arguments) as call:
         result = await call()
     if result.ok:
         print(escape_control(result.content))
@@ -125,13 +125,13 @@ async def bench_tool(
         concurrency: Number of concurrent calls in the second measurement.
     """
     rows = []
-    async with _prepared_call(config, name, arguments) as call:
+    async with _prepare_call(config, name, arguments) as call:
         result = await call()
         for _ in range(WARMUP_CALLS):
             await call()
         for workers in (1, concurrency):
             with Display() as display:
-                rows.append(await _measure(call, calls, workers, display))
+                rows.append(await _measure_calls(call, calls, workers, display))
     show.columns(("concurrency", "calls/s", "p50 ms", "p95 ms", "failed"), rows)
     if not result.ok:
         show.fail(f"{name}: {result.error}: {result.content}")
@@ -139,7 +139,7 @@ async def bench_tool(
 
 
 @asynccontextmanager
-async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
+async def _prepare_call(config: str | None, name: str, arguments: tuple[str, ...]) -> AsyncIterator[Call]:
     """Open the tools and yield a function that makes the call."""
     # Imported here because it is slow: --help and invalid options should be answered at once.
     from TrainingFactory.assembly.tool_calls import open_tools
@@ -148,11 +148,11 @@ async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ..
         specs = {tool.spec.name: tool.spec for tool in executor.tools}
         if config is None and len(specs) == 1:  # NAME is FILE.py:FUNCTION or an alias of the tool
             name = next(iter(specs))
-        values = _parse_arguments(specs.get(name, ToolSpec(name, "")), arguments)
+        parsed_arguments = _parse_arguments(specs.get(name, ToolSpec(name, "")), arguments)
 
         async def call() -> ToolResult:
             try:
-                (result,) = await executor.batch_execute([ToolCall(name, values)])
+                (result,) = await executor.batch_execute([ToolCall(name, parsed_arguments)])
             except ToolFailure as failure:  # the server session is lost; in a run this ends the episode
                 result = ToolResult(str(failure), ok=False, error="tool_failure")
             return result
@@ -160,52 +160,52 @@ async def _prepared_call(config: str | None, name: str, arguments: tuple[str, ..
         yield call
 
 
-async def _measure(call: Call, calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
+async def _measure_calls(call: Call, calls: int, num_workers: int, display: Display) -> tuple[str, ...]:
     """Make `calls` calls from `num_workers` concurrent workers and return a row of the table."""
-    remaining = iter(range(calls))
+    remaining_calls = iter(range(calls))
     num_failed = 0
-    seconds: list[float] = []
+    call_seconds: list[float] = []
 
     async def make_calls() -> None:
         nonlocal num_failed
-        for _ in remaining:
-            call_started = time.perf_counter()
+        for _ in remaining_calls:
+            call_start = time.perf_counter()
             result = await call()
-            seconds.append(time.perf_counter() - call_started)
+            call_seconds.append(time.perf_counter() - call_start)
             num_failed += not result.ok
             display.advance(f"calls, {num_workers} concurrent", calls)
 
     start_time = time.perf_counter()
     await asyncio.gather(*(make_calls() for _ in range(num_workers)))
-    rate = calls / (time.perf_counter() - start_time)
-    p95 = sorted(seconds)[int(calls * 0.95)]
-    times = (f"{statistics.median(seconds) * 1000:.1f}", f"{p95 * 1000:.1f}")
-    return str(num_workers), f"{rate:.0f}", *times, str(num_failed)
+    calls_per_second = calls / (time.perf_counter() - start_time)
+    p95_seconds = sorted(call_seconds)[int(calls * 0.95)]
+    times = (f"{statistics.median(call_seconds) * 1000:.1f}", f"{p95_seconds * 1000:.1f}")
+    return str(num_workers), f"{calls_per_second:.0f}", *times, str(num_failed)
 
 
 def _parse_arguments(spec: ToolSpec, arguments: tuple[str, ...]) -> dict[str, Any]:
     """Parse key=value arguments or one JSON object. The tool's own schema validates the values."""
     if len(arguments) == 1 and arguments[0].lstrip().startswith("{"):
         return json.loads(arguments[0])  # JSONDecodeError is a ValueError that names the position
-    values = {}
-    for text in arguments:
-        key, separator, value = text.partition("=")
+    parsed_arguments = {}
+    for argument in arguments:
+        key, separator, value = argument.partition("=")
         if not separator:
-            raise ValueError(f"{text!r} is not key=value. Write NAME=VALUE, or one JSON object.")
-        values[key] = value
+            raise ValueError(f"{argument!r} is not key=value. Write NAME=VALUE, or one JSON object.")
+        parsed_arguments[key] = value
         if spec.parameters.get("properties", {}).get(key, {}).get("type") != "string":
             with suppress(json.JSONDecodeError):
-                values[key] = json.loads(value)
-    return values
+                parsed_arguments[key] = json.loads(value)
+    return parsed_arguments
 
 
 def _format_arguments(spec: ToolSpec) -> str:
-    required = spec.parameters.get("required", [])
+    required_names = spec.parameters.get("required", [])
     properties: dict[str, Any] = spec.parameters.get("properties", {})
-    return ", ".join(name if name in required else f"[{name}]" for name in properties)
+    return ", ".join(name if name in required_names else f"[{name}]" for name in properties)
 
 
-def _changed_options(options: Any) -> str:
+def _format_changed_options(options: Any) -> str:
     """Return the options that differ from their defaults."""
     from TrainingFactory.tools import ToolOptions
 

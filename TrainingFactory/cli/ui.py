@@ -64,7 +64,7 @@ def ui(
     endpoints = endpoint or []
     for name in endpoints:
         find_endpoint(name).endpoint()  # raises for invalid options
-    token = _token(token_file, no_token)
+    token = _pick_token(token_file, no_token)
     if not listen.is_loopback(host):
         show.note(f"warning: --host {host} lets other machines connect, without encryption")
     if token is None:
@@ -87,22 +87,22 @@ def ui(
     return 0
 
 
-def _token(file: Path | None, no_token: bool) -> str | None:
+def _pick_token(file: Path | None, no_token: bool) -> str | None:
     """Return the access token; None: no token is required. Removes TFACTORY_UI_TOKEN from the environment, so that
     programs started by the UI cannot read it."""
     token = os.environ.pop(TOKEN_VARIABLE, "").strip() or secrets.token_urlsafe(24)
-    source = TOKEN_VARIABLE
+    origin = TOKEN_VARIABLE
     if no_token and file is not None:
         raise ValueError("--no-token and --token-file exclude each other. Remove one of them.")
     if file is not None:
-        token = _stored_token(file.expanduser(), token)
-        source = f"--token-file {file}"
+        token = _load_token(file.expanduser(), token)
+        origin = f"--token-file {file}"
     if not re.fullmatch(r"[A-Za-z0-9_.~-]{16,}", token):
-        raise ValueError(f"{source}: the token must have at least 16 letters, digits or characters of _.~-")
+        raise ValueError(f"{origin}: the token must have at least 16 letters, digits or characters of _.~-")
     return None if no_token else token
 
 
-def _stored_token(file: Path, new_token: str) -> str:
+def _load_token(file: Path, new_token: str) -> str:
     """Return the token stored in a file; create the file with `new_token` if it is missing. Raise ValueError if other
     users can read or write it."""
     opener = partial(os.open, mode=0o600)

@@ -9,7 +9,7 @@ from typing import Any
 from TrainingFactory.assembly import rewards as assemble_rewards
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.named_files import with_original_files, with_original_paths
-from TrainingFactory.assembly.rewards import evaluation_reward, scored_by
+from TrainingFactory.assembly.rewards import evaluation_reward, name_scorer
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.schema import RewardSection
@@ -32,7 +32,7 @@ class Evaluation(Rollouts):
         notify: Callable[[str], None] = lambda _: None,
     ) -> None:
         config = resolve_ids(config, notify)
-        self.scored_by = scored_by(config, evaluation_reward(assemble_rewards.check_reward(config), notify))
+        self.scored_by = name_scorer(config, evaluation_reward(assemble_rewards.check_reward(config), notify))
         group_size = config.training.group_size if "group_size" in config.training.model_fields_set else 1
         super().__init__(config, out, group_size, (), replay, evaluation_reward, notify)
 
@@ -89,7 +89,7 @@ def load_run_reward(run: TrainedBy) -> RewardSection | None:
     config = with_original_files(run.config, run)
 
     def with_model_folder(model: Any) -> dict[str, str]:  # resolves the name of a run to its folder
-        return {"model": str(assemble_rewards.reward_model(model, config).folder)}
+        return {"model": str(assemble_rewards.find_reward_model(model, config).folder)}
 
     reward = config.reward
     if reward.type == "learned" and not reward.parts:

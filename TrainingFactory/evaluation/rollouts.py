@@ -151,7 +151,7 @@ class Rollouts:
             config, environment, chat, on_ended, reward, self.tools.runtime, sampler=sampler
         )
         if isinstance(engine, EndpointRollouts):
-            engine.finished = {(episode.task.id, episode.member) for episode in self._ended_episodes}
+            engine.finished_episodes = {(episode.task.id, episode.member) for episode in self._ended_episodes}
         self._start_recording()
         await check_tools(environment, self.tasks[0], chat, reward)
         start_time = time.perf_counter()
@@ -176,7 +176,7 @@ class Rollouts:
         if not (logging_options.record_tools and "record_tools" in logging_options.model_fields_set):
             return None
         folder = recording_beside(self._target_path)
-        if self.tools.replayed is not None and folder.resolve() == Path(self.tools.replayed):
+        if self.tools.recording_path is not None and folder.resolve() == Path(self.tools.recording_path):
             raise ValueError(
                 f"cannot replay and record {folder} at the same time. Choose another file with --out, or remove "
                 "logging.record_tools=true"

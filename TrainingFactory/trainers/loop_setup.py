@@ -95,9 +95,9 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
     num_steps = count_steps(config, order)
 
     algorithm = make_algorithm(config)
-    replayed_run = tools.sampled_ahead  # set to train on recorded groups again instead of sampling
+    replayed_run = tools.sampled_ahead_run  # set to train on recorded groups again instead of sampling
     is_sampling = environment is not None and replayed_run is None
-    local_policy, policy = await training.learners.policy(loaded_model, algorithm, num_steps, is_sampling)
+    local_policy, policy = await training.learners.make_policies(loaded_model, algorithm, num_steps, is_sampling)
     exit_stack.push_async_callback(policy.close)
     for split in (dataset, heldout_dataset):
         if split is not None and "precomputed" in algorithm.needs:
@@ -144,7 +144,7 @@ async def make_loop(training: PreparedRun, exit_stack: AsyncExitStack) -> Traini
         guards=Guards(
             config.reward.max_equal_steps,
             has_rewards=any("reward" in row for row in earlier_metrics),
-            is_replay=tools.replayed is not None,
+            is_replay=tools.recording_path is not None,
             max_mismatch=config.optimization.max_mismatch,
             state_groups=config.grpo.state_groups if config.training.algorithm == "grpo" else 0.0,
         ),
@@ -217,7 +217,7 @@ async def _make_rollout_setup(
     )
     exit_stack.push_async_callback(sampler.close)
 
-    movable_reward = build_rewards.move_object(training.objects.reward, config)
+    movable_reward = build_rewards.move_to_workers(training.objects.reward, config)
     reward = movable_reward or build_rewards.make_reward(config)
     await build_rewards.open_reward(reward, exit_stack, notify)
     is_evaluated = config.training.eval_every is not None
@@ -235,7 +235,7 @@ async def _make_rollout_setup(
         sampler,
         RewardClock(reward, notify, lambda: build_rewards.judge_metrics(reward)),
         RewardClock(heldout_reward, notify),
-        build_rewards.scored_by(config, heldout_reward),
+        build_rewards.name_scorer(config, heldout_reward),
         asyncio.Semaphore(max_episodes) if max_staleness else None,
     )
 

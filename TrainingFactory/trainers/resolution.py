@@ -101,7 +101,7 @@ def validate_config(resolved_config: ResolvedConfig) -> RewardFunction | None:
     check_engines(config)
     check_chat_template(config)
     make_folding(config)
-    make_user(config, replaying=True)  # the key is checked when the tools are made
+    make_user(config, is_replaying=True)  # the key is checked when the tools are made
     check_trackers(config.logging.trackers)
     check_registry(config)
     reward = objects.reward or check_reward(config)

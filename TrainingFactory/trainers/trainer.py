@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.environment import as_environment_factory, environment_of_scenario
+from TrainingFactory.assembly.environment import as_environment_factory, make_scenario_environment
 from TrainingFactory.assembly.export import ExportedModel, export
 from TrainingFactory.assembly.learner_processes import serve_rank
-from TrainingFactory.assembly.rewards import check_group_size, move_object
+from TrainingFactory.assembly.rewards import check_group_size, move_to_workers
 from TrainingFactory.assembly.tools import as_list
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
@@ -214,7 +214,7 @@ class Trainer:
             *notices(config, has_reward=has_reward),
             *unused_options(config, has_episodes=has_environment, heldout=self._heldout is not None),
         ]
-        runs_in_process = has_reward and move_object(objects.reward, config) is objects.reward
+        runs_in_process = has_reward and move_to_workers(objects.reward, config) is objects.reward
         if config.optimization.distributed_reward and runs_in_process:
             self.notices.append(
                 "optimization.distributed_reward: a reward that is a Python object runs in this process; to run it "
@@ -242,11 +242,11 @@ class Trainer:
             tools = as_list(section.pop("tools", ()))
             if (scenario := _pop_object(section, "environment_id", None)) is not None:
                 section["environment_id"] = None
-                self.objects.environment = environment_of_scenario(scenario)
+                self.objects.environment = make_scenario_environment(scenario)
             merge_into_section(keys, "environment", section)
             return tools
         if hasattr(environment, "scenario_id"):
-            environment = environment_of_scenario(environment)
+            environment = make_scenario_environment(environment)
         if isinstance(environment, str | Path):
             merge_into_section(keys, "environment", {"environment_id": environment})
         elif environment is not None:

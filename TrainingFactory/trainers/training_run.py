@@ -136,7 +136,7 @@ class Training(PreparedRun):
             report = await loop.train()
             if report.state == "finished":
                 report.version = await in_thread(self._register)
-            await self.learners.end(report)
+            await self.learners.end_ranks(report)
             return report
 
     def _release(self) -> None:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, Field
 
 from TrainingFactory.algorithms.kinds import KINDS
-from TrainingFactory.assembly.environment import check_name, make_environment
+from TrainingFactory.assembly.environment import check_environment_name, make_environment
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.common import catalog
 from TrainingFactory.common.options import show_value
@@ -31,11 +31,11 @@ from TrainingFactory.trainers.notices import notices, unused_options
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.training.preflight import check_options
 
-Kind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
-KIND_BY_TYPE: dict[str, Kind] = {
+InputKind = Literal["text", "number", "integer", "switch", "choice", "list", "map"]
+INPUT_KIND_BY_TYPE: dict[str, InputKind] = {
     "boolean": "switch", "integer": "integer", "number": "number", "string": "text", "array": "list", "object": "map"
 }  # fmt: skip
-HELP = {
+HELP_TEXTS = {
     "model": "The model to train.", "training": "Algorithm, number of steps and batch sizes.",
     "environment": "Where episodes are played.", "reward": "How episodes are scored.",
     "tools": "Tools in addition to the environment's own.", "sampling": "How turns are sampled.",
@@ -58,7 +58,7 @@ SIMPLE_REWARDS = ("environment", "rule_based", "tool_verified")
 
 class Option(BaseModel):
     key: str
-    kind: Kind
+    kind: InputKind
     help: str
     default: Any = None
     choices: list[str] | None = None  # for kind "text": known names, other values are allowed
@@ -115,28 +115,28 @@ class DraftCheck(BaseModel):
 
 def options() -> Options:
     """Return the sections of the config form with their options."""
-    result = []
+    groups = []
     for name in TrainingConfig.model_fields:
         section = sections().get(name)
         if section is None:  # tools, a list
-            entries = [_option(name, {"type": "array", "default": []})]
+            fields = [_make_option(name, {"type": "array", "default": []})]
         else:
             properties = section.model_json_schema()["properties"]
-            entries = [_option(f"{name}.{key}", schema) for key, schema in properties.items()]
-        help_text = HELP.get(name) or f"Options of {name}, where training.algorithm is {name}."
-        result.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=entries))
-    return Options(sections=result)
+            fields = [_make_option(f"{name}.{key}", schema) for key, schema in properties.items()]
+        help_text = HELP_TEXTS.get(name) or f"Options of {name}, where training.algorithm is {name}."
+        groups.append(OptionSection(name=name, help=help_text, algorithm=name in ALGORITHMS, options=fields))
+    return Options(sections=groups)
 
 
-def _option(key: str, schema: Mapping[str, Any]) -> Option:
+def _make_option(key: str, schema: Mapping[str, Any]) -> Option:
     alternatives = schema.get("anyOf", [schema])
     branch = next(candidate for candidate in alternatives if candidate.get("type") != "null")
-    kind: Kind = "choice" if "enum" in branch else KIND_BY_TYPE.get(branch.get("type", ""), "text")
+    kind: InputKind = "choice" if "enum" in branch else INPUT_KIND_BY_TYPE.get(branch.get("type", ""), "text")
     if "$ref" in branch:  # an optional section of its own
         kind = "map"
     known_names = sorted(catalog.names("environment")) if key == "environment.environment_id" else None
     return Option(
-        key=key, kind=kind, help=" ".join(schema.get("description", HELP.get(key, "")).split()),
+        key=key, kind=kind, help=" ".join(schema.get("description", HELP_TEXTS.get(key, "")).split()),
         default=schema.get("default", {"list": [], "map": {}}.get(kind)), choices=branch.get("enum", known_names),
         least=branch.get("minimum", branch.get("exclusiveMinimum")), above="exclusiveMinimum" in branch,
         most=branch.get("maximum", branch.get("exclusiveMaximum")), nullable={"type": "null"} in alternatives,
@@ -185,12 +185,12 @@ def check_draft(draft: Draft, runs: Path) -> DraftCheck:
         return DraftCheck(
             options=draft.options, yaml=draft.yaml or "", problems=config_problems(error), notices=[]
         )
-    texts, folder = [*notices(config), *unused_options(config)], config.logging.output_dir
-    if "output_dir" in config.logging.model_fields_set and Path(folder).resolve() != runs.resolve():
-        texts.append(f"logging.output_dir: runs started here are saved to {runs}, not to {folder}")
+    notes, output_folder = [*notices(config), *unused_options(config)], config.logging.output_dir
+    if "output_dir" in config.logging.model_fields_set and Path(output_folder).resolve() != runs.resolve():
+        notes.append(f"logging.output_dir: runs started here are saved to {runs}, not to {output_folder}")
     problems = start_problems(with_runs_folder(config, runs))
-    options, text = flat_options(config), minimal_yaml(config)
-    return DraftCheck(options=options, yaml=text, problems=problems, notices=texts)
+    options, yaml_text = flat_options(config), minimal_yaml(config)
+    return DraftCheck(options=options, yaml=yaml_text, problems=problems, notices=notes)
 
 
 def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
@@ -207,11 +207,11 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
     config = collect("", lambda: resolve_ids(config)) or config
     collect("model.name", lambda: with_resolved_model(config))
-    kind, has_dataset = KINDS[config.training.algorithm], config.data.dataset is not None
-    plays_episodes = kind.samples or (kind.accepts_demonstrations and not has_dataset)
+    algorithm_kind, has_dataset = KINDS[config.training.algorithm], config.data.dataset is not None
+    plays_episodes = algorithm_kind.samples or (algorithm_kind.accepts_demonstrations and not has_dataset)
     collect("", lambda: check_options(config, has_dataset))
     if (name := config.environment.environment_id) is not None:
-        collect("environment.environment_id", lambda name=name: check_name(name))
+        collect("environment.environment_id", lambda name=name: check_environment_name(name))
     elif plays_episodes and config.environment.command is None:  # a plain conversation with tasks from a file
         collect("environment.environment_id", lambda: make_environment(config, bool(config.tools)))
         if config.tools and config.data.tasks is None:
@@ -229,18 +229,18 @@ def start_problems(config: TrainingConfig) -> list[ConfigProblem]:
 
 def config_problems(error: ConfigError) -> list[ConfigProblem]:
     """Return the problems by key, without the name of the temporary file that held the draft."""
-    rows = []
+    problems = []
     for problem in error.problems:
         key, line = dotted(problem.key), problem.location.rpartition(":")[2]
         value_note = "" if problem.value is ... else f" (got {show_value(key, problem.value)})"
         line_number = int(line) if line.isdecimal() else None
-        rows.append(ConfigProblem(key=key, message=problem.text + value_note, line=line_number))
-    return rows
+        problems.append(ConfigProblem(key=key, message=problem.text + value_note, line=line_number))
+    return problems
 
 
 def minimal_yaml(config: TrainingConfig) -> str:
-    data = config.model_dump(exclude_defaults=True)
-    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True) if data else ""
+    changed_options = config.model_dump(exclude_defaults=True)
+    return yaml.safe_dump(changed_options, sort_keys=False, allow_unicode=True) if changed_options else ""
 
 
 def flat_options(config: TrainingConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from TrainingFactory.apps.views.shapes import AuditList, EpisodeView, Json, Numb
 from TrainingFactory.common.http.site import Site
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.runs.folder import RunFolder
-from TrainingFactory.web.worker import index_of
+from TrainingFactory.web.worker import find_index
 
 
 class Label(BaseModel):
@@ -42,10 +42,10 @@ class Labels(BaseModel):
 
 
 class JudgeRoutes:
-    """HTTP routes for judge audits and labels; `find` returns the run with a given name."""
+    """HTTP routes for judge audits and labels; `find_run` returns the run with a given name."""
 
-    def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find, self._lock = runs, find, threading.Lock()
+    def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
+        self._runs, self._find_run, self._lock = runs, find_run, threading.Lock()
         site.add("GET", "/api/audits", self.audits)
         site.add("GET", "/api/labels", self.labels)
         site.add("POST", "/api/labels", self.label)
@@ -56,20 +56,20 @@ class JudgeRoutes:
 
     def labels(self, run: str) -> Labels:
         """List the labels of a run's episodes."""
-        path = self._path(run)
-        rows, unread = _read_labels(path)
+        path = self._label_file(run)
+        labels, unread_lines = _read_labels(path)
         gold_arguments = f"{shlex.quote(str(path))}{runs_option(self._runs)}"
-        rows = [LabelRow(**row) for row in rows.values()]
+        rows = [LabelRow(**row) for row in labels.values()]
         command = f"tfactory judge audit --gold {gold_arguments} base_url=URL model=NAME"
-        return Labels(path=str(path), rows=rows, unread=len(unread), command=command)
+        return Labels(path=str(path), rows=rows, unread=len(unread_lines), command=command)
 
-    def _path(self, run: str) -> Path:
-        return self._runs / "labels" / f"{self._find(run).name}.jsonl"
+    def _label_file(self, run: str) -> Path:
+        return self._runs / "labels" / f"{self._find_run(run).name}.jsonl"
 
     def label(self, request: Label) -> Labels:
         """Label an episode, or remove its label."""
-        path = self._path(request.run)
-        row = gold_row(request, index_of(self._find(request.run).path).episode(request.number))
+        path = self._label_file(request.run)
+        row = make_gold_row(request, find_index(self._find_run(request.run).path).episode(request.number))
         with self._lock:
             labels, other_lines = _read_labels(path)
             labels.pop(request.number, None)
@@ -81,7 +81,7 @@ class JudgeRoutes:
         return self.labels(request.run)
 
 
-def gold_row(request: Label, view: EpisodeView) -> Json:
+def make_gold_row(request: Label, view: EpisodeView) -> Json:
     """Return a row of a gold file: the conversation up to the model's last message, the label and its source."""
     messages = [*view.prompt, *(message for turn in view.turns for message in (turn.message, *turn.replies))]
     roles = [message["role"] for message in messages]
@@ -96,11 +96,11 @@ def gold_row(request: Label, view: EpisodeView) -> Json:
 
 def _read_labels(path: Path) -> tuple[dict[int, Json], list[str]]:
     """Return the labels in a file by episode number, and the lines that this page did not write."""
-    rows, other_lines = dict[int, Json](), list[str]()
+    labels, other_lines = dict[int, Json](), list[str]()
     for line in path.read_text(encoding="utf-8").split("\n") if path.is_file() else []:
         try:
             row = json.loads(line or "null")
-            rows[LabelRow(**row).number] = row
+            labels[LabelRow(**row).number] = row
         except (ValueError, TypeError):  # pydantic's own is a ValueError
             other_lines += [line] if line.strip() else []
-    return rows, other_lines
+    return labels, other_lines

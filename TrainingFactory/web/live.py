@@ -29,7 +29,7 @@ class RunChanges(BaseModel):
 class RunEvents:
     def __init__(self, runs: Runs) -> None:
         self.runs = runs
-        self.stopping: Callable[[], bool] = lambda: False  # whether the server shuts down, which ends streams
+        self.is_stopping: Callable[[], bool] = lambda: False  # whether the server shuts down, ending streams
         self._poll: tuple[float, asyncio.Task[list[RunRow]]] | None = None  # start and task of the last poll
 
     async def _poll_runs(self) -> dict[str, RunRow]:
@@ -44,13 +44,13 @@ class RunEvents:
         rows_before = await self._poll_runs()
         reader = None if run is None else await asyncio.to_thread(_FileReader, run)
         yield event("runs", RunChanges(runs=[], gone=[]))  # tells the page that the stream is open
-        while not self.stopping():
+        while not self.is_stopping():
             await asyncio.sleep(POLL_SECONDS)
             rows = await self._poll_runs()
-            changed = [row for name, row in rows.items() if row is not rows_before.get(name)]
-            gone = [name for name in rows_before if name not in rows]
-            if changed or gone:
-                yield event("runs", RunChanges(runs=changed, gone=gone))
+            changed_rows = [row for name, row in rows.items() if row is not rows_before.get(name)]
+            gone_names = [name for name in rows_before if name not in rows]
+            if changed_rows or gone_names:
+                yield event("runs", RunChanges(runs=changed_rows, gone=gone_names))
             rows_before = rows
             if reader is not None and reader.run.name in rows:
                 for change in await asyncio.to_thread(reader.read_events):
@@ -62,29 +62,29 @@ class _FileReader:
 
     def __init__(self, run: RunFolder) -> None:
         self.run = run
-        self._metrics, self._log = (_last_line_end(run.path / name) for name in (METRICS, LOG))
-        self._findings = stat_file(run.path / FINDINGS)
+        self._metrics_end, self._log_end = (_find_last_line_end(run.path / name) for name in (METRICS, LOG))
+        self._findings_stat = stat_file(run.path / FINDINGS)
 
     def read_events(self) -> list[Event]:
         events = []
-        if (metrics := read_metrics_part(self.run, self._metrics)).steps or metrics.again:
-            events.append(event("metrics", metrics.model_copy(update={"start": self._metrics})))
-        if (log := read_log_part(self.run, self._log)).text or log.again:
-            events.append(event("log", log.model_copy(update={"start": self._log})))
-        self._metrics, self._log = metrics.offset, log.offset
-        if (stat := stat_file(self.run.path / FINDINGS)) != self._findings:
-            rows = [finding.model_dump() for finding in findings(self.run)]
-            events.append(event("findings", {"findings": rows}))
-        self._findings = stat
+        if (metrics := read_metrics_part(self.run, self._metrics_end)).steps or metrics.again:
+            events.append(event("metrics", metrics.model_copy(update={"start": self._metrics_end})))
+        if (log := read_log_part(self.run, self._log_end)).text or log.again:
+            events.append(event("log", log.model_copy(update={"start": self._log_end})))
+        self._metrics_end, self._log_end = metrics.offset, log.offset
+        if (stat := stat_file(self.run.path / FINDINGS)) != self._findings_stat:
+            finding_rows = [finding.model_dump() for finding in findings(self.run)]
+            events.append(event("findings", {"findings": finding_rows}))
+        self._findings_stat = stat
         return events
 
 
-def _last_line_end(path: Path) -> int:
+def _find_last_line_end(path: Path) -> int:
     """Return the position after the last complete line of a file."""
     try:
         with open_regular_file(path) as file:
-            start = max(0, file.seek(0, 2) - TAIL_BYTES)
-            file.seek(start)
-            return start + file.read().rfind(b"\n") + 1
+            tail_start = max(0, file.seek(0, 2) - TAIL_BYTES)
+            file.seek(tail_start)
+            return tail_start + file.read().rfind(b"\n") + 1
     except FileNotFoundError:
         return 0

@@ -24,8 +24,8 @@ from TrainingFactory.runs.annotations import annotate, read_annotations
 from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.web import processes
 
-EXPORTS = "exports"  # in the folder of runs: exported models
-MAX_OUTPUT = 64 << 10  # bytes at the end of a job's output that are read
+EXPORTS_FOLDER = "exports"  # in the folder of runs: exported models
+MAX_OUTPUT_BYTES = 64 << 10  # bytes at the end of a job's output that are read
 Checkpoint = Annotated[str, Field(pattern=r"^(last|best|step-\d+)$")]
 Count = Annotated[int, Field(ge=1)]
 
@@ -90,32 +90,32 @@ class _Job:
     run: str
     kind: Literal["eval", "export"]
     command: str
-    log: Path
-    start: int  # byte of the log at which the job's output starts
+    log_file: Path
+    log_start: int  # byte of the log at which the job's output starts
     process: subprocess.Popen[Any]
     started: float = field(default_factory=time.time)
 
     def view(self, number: int) -> JobView:
         status = self.process.poll()
         state = "running" if status is None else "failed" if status else "finished"
-        output = processes.end_of_output(self._output())
+        output = processes.read_last_lines(self._read_output())
         return JobView(
             number=number, kind=self.kind, state=state, command=self.command, started=self.started, output=output
         )  # fmt: skip
 
-    def _output(self) -> bytes:
+    def _read_output(self) -> bytes:
         try:
-            with open_regular_file(self.log) as file:
-                size = file.seek(0, 2)
-                file.seek(max(self.start, size - MAX_OUTPUT))
+            with open_regular_file(self.log_file) as file:
+                log_bytes = file.seek(0, 2)
+                file.seek(max(self.log_start, log_bytes - MAX_OUTPUT_BYTES))
                 return file.read()
         except (OSError, ValueError):  # deleted meanwhile
             return b""
 
 
 class ManageRoutes:
-    def __init__(self, site: Site, runs: Path, find: Callable[[str], RunFolder]) -> None:
-        self._runs, self._find = runs, find
+    def __init__(self, site: Site, runs: Path, find_run: Callable[[str], RunFolder]) -> None:
+        self._runs, self._find_run = runs, find_run
         self._jobs: list[_Job] = []
         self._change_lock = threading.Lock()
         site.add("GET", "/api/runs/{name}/references", self.references)
@@ -125,31 +125,31 @@ class ManageRoutes:
 
     def references(self, name: str) -> ReferenceList:
         """List what refers to a run, and the size of its folder."""
-        references = manage.find_references(self._find(name), self._runs)
+        references = manage.find_references(self._find_run(name), self._runs)
         return ReferenceList(needed_by=references.needed_by, copies=references.copies, bytes=references.size)
 
     def annotate(self, name: str, request: AnnotationRequest) -> ManagedRun:
         """Archive a run, or replace its tags or its note."""
-        run = self._find(name)
+        run = self._find_run(name)
         removed_tags = [] if request.tags is None else read_annotations(run).tags.keys() - request.tags.keys()
         annotate(run, archived=request.archived, tags=request.tags, removed=removed_tags, note=request.note)
         return ManagedRun(name=name, command=f"tfactory runs show {run.display_path}")
 
     def rename(self, name: str, request: RenameRequest) -> ManagedRun:
         """Rename a run that is not running and whose files no other run needs."""
-        run = self._find(name)
-        with self._change_lock, _conflict_on_error():
+        run = self._find_run(name)
+        with self._change_lock, _raise_conflict():
             self._check_idle(name)
-            renamed = manage.rename_run(run, request.new_name, self._runs)
-        arguments = shlex.join(["tfactory", "runs", "rename", name, renamed.name])
-        return ManagedRun(name=renamed.name, command=arguments + runs_option(self._runs))
+            renamed_run = manage.rename_run(run, request.new_name, self._runs)
+        arguments = shlex.join(["tfactory", "runs", "rename", name, renamed_run.name])
+        return ManagedRun(name=renamed_run.name, command=arguments + runs_option(self._runs))
 
     def delete(self, name: str, request: DeleteRequest) -> ManagedRun:
         """Delete a run that is not running. `force`: although other runs need its files."""
-        run = self._find(name)
+        run = self._find_run(name)
         if request.confirm != name:
             raise ApiError(f"confirm must be the name of the run, {name}", "confirm")
-        with self._change_lock, _conflict_on_error():
+        with self._change_lock, _raise_conflict():
             self._check_idle(name)
             manage.delete_run(run, self._runs, request.force)
         arguments = ["tfactory", "runs", "delete", name, *(["--force"] if request.force else [])]
@@ -168,53 +168,53 @@ class ManageRoutes:
         for option in ("tasks", "episodes", "temperature"):
             if (value := getattr(request, option)) is not None:
                 options += [f"--{option}", f"{value:g}"]
-        return self._start(name, "eval", request.checkpoint, options)
+        return self._start_job(name, "eval", request.checkpoint, options)
 
     def export(self, name: str, request: ExportStart) -> JobView:
         """Export the model of a run to `exports/` in the folder of runs, as `tfactory export` does."""
         if not re.fullmatch(r"\w[\w.+-]*", request.folder):
             text = f"invalid folder name {request.folder!r}: use letters, digits and . _ + - only"
             raise ApiError(text, "folder")
-        folder = (self._runs / EXPORTS / request.folder).resolve()
+        folder = (self._runs / EXPORTS_FOLDER / request.folder).resolve()
         if folder.exists():
             raise ApiError(f"{folder} already exists; choose another name", "folder", status=409)
         options = ["--out", str(folder), *(["--merge"] if request.merge else [])]
         options += ["--dtype", request.dtype] if request.dtype else []
-        return self._start(name, "export", request.checkpoint, options)
+        return self._start_job(name, "export", request.checkpoint, options)
 
     def cancel(self, name: str) -> JobList:
         """Cancel the running evaluation and export of a run."""
-        self._find(name)
-        for job in self._running(name):
+        self._find_run(name)
+        for job in self._list_running_jobs(name):
             job.process.terminate()
         return self.jobs(name)
 
-    def _start(
+    def _start_job(
         self, name: str, kind: Literal["eval", "export"], checkpoint: str, options: list[str]
     ) -> JobView:
-        run = self._find(name)
-        log = run.path / f"{kind}.log"
+        run = self._find_run(name)
+        log_file = run.path / f"{kind}.log"
         arguments = [kind, f"{run.path.resolve()}@{checkpoint}", *options]
         with self._change_lock:
-            if any(job.kind == kind for job in self._running(name)):
+            if any(job.kind == kind for job in self._list_running_jobs(name)):
                 raise ApiError(f"another {kind} of {name} is running; wait for it or cancel it", status=409)
-            with open_regular_file(log, "ab") as output:
-                log_start = output.tell()
-                process = processes.launch(arguments, output)
-            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log, log_start, process)
+            with open_regular_file(log_file, "ab") as log_stream:
+                log_start = log_stream.tell()
+                process = processes.launch(arguments, log_stream)
+            job = _Job(name, kind, shlex.join(["tfactory", *arguments]), log_file, log_start, process)
             self._jobs.append(job)
         return job.view(len(self._jobs) - 1)
 
-    def _running(self, name: str) -> list[_Job]:
+    def _list_running_jobs(self, name: str) -> list[_Job]:
         return [job for job in self._jobs if job.run == name and job.process.poll() is None]
 
     def _check_idle(self, name: str) -> None:
-        if running := self._running(name):
-            raise ValueError(f"run {name} is in use by its {running[0].kind}. Wait for it, or cancel it")
+        if running_jobs := self._list_running_jobs(name):
+            raise ValueError(f"run {name} is in use by its {running_jobs[0].kind}. Wait for it, or cancel it")
 
 
 @contextmanager
-def _conflict_on_error() -> Iterator[None]:
+def _raise_conflict() -> Iterator[None]:
     """Respond with status 409 if the action in the block raises ValueError."""
     try:
         yield

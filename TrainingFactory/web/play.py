@@ -29,7 +29,7 @@ from TrainingFactory.runs.folder import RunFolder
 from TrainingFactory.training.dataset import argument_problem
 from TrainingFactory.web.pool import Pool
 
-FORMS: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
+FORM_BY_KIND: dict[str, Form] = {"demonstration": "sft", "preference": "dpo", "verdict": "kto"}
 ENDPOINT = "endpoint"  # what a model behind an endpoint is
 
 
@@ -82,7 +82,7 @@ class PlayRoutes:
     def __init__(self, site: Site, runs: Runs, pool: Pool, endpoints: Sequence[str]) -> None:
         self._runs, self._pool, self._lock = runs, pool, threading.Lock()
         self._named_endpoints = endpoints
-        self._open: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
+        self._sessions: dict[str, Json] = {}  # id -> arguments of its jobs, and `tools`
         self._folder = tempfile.TemporaryDirectory(prefix="tfactory-play-")
         self._spending: dict[str, str] = {}  # endpoint -> file with its paid replies; its process may end
         site.add("GET", "/api/play", self.choices)
@@ -93,8 +93,8 @@ class PlayRoutes:
 
     def choices(self) -> PlayChoices:
         """List the models and environments of the playground."""
-        entries = catalog.names("environment").items()
-        names = [name for name, alias in entries if alias is None and not name.endswith("/")]
+        aliases = catalog.names("environment").items()
+        names = [name for name, alias in aliases if alias is None and not name.endswith("/")]
         environments: list[Json] = [{"name": f"environment:{name}", "what": name} for name in names]
         models: list[Json] = [{"name": BUILTIN, "what": "built in, untrained", "environment": None}]
         for row in (row for row in reversed(self._runs.rows()) if row.algorithm):
@@ -108,7 +108,7 @@ class PlayRoutes:
             label = ", ".join(["registered", *version.aliases])
             models.append({"name": str(version), "what": label, "environment": None})
         local_names = {model["name"] for model in models}
-        models += [_endpoint_row(name) for name in self._endpoint_names() if name not in local_names]
+        models += [_make_endpoint_row(name) for name in self._endpoint_names() if name not in local_names]
         return PlayChoices(models=models, environments=environments)
 
     def _endpoint_names(self) -> list[str]:
@@ -117,33 +117,33 @@ class PlayRoutes:
 
     async def begin(self, request: ConversationRequest) -> OpenedConversation:
         """Load a model in its worker process, and begin a conversation in an environment."""
-        available = await asyncio.to_thread(self.choices)
-        choices = {"model": available.models, "environment": [{"name": None}, *available.environments]}
+        play_choices = await asyncio.to_thread(self.choices)
+        choices = {"model": play_choices.models, "environment": [{"name": None}, *play_choices.environments]}
         for field, options in choices.items():
             if (value := getattr(request, field)) not in [option["name"] for option in options]:
                 raise ApiError(f"unknown {field} {value!r}", field, status=404, code="not_found")
         arguments = request.model_dump() | {"id": secrets.token_hex(8), "runs": str(self._runs.folder)}
-        arguments["spending"] = self._spending_file(request.model, available.models)
-        opened = await self._pool.ask(f"play:{request.model}", "begin", arguments)
-        self._open[arguments["id"]] = arguments | {"tools": opened["tools"], "stop": self._folder.name}
-        return OpenedConversation(id=arguments["id"], **opened)
+        arguments["spending"] = self._find_spending_file(request.model, play_choices.models)
+        reply = await self._pool.ask(f"play:{request.model}", "begin", arguments)
+        self._sessions[arguments["id"]] = arguments | {"tools": reply["tools"], "stop": self._folder.name}
+        return OpenedConversation(id=arguments["id"], **reply)
 
     async def say(self, id: str, request: AnswerRequest) -> Events:
         """Sample an answer: events `told` with text, message or results, then `done` with the new messages."""
-        conversation = self._find(id)
+        conversation = self._find_session(id)
         # A new file per answer, because the previous one may still be ending.
-        conversation["stop"] = stop = f"{self._folder.name}/{secrets.token_hex(8)}"
+        conversation["stop"] = stop_file = f"{self._folder.name}/{secrets.token_hex(8)}"
         arguments = conversation | request.model_dump()
-        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop).touch)
+        return self._pool.events(f"play:{conversation['model']}", "say", arguments, Path(stop_file).touch)
 
     def stop(self, id: str) -> ConversationRequest:
         """Stop the answer that is being sampled; keep what was sampled. Return the conversation."""
-        Path(self._find(id)["stop"]).touch()
-        return ConversationRequest(**self._find(id))
+        Path(self._find_session(id)["stop"]).touch()
+        return ConversationRequest(**self._find_session(id))
 
     def keep(self, id: str, request: SaveRequest) -> SavedRow:
         """Append a conversation to a dataset as a training row."""
-        form, tools, messages = FORMS[request.kind], self._find(id)["tools"], request.messages
+        form, tools, messages = FORM_BY_KIND[request.kind], self._find_session(id)["tools"], request.messages
         rows_by_form = {"sft": {"messages": messages}, "kto": {"messages": messages, "label": request.good}}
         row = rows_by_form.get(form, {"chosen": messages, "rejected": request.other})
         row |= {"tools": tools} if tools else {}
@@ -153,27 +153,27 @@ class PlayRoutes:
         with self._lock, path.open("a+", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(row) + "\n")
             file.seek(0)
-            count = sum(1 for _ in file)
+            num_rows = sum(1 for _ in file)
         command = shlex.join(["tfactory", "data", "check", str(path), "--for", form])
-        return SavedRow(path=str(path), rows=count, command=command)
+        return SavedRow(path=str(path), rows=num_rows, command=command)
 
-    def _spending_file(self, model: str, rows: Sequence[Json]) -> str | None:
+    def _find_spending_file(self, model: str, model_rows: Sequence[Json]) -> str | None:
         """Return the file in which an endpoint's paid replies are logged; None for a local model."""
-        if next(row["what"] for row in rows if row["name"] == model).partition(",")[0] != ENDPOINT:
+        if next(row["what"] for row in model_rows if row["name"] == model).partition(",")[0] != ENDPOINT:
             return None
         return self._spending.setdefault(model, f"{self._folder.name}/{secrets.token_hex(8)}.jsonl")
 
-    def _find(self, id: str) -> Json:
-        if (conversation := self._open.get(id)) is None:
+    def _find_session(self, id: str) -> Json:
+        if (conversation := self._sessions.get(id)) is None:
             raise ApiError("unknown conversation; begin a new one", "id", status=404, code="not_found")
         return conversation
 
 
-def _endpoint_row(name: str) -> Json:
+def _make_endpoint_row(endpoint_name: str) -> Json:
     """Return the list row of an endpoint with the host and the API key's variable, never the key itself."""
     try:
-        endpoint = find_endpoint(name).endpoint()
+        endpoint = find_endpoint(endpoint_name).endpoint()
         description = f"{endpoint.model} at {endpoint.host}, key {endpoint.api_key_env or 'none'}"
     except ValueError:  # beginning a conversation reports it
         description = "invalid options"
-    return {"name": name, "what": f"{ENDPOINT}, {description}", "environment": None}
+    return {"name": endpoint_name, "what": f"{ENDPOINT}, {description}", "environment": None}

@@ -44,7 +44,7 @@ from TrainingFactory.web.worker import ProgressCallback
 JobArguments = dict[str, Any]
 MAX_TASKS = 50  # maximum tasks of an environment that are offered
 STOP_POLL_SECONDS = 0.1  # seconds between two checks of the stop file
-OWN_WORDS = "own-words"  # id of the task of a conversation that the user begins
+USER_TASK_ID = "own-words"  # id of the task of a conversation that the user begins
 COMPUTED_REWARDS = ("environment", "rule_based", "function")  # others need a model, or call tools
 
 
@@ -53,7 +53,7 @@ class PlayConversation(ABC):
 
     def __init__(self, chat: ChatFormat, config: TrainingConfig) -> None:
         self.chat, self.config = chat, config
-        self.task, self.tasks = Task(OWN_WORDS, ""), list[Task]()
+        self.task, self.tasks = Task(USER_TASK_ID, ""), list[Task]()
         self.environment: Environment | None = None
         self.seen = list[Message]()  # messages that the environment has processed
         self.specs = list[ToolSpec]()  # tools of the environment
@@ -89,8 +89,8 @@ class PlayConversation(ABC):
             if task is not None and not matching_tasks:
                 raise ValueError(f"no task {task!r} among the first {MAX_TASKS} tasks of the environment")
             # The person's own words replace the prompt of the first task, whose data the environment may need.
-            own_tasks = [replace(first, id=self.task.id, prompt="") for first in self.tasks[:1]]
-            self.task = [*matching_tasks, *own_tasks, self.task][0]
+            user_tasks = [replace(first_task, id=self.task.id, prompt="") for first_task in self.tasks[:1]]
+            self.task = [*matching_tasks, *user_tasks, self.task][0]
             if self._computes_reward:
                 await self._open_reward()
         except BaseException:
@@ -110,7 +110,7 @@ class PlayConversation(ABC):
     @property
     def _computes_reward(self) -> bool:
         section = self.config.reward
-        return section.type in COMPUTED_REWARDS and not section.parts and self.task.id != OWN_WORDS
+        return section.type in COMPUTED_REWARDS and not section.parts and self.task.id != USER_TASK_ID
 
     async def restart_environment(self) -> list[Message]:
         """Restart the environment; return its initial messages."""
@@ -144,7 +144,7 @@ class PlayConversation(ABC):
             for reply, content in zip(step.replies, contents, strict=True)
         ]
 
-    def settings(self, params: SamplingParams) -> EpisodeSettings:
+    def episode_settings(self, params: SamplingParams) -> EpisodeSettings:
         section, max_tokens = self.config.environment, self.config.sampling.max_reply_tokens
         limits = section.max_turns, section.episode_timeout, max_tokens
         return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]
@@ -158,7 +158,7 @@ class PlayConversation(ABC):
         """Return the reward of the conversation, or the reason why scoring failed; (None, None) if there is nothing to
         score. The answer begins at position `start_index` of `seen`."""
         trajectory = answer.trajectory
-        positions = [n for n, seen in enumerate(self.seen) if n >= start_index and seen.role == "assistant"]
+        positions = [i for i, seen in enumerate(self.seen) if i >= start_index and seen.role == "assistant"]
         self._turns |= dict(zip(positions, trajectory.turns, strict=True))
         has_ended = not was_stopped and trajectory.status not in ("error", "tool_failure")
         has_reward = self._reward or self._reward_problem or getattr(self.environment, "reward", None)
@@ -166,15 +166,15 @@ class PlayConversation(ABC):
             return None, None
         if self._reward_problem is not None:
             return None, self._reward_problem
-        prompt, turns = self._as_episode()
-        scored = await answer.score(prompt, turns)
-        if scored.reward is None:
-            return None, scored.error
-        step_rewards = scored.reward.steps[len(turns) - len(trajectory.turns) :]
-        trajectory.reward = replace(scored.reward, steps=step_rewards)
-        return scored.reward, None
+        prompt, turns = self._split_history()
+        scored_answer = await answer.score(prompt, turns)
+        if scored_answer.reward is None:
+            return None, scored_answer.error
+        step_rewards = scored_answer.reward.steps[len(turns) - len(trajectory.turns) :]
+        trajectory.reward = replace(scored_answer.reward, steps=step_rewards)
+        return scored_answer.reward, None
 
-    def _as_episode(self) -> tuple[list[Message], list[Turn]]:
+    def _split_history(self) -> tuple[list[Message], list[Turn]]:
         """Return the conversation as an episode. A user message becomes a reply to the turn before it."""
         prompt, turns = list[Message](), list[Turn]()
         for position, message in enumerate(self.seen):
@@ -232,10 +232,10 @@ class PlayedAnswer(EpisodeRun):
         try:
             return await super()._step_environment(environment, turn)
         finally:
-            self.tell({"results": [_result_view(result) for result in turn.tool_results]})
+            self.tell({"results": [_make_result_view(result) for result in turn.tool_results]})
 
 
-def _result_view(result: ToolResult) -> JobArguments:
+def _make_result_view(result: ToolResult) -> JobArguments:
     """Return a tool result as JSON. Its images are part of the content, as in messages."""
     content = openai_content(Message("tool", result.content, images=result.images))
     return asdict(replace(result, images=[])) | {"content": content}
@@ -244,12 +244,12 @@ def _result_view(result: ToolResult) -> JobArguments:
 def config_of(arguments: JobArguments) -> TrainingConfig:
     """Return the config of a conversation: the model's own, with the chosen environment, tools and reward."""
     config = serving_config(find_model(arguments["model"], arguments["runs"]))
-    kind, _, name = (arguments["environment"] or "").partition(":")
+    prefix, _, name = (arguments["environment"] or "").partition(":")
     changes: JobArguments = {"logging": config.logging.model_copy(update={"output_dir": arguments["runs"]})}
-    if kind == "environment":
+    if prefix == "environment":
         changes["environment"] = config.environment.model_copy(update={"environment_id": name})
         changes["data"] = config.data.model_copy(update={"count": MAX_TASKS})
-    elif kind == "run":
+    elif prefix == "run":
         run_config = RunFolder(Path(arguments["runs"]) / name).config
         environment = run_config.environment.model_copy(update={"user": None})  # the person is the user
         changes |= {"environment": environment, "tools": run_config.tools, "data": run_config.data}

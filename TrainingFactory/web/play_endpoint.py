@@ -38,27 +38,27 @@ class EndpointConversation(PlayConversation):
 
     def __init__(self, arguments: JobArguments) -> None:
         super().__init__(TextFormat(), config_of(arguments))
-        self._name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
+        self._endpoint_name, self._spending_log = arguments["model"], SpendingLog(Path(arguments["spending"]))
         self._originals = dict[tuple[int, str], Any]()  # by position and message
 
     async def sampler(self) -> EndpointSampler:
         """Return the endpoint's client with its current options, because the user can raise the budget."""
-        settings, sampler = find_endpoint(self._name), _samplers.get(self._name)
+        settings, sampler = find_endpoint(self._endpoint_name), _samplers.get(self._endpoint_name)
         if sampler is None or sampler.settings != settings:
             usage = self._spending_log.usage(settings.budget)
-            _samplers[self._name] = EndpointSampler(settings, usage, self._spending_log.add)
+            _samplers[self._endpoint_name] = EndpointSampler(settings, usage, self._spending_log.add)
             if sampler is not None:
                 await sampler.close()
-        return _samplers[self._name]
+        return _samplers[self._endpoint_name]
 
     async def open(self, task: str | None) -> None:
         await self.sampler()  # raises if the key is missing
         await super().open(task)
 
     def description(self) -> JobArguments:
-        sampler = _samplers[self._name]
+        sampler = _samplers[self._endpoint_name]
         endpoint, options = sampler.endpoint, sampler.settings.options or {}
-        ignored_settings = _ignored_settings(sampler)
+        ignored_settings = _find_ignored_settings(sampler)
         notes = [MESSAGES_ONLY]
         for name in ignored_settings:
             is_fixed = name != "temperature" or name in options
@@ -68,7 +68,7 @@ class EndpointConversation(PlayConversation):
             "max_length": None, "temperature": self.config.sampling.temperature, "max_tokens": MAX_TOKENS,
             "endpoint": {
                 "model": endpoint.model, "host": endpoint.host, "key": endpoint.api_key_env, "notes": notes,
-                "ignored": ["seed", *ignored_settings], "spent": _spending(sampler),
+                "ignored": ["seed", *ignored_settings], "spent": _describe_spending(sampler),
             },
         }  # fmt: skip
 
@@ -76,8 +76,8 @@ class EndpointConversation(PlayConversation):
         self, history: list[Message], arguments: JobArguments, tell: ProgressCallback
     ) -> EndpointAnswer:
         answer = EndpointAnswer(self, await self.sampler(), history, arguments, tell)
-        stored = {n: self._originals.get((n, _message_key(message))) for n, message in enumerate(history)}
-        answer.originals = {n: original for n, original in stored.items() if original is not None}
+        originals = {i: self._originals.get((i, _message_key(message))) for i, message in enumerate(history)}
+        answer.originals = {i: original for i, original in originals.items() if original is not None}
         return answer
 
     def finish_answer(self, answer: PlayedAnswer, history: list[Message]) -> JobArguments:
@@ -90,7 +90,7 @@ class EndpointConversation(PlayConversation):
                 self._originals[position, _message_key(messages[position])] = original
         for key in list(self._originals)[:-MAX_ORIGINALS]:
             del self._originals[key]
-        return {"spent": _spending(_samplers[self._name])}
+        return {"spent": _describe_spending(_samplers[self._endpoint_name])}
 
 
 class EndpointAnswer(PlayedAnswer, EndpointRun):
@@ -108,20 +108,20 @@ class EndpointAnswer(PlayedAnswer, EndpointRun):
         task, seed = conversation.task, arguments["seed"]
         trajectory = Trajectory(task, "play", seed, list(history), conversation.specs)
         seed_of = conversation.seed_of(seed, history)
-        super().__init__(conversation.settings(params), trajectory, sampler, seed_of)
+        super().__init__(conversation.episode_settings(params), trajectory, sampler, seed_of)
         self.report_to(arguments, tell)
 
     async def _render_first_prompt(self, environment: Environment) -> list[int]:
         return []  # the trajectory has the conversation, which the environment has seen
 
-    async def _ask(self, messages: Sequence[Message], number: int) -> ModelReply:
+    async def _ask(self, messages: Sequence[Message], turn_index: int) -> ModelReply:
         try:
-            return await super()._ask(messages, number)
+            return await super()._ask(messages, turn_index)
         except EndpointStopped as error:
             raise ModelFailure(str(error), "unavailable") from error
 
 
-def _ignored_settings(sampler: EndpointSampler) -> list[str]:
+def _find_ignored_settings(sampler: EndpointSampler) -> list[str]:
     """Return the sampling settings that do not change the request to this endpoint."""
     base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
     requests = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
@@ -129,13 +129,13 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
     return [name for name, request in requests.items() if body(request) == body(base)]
 
 
-def _spending(sampler: EndpointSampler) -> JobArguments:
+def _describe_spending(sampler: EndpointSampler) -> JobArguments:
     """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
     usages, budget = sampler.client.counted_usages, sampler.settings.budget
-    total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
-    total["cost"] = total["cost"] if budget.priced else None
+    total_usage: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
+    total_usage["cost"] = total_usage["cost"] if budget.priced else None
     limits = {name: value for name, value in asdict(budget).items() if name in LIMITS and value is not None}
-    return total | {"limits": limits}
+    return total_usage | {"limits": limits}
 
 
 def _message_key(message: Message) -> str:

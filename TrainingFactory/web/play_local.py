@@ -21,9 +21,9 @@ MAX_KEPT_TURNS = 400  # maximum sampled turns of a conversation whose tokens are
 class LocalConversation(PlayConversation):
     """A conversation with a model loaded in this process, with the sampled tokens of its turns."""
 
-    def __init__(self, served: ServedModel, arguments: JobArguments) -> None:
-        super().__init__(served.chat, config_of(arguments))
-        self.served, self.turns = served, Conversations(served.chat)
+    def __init__(self, served_model: ServedModel, arguments: JobArguments) -> None:
+        super().__init__(served_model.chat, config_of(arguments))
+        self.served, self.turns = served_model, Conversations(served_model.chat)
 
     def description(self) -> JobArguments:
         sampling = self.config.sampling
@@ -62,11 +62,11 @@ class LocalAnswer(PlayedAnswer):
     def __init__(
         self, owner: LocalConversation, node: RequestNode, arguments: JobArguments, tell: ProgressCallback
     ) -> None:
-        served = owner.served
-        rules = owner.settings(replace(served.defaults, temperature=arguments["temperature"]))
+        model = owner.served
+        rules = owner.episode_settings(replace(model.defaults, temperature=arguments["temperature"]))
         trajectory = Trajectory(owner.task, "play", prompt=node.messages, tools=node.tools)
         seed_of = owner.seed_of(arguments["seed"], node.messages)
-        super().__init__(rules, trajectory, served.sampler.session(), served.sampler.max_length, seed_of)
+        super().__init__(rules, trajectory, model.sampler.session(), model.sampler.max_length, seed_of)
         self.prompt = node
         self._max_tokens = arguments["max_tokens"]
         self.is_interruptible = False  # while sampling: the current piece is kept
@@ -79,18 +79,18 @@ class LocalAnswer(PlayedAnswer):
         self, ids: list[int], turn_index: int, max_tokens: int | None = None
     ) -> Completion:
         """Sample a turn in pieces, which give the same tokens as one call, and report each piece."""
-        whole, limit = Completion([], [], "length"), max(1, min(self._max_tokens, self.max_length - len(ids)))
-        while whole.finish == "length" and len(whole.token_ids) < limit:
-            params = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, limit - len(whole.token_ids)))
+        reply, limit = Completion([], [], "length"), max(1, min(self._max_tokens, self.max_length - len(ids)))
+        while reply.finish == "length" and len(reply.token_ids) < limit:
+            params = replace(self.rules.params, max_tokens=min(CHUNK_TOKENS, limit - len(reply.token_ids)))
             self.rules = replace(self.rules, params=params)
-            chunk = await super()._sample_completion(ids + whole.token_ids, turn_index)
-            sampled, logprobs = whole.token_ids + chunk.token_ids, whole.logprobs + chunk.logprobs
-            whole = Completion(sampled, logprobs, chunk.finish, chunk.policy_version)
-            shown_ids = sampled[:-1] if chunk.finish == "stop" else sampled
+            chunk = await super()._sample_completion(ids + reply.token_ids, turn_index)
+            sampled_ids, logprobs = reply.token_ids + chunk.token_ids, reply.logprobs + chunk.logprobs
+            reply = Completion(sampled_ids, logprobs, chunk.finish, chunk.policy_version)
+            shown_ids = sampled_ids[:-1] if chunk.finish == "stop" else sampled_ids
             self.tell({"text": self.rules.chat.decode(shown_ids).rstrip("\ufffd")})  # incomplete character
             if self.stop_file.exists():
                 break
-        return whole
+        return reply
 
     async def _step_environment(self, environment: Environment, turn: Turn) -> list[int]:
         for call in turn.message.tool_calls:

@@ -19,8 +19,8 @@ from TrainingFactory.web.play_endpoint import EndpointConversation
 from TrainingFactory.web.play_local import LocalConversation
 from TrainingFactory.web.worker import ProgressCallback
 
-MAX_OPEN = 8  # maximum conversations that keep their environment and tools open
-_open: OrderedDict[str, PlayConversation] = OrderedDict()
+MAX_CONVERSATIONS = 8  # maximum conversations that keep their environment and tools open
+_conversations: OrderedDict[str, PlayConversation] = OrderedDict()
 
 
 @lru_cache(1)
@@ -31,13 +31,13 @@ def _loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def _as_job(
+def _make_job(
     job: Callable[[JobArguments, ProgressCallback], Coroutine[Any, Any, JobArguments]],
 ) -> Callable[[JobArguments, ProgressCallback], JobArguments]:
     return lambda arguments, tell: asyncio.run_coroutine_threadsafe(job(arguments, tell), _loop()).result()
 
 
-@_as_job
+@_make_job
 async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     conversation = await _open_conversation(arguments)
     prompt = await conversation.restart_environment()
@@ -45,12 +45,12 @@ async def begin(arguments: JobArguments, tell: ProgressCallback) -> JobArguments
     return {
         "tools": [spec_to_dict(spec) for spec in conversation.specs],
         "messages": [message_to_dict(message) for message in messages],
-        "tasks": [{"id": t.id, "prompt": t.prompt if isinstance(t.prompt, str) else t.prompt[-1].content}
-                  for t in conversation.tasks],
+        "tasks": [{"id": task.id, "prompt": task.prompt if isinstance(task.prompt, str) else task.prompt[-1].content}
+                  for task in conversation.tasks],
     } | conversation.description()  # fmt: skip
 
 
-@_as_job
+@_make_job
 async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
     conversation = await _open_conversation(arguments)
     messages = [message_from_dict(message) for message in arguments["messages"]]
@@ -59,29 +59,29 @@ async def say(arguments: JobArguments, tell: ProgressCallback) -> JobArguments:
         history += await conversation.call_tools(messages[-1])
     answer = await conversation.begin_answer(history, arguments, tell)
     was_stopped = await answer.play_until_stopped()
-    trajectory, num_before = answer.trajectory, len(history)
+    trajectory, start_index = answer.trajectory, len(history)
     about_model = conversation.finish_answer(answer, history)
     for turn in trajectory.turns:
         history += [turn.message, *turn.replies]
     conversation.seen = history
-    reward, unscored = await conversation.score(answer, num_before, was_stopped)
+    reward, unscored_reason = await conversation.score(answer, start_index, was_stopped)
     # `anew`: the environment was restarted. `unscored`: why scoring failed.
     return {
         "messages": [message_to_dict(message) for message in history[len(messages) :]],
         "turns": [turn.model_dump(mode="json") for turn in episode_view(trajectory, 0).turns], "anew": was_restarted,
         "status": "stopped" if was_stopped else trajectory.status, "error": trajectory.error,
-        "reward": None if reward is None else sum_rewards(reward), "unscored": unscored,
+        "reward": None if reward is None else sum_rewards(reward), "unscored": unscored_reason,
     } | about_model  # fmt: skip
 
 
 async def _open_conversation(arguments: JobArguments) -> PlayConversation:
     """Return the conversation of a job. Open it if it is not open in this process."""
-    if (conversation := _open.get(arguments["id"])) is None:
+    if (conversation := _conversations.get(arguments["id"])) is None:
         conversation = await _make_conversation(arguments)
         await conversation.open(arguments["task"])
-        _open[arguments["id"]] = conversation
-    while len(_open) > MAX_OPEN:
-        await _open.popitem(last=False)[1].close()
+        _conversations[arguments["id"]] = conversation
+    while len(_conversations) > MAX_CONVERSATIONS:
+        await _conversations.popitem(last=False)[1].close()
     return conversation
 
 
@@ -90,6 +90,6 @@ async def _make_conversation(arguments: JobArguments) -> PlayConversation:
         return EndpointConversation(arguments)
     config = serving_config(find_model(arguments["model"], arguments["runs"]), ["sampling.slots=4"])
     # A process has one model, so an earlier conversation has it loaded.
-    loaded_models = [opened.served for opened in _open.values() if isinstance(opened, LocalConversation)]
-    served = loaded_models[0] if loaded_models else await asyncio.to_thread(load_served_model, config)
-    return LocalConversation(served, arguments)
+    models = [opened.served for opened in _conversations.values() if isinstance(opened, LocalConversation)]
+    served_model = models[0] if models else await asyncio.to_thread(load_served_model, config)
+    return LocalConversation(served_model, arguments)

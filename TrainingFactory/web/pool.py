@@ -12,7 +12,7 @@ from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Events, event
 from TrainingFactory.common.workers import Worker, WorkerDied, WorkerError, WorkerTooSlow
 
-TARGET = "TrainingFactory.web.worker:answer"
+WORKER_FUNCTION = "TrainingFactory.web.worker:answer"
 IDLE_SECONDS = 300.0  # seconds after which an idle process is killed
 JOB_TIMEOUT = 6 * 3600.0  # timeout of a job, in seconds
 MAX_PROCESSES = 4  # maximum processes; beyond it, the least recently used idle ones are killed
@@ -26,17 +26,17 @@ class Pool:
         self._busy, self._last_jobs = Counter[str](), dict[str, object]()  # by kind: running jobs, last job
 
     async def ask(
-        self, kind: str, job: str, arguments: dict[str, Any], hear: Callable[[Any], None] = lambda _: None
+        self, kind: str, job: str, arguments: dict[str, Any], report: Callable[[Any], None] = lambda _: None
     ) -> Any:
-        """Run the job `job` of worker.py with `arguments` and return its result; `hear` gets its progress messages.
+        """Run the job `job` of worker.py with `arguments` and return its result; `report` gets its progress messages.
         Cancelling the call kills the process."""
-        worker = self._workers.setdefault(kind, Worker(TARGET))
+        worker = self._workers.setdefault(kind, Worker(WORKER_FUNCTION))
         self._busy[kind] += 1
         idle_kinds = [name for name in self._last_jobs if self._workers[name].alive and not self._busy[name]]
         for name in idle_kinds[: max(0, len(idle_kinds) + self._busy.total() - MAX_PROCESSES)]:
             self._workers[name].kill()
         try:
-            answer = await worker.ask({"job": job, "given": arguments}, JOB_TIMEOUT, hear)
+            answer = await worker.ask({"job": job, "given": arguments}, JOB_TIMEOUT, report)
         except WorkerError as error:
             raise ApiError(f"the job failed: {error}", status=500, code="worker_failed") from error
         except (WorkerDied, WorkerTooSlow) as error:
@@ -45,7 +45,7 @@ class Pool:
             self._busy[kind] -= 1
             self._last_jobs.pop(kind, None)
             self._last_jobs[kind] = job_id = object()  # moves the kind to the end: most recently used
-            asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_idle, kind, job_id)
+            asyncio.get_running_loop().call_later(IDLE_SECONDS, self._end_idle_worker, kind, job_id)
         if (error_text := answer.get("wrong")) is not None:
             raise ApiError(error_text)
         return answer["ok"]
@@ -69,7 +69,7 @@ class Pool:
             if end_job is None:
                 await job_end
 
-    def _end_idle(self, kind: str, job_id: object) -> None:
+    def _end_idle_worker(self, kind: str, job_id: object) -> None:
         if self._last_jobs[kind] is job_id and not self._busy[kind]:
             self._workers[kind].kill()
 

@@ -22,9 +22,9 @@ from TrainingFactory.runs.folder import RunFolder, is_run, pick_name
 from TrainingFactory.web.form import with_runs_folder
 
 START_CONFIG = "start.yaml"  # in a run's folder: the config that the form sent
-COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
+CLI_COMMAND = [sys.executable, "-P", "-m", "TrainingFactory.cli"]  # this installation, regardless of PATH
 START_TIMEOUT = 60.0  # seconds to wait for a run to begin, before it is reported as started anyway
-LAST_LINES = 12  # lines of the log in the error of a failed start
+NUM_LAST_LINES = 12  # lines of the log in the error of a failed start
 _starting_names = set[str]()  # names of runs that have not begun yet
 _processes = list[subprocess.Popen[Any]]()
 
@@ -32,25 +32,25 @@ _processes = list[subprocess.Popen[Any]]()
 async def train(config_text: str, config: TrainingConfig, name: str | None, runs: Path) -> tuple[str, str]:
     """Start `tfactory train` with a config's YAML and wait until it begins; return the run's name and the command."""
     name = name or pick_name(with_runs_folder(config, runs))
-    path, partial = runs / name, runs / f".{name}.part"
+    folder, staging = runs / name, runs / f".{name}.part"
     if not re.fullmatch(r"\w[\w.+-]*", name):
         raise ApiError(f"invalid run name {name!r}: use letters, digits and . _ + - only", "name")
-    if path.exists() or name in _starting_names:
+    if folder.exists() or name in _starting_names:
         raise ApiError(f"a run {name} already exists; choose another name", "name", status=409)
     _starting_names.add(name)
     try:
         # A run adopts a folder of this name as its own, so that its log is complete from the first line.
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        (partial / START_CONFIG).write_text(config_text, encoding="utf-8")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        (staging / START_CONFIG).write_text(config_text, encoding="utf-8")
         options = [f"logging.output_dir={runs}", "--name", name]
-        await _start(["train", str(partial / START_CONFIG), *options], partial / LOG, lambda: is_run(path))
+        await _start(["train", str(staging / START_CONFIG), *options], staging / LOG, lambda: is_run(folder))
     except ApiError:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
         raise
     finally:
         _starting_names.discard(name)
-    return name, shlex.join(["tfactory", "train", str(path / START_CONFIG), *options])
+    return name, shlex.join(["tfactory", "train", str(folder / START_CONFIG), *options])
 
 
 async def resume(run: RunFolder) -> str:
@@ -62,37 +62,37 @@ async def resume(run: RunFolder) -> str:
     return shlex.join(["tfactory", *arguments])
 
 
-async def _start(arguments: list[str], log: Path, has_begun: Callable[[], bool]) -> None:
+async def _start(arguments: list[str], log_file: Path, has_begun: Callable[[], bool]) -> None:
     """Start a command and wait until `has_begun` returns true. If the command exits before, raise ApiError with the end
     of its output."""
     # Keep the file open: it may be deleted together with a run that fails to start.
-    with open_regular_file(log, "a+b") as output:
-        log_size = output.tell()
-        process = launch(arguments, output)
+    with open_regular_file(log_file, "a+b") as log_stream:
+        log_size = log_stream.tell()
+        process = launch(arguments, log_stream)
         for _ in range(int(START_TIMEOUT / 0.1)):
             if has_begun() or process.returncode is not None:
                 break
             await asyncio.sleep(0.1)
         if process.returncode and not has_begun():
-            output.seek(log_size)
-            last_lines = end_of_output(output.read())
-            error = last_lines.partition("error: ")[2]
-            raise ApiError(error or last_lines or "the process exited at once", code="not_started")
+            log_stream.seek(log_size)
+            last_lines = read_last_lines(log_stream.read())
+            error_text = last_lines.partition("error: ")[2]
+            raise ApiError(error_text or last_lines or "the process exited at once", code="not_started")
 
 
-def launch(arguments: list[str], output: IO[Any]) -> subprocess.Popen[Any]:
+def launch(arguments: list[str], log_stream: IO[Any]) -> subprocess.Popen[Any]:
     """Start a command of this installation in its own session, out of reach of Ctrl-C in the server's terminal."""
-    streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
-    process = subprocess.Popen([*COMMAND, *arguments], start_new_session=True, **streams)
+    streams = {"stdin": subprocess.DEVNULL, "stdout": log_stream, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen([*CLI_COMMAND, *arguments], start_new_session=True, **streams)
     _processes.append(process)
     threading.Thread(target=process.wait, daemon=True).start()  # reaps the process
     return process
 
 
-def end_of_output(output: bytes) -> str:
+def read_last_lines(output: bytes) -> str:
     """Return the last lines of a command's output."""
     text = escape_control(output.decode("utf-8", "replace"))
-    return "\n".join(text.split("\n")[-LAST_LINES:]).strip()
+    return "\n".join(text.split("\n")[-NUM_LAST_LINES:]).strip()
 
 
 def stop_runs(stopped_pids: Collection[int]) -> int:

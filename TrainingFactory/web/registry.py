@@ -59,33 +59,33 @@ class RegistryRoutes:
 
     def suites(self) -> SuiteList:
         """List the suites with a gate in the server's working directory and its `suites/` folder."""
-        return SuiteList(suites={name: str(path) for name, path in _suites().items()})
+        return SuiteList(suites={name: str(path) for name, path in _find_suites().items()})
 
     def alias(self, name: str, request: AliasRequest) -> AliasChange:
         """Set an alias to a version."""
-        version, previous = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
+        version, previous_number = self._catalogue.set_alias(f"{name}:{request.number}", request.alias)
         command = f"tfactory registry alias {version} {request.alias}{views.runs_option(self._runs)}"
-        return AliasChange(version=str(version), was=previous, command=command)
+        return AliasChange(version=str(version), was=previous_number, command=command)
 
     def rollback(self, name: str, request: AliasRequest) -> AliasChange:
         """Roll an alias back to its previous version."""
         if request.number and (current := self._catalogue.alias(name, request.alias)) != request.number:
             text = f"{name}@{request.alias} has moved from version {request.number} to {current}; reload the page"
             raise ApiError(text, "number", status=409)
-        version, previous = self._catalogue.rollback(name, request.alias)
+        version, previous_number = self._catalogue.rollback(name, request.alias)
         command = f"tfactory registry rollback {name} --alias {request.alias}{views.runs_option(self._runs)}"
-        return AliasChange(version=str(version), was=previous, command=command)
+        return AliasChange(version=str(version), was=previous_number, command=command)
 
     async def promote(self, name: str, request: PromotionRequest) -> Events:
         """Promote a version if it passes the suite's gate: events `told`, then `done` with the decision."""
-        if (suite := _suites().get(request.suite)) is None:
-            available = ", ".join(_suites()) or "none here"
-            raise ApiError(f"no suite {request.suite!r} with a gate; available: {available}", "suite")
+        if (suite := _find_suites().get(request.suite)) is None:
+            suite_names = ", ".join(_find_suites()) or "none here"
+            raise ApiError(f"no suite {request.suite!r} with a gate; available: {suite_names}", "suite")
         version = str(self._catalogue.get(f"{name}:{request.number}"))
         arguments = {"version": version, "alias": request.alias, "suite": str(suite), "first": request.first}
         return self._pool.events("promote", "promote", arguments | {"runs": str(self._runs)})
 
 
-def _suites() -> dict[str, Path]:
+def _find_suites() -> dict[str, Path]:
     paths = [path for folder in (Path(), Path("suites")) for path in sorted(folder.glob("*.y*ml"))]
     return {path.stem: path for path in paths if path.is_file() and b"\ngate:" in b"\n" + path.read_bytes()}

@@ -33,11 +33,11 @@ from TrainingFactory.web.play import PlayRoutes
 from TrainingFactory.web.pool import Pool
 from TrainingFactory.web.registry import RegistryRoutes
 from TrainingFactory.web.wizard import WizardRoutes
-from TrainingFactory.web.worker import index_of
+from TrainingFactory.web.worker import find_index
 
-MAX_PICTURE = 100_000_000  # bytes
-PNG = b"\x89PNG\r\n\x1a\n"
-STATIC = Path(__file__).with_name("static")
+MAX_PICTURE_BYTES = 100_000_000  # bytes
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+STATIC_FOLDER = Path(__file__).with_name("static")
 
 
 class SiteInfo(BaseModel):
@@ -59,9 +59,9 @@ class Page:
     adds its own routes to this page's `site`."""
 
     def __init__(self, runs: Path, host: str, token: str | None, endpoints: Sequence[str] = ()) -> None:
-        self.site = Site("TrainingFactory", __version__, STATIC, host, token)
+        self.site = Site("TrainingFactory", __version__, STATIC_FOLDER, host, token)
         self.runs, self.pool = views.Runs(runs), Pool()
-        self.live = RunEvents(self.runs)
+        self.run_events = RunEvents(self.runs)
         self._stopped_processes = set[Any]()  # processes of runs that were signalled to stop
         self._stop_lock = threading.Lock()
         get, post = partial(self.site.add, "GET"), partial(self.site.add, "POST")
@@ -85,16 +85,16 @@ class Page:
         post("/api/doctor", self.doctor)
         post("/api/sample", self.sample)
         post("/api/train", self.train)
-        ManageRoutes(self.site, self.runs.folder, self.find)
+        ManageRoutes(self.site, self.runs.folder, self.find_run)
         RegistryRoutes(self.site, self.runs.folder, self.pool)
         WizardRoutes(self.site, self.runs.folder, self.pool)
         PlayRoutes(self.site, self.runs, self.pool, endpoints)
-        JudgeRoutes(self.site, self.runs.folder, self.find)
+        JudgeRoutes(self.site, self.runs.folder, self.find_run)
         self.site.add_files()
 
     async def serve(self, listener: socket, server: Any) -> None:
         """Serve the UI until Ctrl-C or SIGTERM, then end the worker processes. Runs continue."""
-        self.live.stopping = lambda: server.should_exit
+        self.run_events.is_stopping = lambda: server.should_exit
         # read the runs before the first request needs them
         rows_task = asyncio.create_task(asyncio.to_thread(self.runs.rows))
         try:
@@ -107,7 +107,7 @@ class Page:
         """Stop the runs that this server started; each saves a checkpoint first. Return how many were running."""
         return processes.stop_runs({process.pid for process in self._stopped_processes})
 
-    def find(self, name: str) -> RunFolder:
+    def find_run(self, name: str) -> RunFolder:
         """Return the run of that name; respond 404 if there is none. The name is never used as a path."""
         try:
             return self.runs.find(name)
@@ -129,69 +129,69 @@ class Page:
 
     async def events(self, run: str | None = None) -> Events:
         """Stream changes: events `runs`, and for the named run `metrics`, `log` and `findings`."""
-        return self.live.events(None if run is None else self.find(run))
+        return self.run_events.events(None if run is None else self.find_run(run))
 
     def run(self, name: str) -> shapes.RunView:
         """Show a run in full."""
-        return views.make_run_view(self.find(name), self.runs)
+        return views.make_run_view(self.find_run(name), self.runs)
 
     def config(self, name: str) -> shapes.ConfigView:
         """Show the options of a run."""
-        return views.make_config_view(self.find(name))
+        return views.make_config_view(self.find_run(name))
 
     def diff(self, name: str, other: str) -> shapes.RunDiff:
         """Show the options in which two runs differ."""
-        return views.diff_runs([self.find(name), self.find(other)])
+        return views.diff_runs([self.find_run(name), self.find_run(other)])
 
     def metrics(self, name: str, after: int = 0) -> shapes.MetricsPart:
         """Return the metrics of a run after byte `after` of their file."""
-        return views.read_metrics_part(self.find(name), after)
+        return views.read_metrics_part(self.find_run(name), after)
 
     def log(self, name: str, after: int = 0) -> shapes.LogPart:
         """Return the log of a run after byte `after`; a negative value counts from the end."""
-        return views.read_log_part(self.find(name), after)
+        return views.read_log_part(self.find_run(name), after)
 
     def episodes(self, name: str, query: Annotated[Query, IN_QUERY]) -> shapes.EpisodePage:
         """List the matching episodes of a run, page by page."""
-        return index_of(self.find(name).path).page(query)
+        return find_index(self.find_run(name).path).page(query)
 
     def episode(self, name: str, number: int) -> shapes.EpisodeView:
         """Show an episode, by its line of trajectories.jsonl."""
-        return index_of(self.find(name).path).episode(number)
+        return find_index(self.find_run(name).path).episode(number)
 
     def image(self, name: str, digest: str) -> Picture:
         """Return an image of a run's episodes, a PNG file, by its digest."""
-        run = self.find(name)
+        run = self.find_run(name)
         try:
             path = run.images.path(digest)
             with open_regular_file(path) as file:
-                content = file.read(MAX_PICTURE + 1)
+                image_bytes = file.read(MAX_PICTURE_BYTES + 1)
         except (OSError, ValueError):
             raise ApiError(
                 f"run {name} has no image {digest[:80]}", "digest", status=404, code="not_found"
             ) from None
-        if len(content) > MAX_PICTURE or not content.startswith(PNG):
+        if len(image_bytes) > MAX_PICTURE_BYTES or not image_bytes.startswith(PNG_SIGNATURE):
             raise ApiError(f"image {digest} of run {name} is damaged", "digest", status=500)
-        return Picture(content)
+        return Picture(image_bytes)
 
     async def group(
         self, name: str, step: int, task: str, group: str | None = None, credit: bool = True, learner: bool = False
     ) -> shapes.GroupView:  # fmt: skip
         """Show a task's episodes in a step, of one group or of all, with the credit of each token. `learner` adds the
         learner's log-probs, if the weights that sampled the episodes are still stored."""
-        path, notes = self.find(name).path, list[str]()
+        path, credit_notes = self.find_run(name).path, list[str]()
         if credit:
             try:
                 arguments = {"run": str(path), "step": step, "task": task, "group": group, "learner": learner}
                 return shapes.GroupView(**await self.pool.ask("credit", "credit", arguments))
             except ApiError as error:
-                notes.append(f"token credit is not available: {error}")
-        view = await asyncio.to_thread(index_of(path).group, step, task, group)
-        return view.model_copy(update={"notes": notes})
+                credit_notes.append(f"token credit is not available: {error}")
+        view = await asyncio.to_thread(find_index(path).group, step, task, group)
+        return view.model_copy(update={"notes": credit_notes})
 
     def stop(self, name: str) -> RunAction:
         """Stop a run with a checkpoint, as by Ctrl-C. Repeated requests have no effect."""
-        run = self.find(name)
+        run = self.find_run(name)
         try:
             with self._stop_lock:
                 stop_run(run, self._stopped_processes)
@@ -201,7 +201,7 @@ class Page:
 
     async def resume(self, name: str) -> RunAction:
         """Resume a run from its last checkpoint, in a separate process."""
-        run = self.find(name)
+        run = self.find_run(name)
         command = await processes.resume(run)
         return RunAction(name=name, state=run.state, command=command)
 
@@ -223,13 +223,13 @@ class Page:
 
     async def doctor(self, draft: form.Draft) -> Events:
         """Examine a config with its model; events `told`, then `done` with `findings` and `rows`."""
-        return self.pool.events("check", "doctor", self._draft_arguments(draft))
+        return self.pool.events("check", "doctor", self._make_draft_arguments(draft))
 
     async def sample(self, draft: form.Draft) -> Events:
         """Play two episodes of a config; events `told`, then `done` with `episodes` and `notes`."""
-        return self.pool.events("check", "sample", self._draft_arguments(draft))
+        return self.pool.events("check", "sample", self._make_draft_arguments(draft))
 
-    def _draft_arguments(self, draft: form.Draft) -> shapes.Json:
+    def _make_draft_arguments(self, draft: form.Draft) -> shapes.Json:
         return {"yaml": form.minimal_yaml(form.with_runs_folder(_read_draft(draft), self.runs.folder))}
 
 

@@ -46,14 +46,14 @@ class ProgressWatcher(PlainLines):
 
 
 @lru_cache(maxsize=8)
-def index_of(run: Path) -> EpisodeIndex:
+def find_index(run: Path) -> EpisodeIndex:
     return EpisodeIndex(RunFolder(run))
 
 
 def credit(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, Any]:
     from TrainingFactory.apps.views.credit import group_credit
 
-    index = index_of(Path(arguments["run"]))
+    index = find_index(Path(arguments["run"]))
     step, task, learner, group = (arguments[key] for key in ("step", "task", "learner", "group"))
     view = group_credit(index.run, step, task, index, learner, group)
     return view.model_dump(mode="json")
@@ -97,8 +97,8 @@ def promote(arguments: dict[str, Any], report: ProgressCallback) -> dict[str, An
     from TrainingFactory.promotion.model_registry import ModelRegistry
     from TrainingFactory.promotion.promotion import Promotion
 
-    def play(name: str, evaluation: Any) -> None:
-        text, numbers = f"{name} plays {evaluation.request.entry}", count(1)
+    def play(model_name: str, evaluation: Any) -> None:
+        text, numbers = f"{model_name} plays {evaluation.request.entry}", count(1)
         evaluation.run(lambda _: report({"text": text, "done": next(numbers), "of": evaluation.num_episodes}))
 
     options = [arguments[key] for key in ("version", "alias", "suite", "first")]

@@ -8,7 +8,7 @@ from typing import Any
 
 from TrainingFactory.config.schema import ToolEntry, TrainingConfig, sections
 from TrainingFactory.config.section import Section
-from TrainingFactory.web.form import HELP
+from TrainingFactory.web.form import HELP_TEXTS
 
 HEAD = """# Config
 
@@ -26,7 +26,7 @@ def config_page() -> str:
     parts = [HEAD]
     for name in TrainingConfig.model_fields:
         section = sections().get(name, ToolEntry)  # tools is a list of entries
-        text = HELP.get(name) or f"Options of `training.algorithm: {name}`."
+        text = HELP_TEXTS.get(name) or f"Options of `training.algorithm: {name}`."
         parts.append(f"## {name}\n\n{text}\n\n" + section_table(name, section))
     return "\n".join(parts)
 

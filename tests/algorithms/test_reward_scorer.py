@@ -278,7 +278,7 @@ def test_a_run_trains_a_reward_model_and_another_uses_it(tmp_path: Path) -> None
     scored = small(
         tmp_path, reward={"type": "learned", "model": "rm"}, environment={"environment_id": "search"}
     )
-    assert assemble_rewards.reward_model(scored.reward.model, scored).folder == report.checkpoint
+    assert assemble_rewards.find_reward_model(scored.reward.model, scored).folder == report.checkpoint
     reward = assemble_rewards.make_reward(scored)
     assert isinstance(reward, LearnedReward) and isinstance(reward.scorer, RewardScorer)
     assert reward.scorer.kind == "outcome"

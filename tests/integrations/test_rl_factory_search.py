@@ -53,7 +53,7 @@ def test_search_and_answer_in_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
             texts = ("<answer>the Hanoi</answer>", "Hanoi", "<answer>old Hanoi</answer> is it")
             by_rules = [await said(text, plain, reward=reward) for text in texts]
-            theirs = with_tools(make_environment(own, True), tools._sources)
+            theirs = with_tools(make_environment(own, True), tools._tool_sources)
             return by_rules, [await said(text, theirs) for text in texts]
         finally:
             await tools.close()

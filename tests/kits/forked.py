@@ -56,7 +56,7 @@ class Command:
     """What `subprocess.Popen` is to `web/processes.py`."""
 
     def __init__(self, command: list[str], *, stdout: Any, **_: Any) -> None:
-        arguments = command[len(processes.COMMAND) :]
+        arguments = command[len(processes.CLI_COMMAND) :]
         self._process = FORKS.Process(target=_run, args=(arguments, stdout.name, os.getcwd()))
         self._process.start()
         self.returncode: int | None = None

@@ -15,7 +15,7 @@ import pytest
 
 from tests.kits.cli import ROOT, Run
 from tests.kits.registry import made_run, model_folder
-from TrainingFactory.assembly.reward_types import reward_model
+from TrainingFactory.assembly.reward_types import find_reward_model
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import write_checksums
 from TrainingFactory.promotion.model_registry import ModelRegistry
@@ -309,9 +309,9 @@ def test_a_reward_model_can_be_a_registered_one(registry: ModelRegistry) -> None
     write_checksums(folder)
     version = registry.register("scorer", "sft")
     config = TrainingConfig(logging={"output_dir": str(registry.runs)})
-    assert reward_model("scorer:1", config).folder == registry.folder(version)
+    assert find_reward_model("scorer:1", config).folder == registry.folder(version)
     with pytest.raises(ValueError, match="version 2 of scorer"):
-        reward_model("scorer:2", config)
+        find_reward_model("scorer:2", config)
 
 
 def test_the_records_of_a_run_come_along(registry: ModelRegistry) -> None:

@@ -19,7 +19,7 @@ from TrainingFactory.assembly.rewards import (
     close_reward,
     judge_metrics,
     make_reward,
-    move_object,
+    move_to_workers,
     open_reward,
 )
 from TrainingFactory.config import TrainingConfig
@@ -230,10 +230,10 @@ def test_a_run_says_how_many_processes_score(file: Path):
 def test_a_process_reward_that_is_an_object_gets_processes_too():
     config = TrainingConfig(optimization=ONE)
     seeds = ProcessReward(outcome_weight=1.0, step_rewards={"correct_tool": 0.5})
-    moved: Any = move_object(as_reward(seeds), config)
+    moved: Any = move_to_workers(as_reward(seeds), config)
     assert moved.function.pool is not None and seeds.pool is None
     own = as_reward(ProcessReward(step_rewards={"mine": 1.0}, rules={"mine": lambda *_: 1.0}))
-    assert move_object(own, config) is own and move_object(None, config) is None
+    assert move_to_workers(own, config) is own and move_to_workers(None, config) is None
     for reward, count in ((seeds, 0), (own, 1)):
         trainer = GRPOTrainer(environment=Parity, reward_function=reward, distributed_reward=True)
         assert sum("distributed_reward" in line for line in trainer.notices) == count

@@ -17,7 +17,7 @@ from tests.kits.browser import Browser, Tab
 from tests.kits.page import Served
 from tests.kits.registry import made_run
 from TrainingFactory.runs.folder import METRICS
-from TrainingFactory.web.site import STATIC
+from TrainingFactory.web.site import STATIC_FOLDER
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -168,7 +168,7 @@ def test_the_wizard_names_options_as_the_config_does(tab: Tab, page: Served) -> 
 
 
 def test_text_has_the_contrast_of_wcag_aa() -> None:
-    light, dark = re.findall(r":root[^{]*{([^}]*)}", (STATIC / "base.css").read_text())[:2]
+    light, dark = re.findall(r":root[^{]*{([^}]*)}", (STATIC_FOLDER / "base.css").read_text())[:2]
     first = dict(re.findall(r"--([\w-]+): (#\w{6});", light))
     for colours in (first, first | dict(re.findall(r"--([\w-]+): (#\w{6});", dark))):
         for text, back in product(("faint", "soft", "accent"), ("paper", "surface", "sunken", "accent-soft")):

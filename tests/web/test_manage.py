@@ -30,7 +30,7 @@ sys.exit("error: no such checkpoint" if "@step-9" in " ".join(sys.argv) else 0)
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-c", PRETENDED])
+    monkeypatch.setattr(processes, "CLI_COMMAND", [sys.executable, "-c", PRETENDED])
     made_run(tmp_path / "runs", "one")
     with serving(tmp_path / "runs") as served:
         yield served

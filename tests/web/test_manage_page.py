@@ -81,7 +81,7 @@ def test_a_run_is_managed_from_its_page(
     tab: Tab, page: Served, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        processes, "COMMAND", [sys.executable, "-c", "import sys; print('got', *sys.argv[1:])"]
+        processes, "CLI_COMMAND", [sys.executable, "-c", "import sys; print('got', *sys.argv[1:])"]
     )
     show(tab, page, "run/r0.25-0", ".chart canvas")
     titles = tab.run("[...document.querySelectorAll('.chart h3')].map((it) => it.innerText)")

@@ -16,7 +16,7 @@ from tests.kits.registry import made_run, model_folder
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.registry.catalogue import Catalogue, registry_path
 from TrainingFactory.runs.folder import FINDINGS, METRICS, TRAJECTORIES, RunFolder, Status
-from TrainingFactory.web.site import STATIC
+from TrainingFactory.web.site import STATIC_FOLDER
 
 pytestmark = pytest.mark.xdist_group("browser")
 
@@ -336,10 +336,10 @@ def test_keys_and_theme(tab: Tab, page: Served) -> None:
 
 
 def test_the_page_is_small() -> None:
-    files = [path for path in STATIC.rglob("*") if path.is_file()]
+    files = [path for path in STATIC_FOLDER.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 400_000
-    html = (STATIC / "index.html").read_text()
-    modules = {path.name for path in STATIC.glob("*.js")} - {"docs.js"}
+    html = (STATIC_FOLDER / "index.html").read_text()
+    modules = {path.name for path in STATIC_FOLDER.glob("*.js")} - {"docs.js"}
     assert modules == {name for name in modules if f'"/static/{name}"' in html}  # all are asked for at once
     for path in files:
         if path.parent.name != "vendor" and path.suffix in (".js", ".css", ".html"):

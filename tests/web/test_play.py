@@ -84,12 +84,14 @@ def talk(runs: Path, tmp_path: Path) -> Conversation:
 @pytest.fixture(autouse=True)
 def closed() -> Iterator[None]:
     yield
-    while playing._open:
-        asyncio.run_coroutine_threadsafe(playing._open.popitem()[1].close(), playing._loop()).result()
+    while playing._conversations:
+        asyncio.run_coroutine_threadsafe(
+            playing._conversations.popitem()[1].close(), playing._loop()
+        ).result()
 
 
 def local(talk: Conversation) -> LocalConversation:
-    opened = playing._open[talk.given["id"]]
+    opened = playing._conversations[talk.given["id"]]
     assert isinstance(opened, LocalConversation)
     return opened
 
@@ -176,7 +178,7 @@ def test_seeds_and_limits_and_stopping(talk: Conversation) -> None:
 
 def test_a_conversation_that_the_process_does_not_know_any_more_goes_on(talk: Conversation) -> None:
     first = talk.say(talk.messages)
-    closed = playing._open.pop(talk.given["id"])
+    closed = playing._conversations.pop(talk.given["id"])
     asyncio.run_coroutine_threadsafe(closed.close(), playing._loop()).result()
     told = talk.say([*talk.messages, *first["messages"], {"role": "user", "content": "Omar?"}])
     assert told["written"] == "rewritten" and told["anew"] and told["status"] != "error"

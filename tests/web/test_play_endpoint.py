@@ -58,8 +58,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def end_process() -> None:
     """Forget what a worker process holds."""
-    while playing._open:
-        asyncio.run_coroutine_threadsafe(playing._open.popitem()[1].close(), playing._loop()).result()
+    while playing._conversations:
+        asyncio.run_coroutine_threadsafe(
+            playing._conversations.popitem()[1].close(), playing._loop()
+        ).result()
     while play_endpoint._samplers:
         sampler = play_endpoint._samplers.popitem()[1]
         asyncio.run_coroutine_threadsafe(sampler.close(), playing._loop()).result()
@@ -85,7 +87,7 @@ def test_an_endpoint_plays_with_tools_and_a_reward(folder: Path, api: str) -> No
     roles = [message["role"] for message in answer["messages"]]
     assert roles == ["assistant", "tool", "assistant", "tool", "assistant"] and answer["status"] == "done"
     assert [next(iter(told)) for told in talk.told[:6]] == ["message", "results"] * 3
-    town = playing._open["second"].task.answer
+    town = playing._conversations["second"].task.answer
     assert (answer["messages"][-1]["content"], answer["reward"]) == (town, 1.0) and again["reward"] == 1.0
     [result] = answer["turns"][0]["tool_results"]
     assert result["call"] == "search" and result["content"] == answer["messages"][1]["content"]
@@ -111,7 +113,7 @@ def test_a_wrong_answer_has_no_reward(folder: Path) -> None:
             0.0,
             None,
         )
-        talk.messages[-1] = talk.messages[-1] | {"content": playing._open["second"].task.answer}
+        talk.messages[-1] = talk.messages[-1] | {"content": playing._conversations["second"].task.answer}
         edited = talk.say(AGAIN)  # the searches are not repeated, so the environment is in another state
         assert edited["anew"] and edited["reward"] is None
         own = Talk(teacher.name(), folder, task=None)
@@ -218,7 +220,7 @@ def test_a_missing_key_and_an_endpoint_that_is_down(folder: Path, monkeypatch: p
         name = write_options(teacher, api_key_env="TEACHER_KEY")
         with pytest.raises(ValueError, match="TEACHER_KEY"):
             Talk(name, folder)
-        assert not playing._open
+        assert not playing._conversations
         talk = Talk(write_options(teacher), folder)
     answer = talk.say()
     assert answer["status"] == "error" and "could not be reached" in answer["error"]

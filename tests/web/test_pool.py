@@ -19,7 +19,7 @@ from TrainingFactory.web.pool import Pool
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "TARGET", "tests.kits.jobs:answer")
+    monkeypatch.setattr(pool, "WORKER_FUNCTION", "tests.kits.jobs:answer")
 
 
 @pytest.mark.usefixtures("pretended")

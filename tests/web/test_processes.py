@@ -25,7 +25,7 @@ PRETENDED = [sys.executable, str(ROOT / "tests/kits/pretended_run.py")]
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(processes, "COMMAND", PRETENDED)
+    monkeypatch.setattr(processes, "CLI_COMMAND", PRETENDED)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with serving(tmp_path / "runs") as served:
         yield served
@@ -107,7 +107,7 @@ def test_a_run_survives_the_page(tmp_path: Path, tfactory: Run) -> None:
     script = f"""
 import sys
 from TrainingFactory.web import processes
-processes.COMMAND = {PRETENDED!r}
+processes.CLI_COMMAND = {PRETENDED!r}
 from TrainingFactory.cli import main
 main(sys.argv[1:])
 """

@@ -163,7 +163,7 @@ def test_the_policy_is_on_every_answer(page: Served) -> None:
 
 
 def test_pages_have_nothing_that_the_policy_forbids() -> None:
-    for path in site.STATIC.rglob("*.html"):
+    for path in site.STATIC_FOLDER.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         assert not re.search(
             r"<script(?![^>]*\ssrc=)|<style|\sstyle=|\son\w+=|javascript:|https?://", text
@@ -228,18 +228,21 @@ def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
 ) -> None:
     file = tmp_path / "token"
     monkeypatch.setenv(ui.TOKEN_VARIABLE, "x" * 20)
-    assert ui._token(None, False) == "x" * 20 and ui.TOKEN_VARIABLE not in os.environ
-    made = ui._token(file, False)
-    assert made == file.read_text().strip() == ui._token(file, False) and file.stat().st_mode & 0o777 == 0o600
-    assert ui._token(None, False) != ui._token(None, False) and ui._token(None, True) is None
+    assert ui._pick_token(None, False) == "x" * 20 and ui.TOKEN_VARIABLE not in os.environ
+    made = ui._pick_token(file, False)
+    assert (
+        made == file.read_text().strip() == ui._pick_token(file, False)
+        and file.stat().st_mode & 0o777 == 0o600
+    )
+    assert ui._pick_token(None, False) != ui._pick_token(None, False) and ui._pick_token(None, True) is None
     file.chmod(0o644)
     with pytest.raises(ValueError, match="chmod 600"):
-        ui._token(file, False)
+        ui._pick_token(file, False)
     with pytest.raises(ValueError, match="--no-token and --token-file"):
-        ui._token(file, True)
+        ui._pick_token(file, True)
     monkeypatch.setenv(ui.TOKEN_VARIABLE, "short")
     with pytest.raises(ValueError, match=ui.TOKEN_VARIABLE):
-        ui._token(None, False)
+        ui._pick_token(None, False)
 
 
 def test_a_read_that_never_ends_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

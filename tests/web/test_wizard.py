@@ -16,7 +16,7 @@ from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rewards.rules.rule_based import RULES
 from TrainingFactory.rewards.rules.tool_verified import VERIFIERS
 from TrainingFactory.web import worker
-from TrainingFactory.web.site import STATIC
+from TrainingFactory.web.site import STATIC_FOLDER
 
 TINY = str(Path(__file__).parents[1] / "servers" / "tiny.py")
 
@@ -124,7 +124,7 @@ def test_tasks_that_cannot_be_read_say_where_and_leave_nothing(page: Served) -> 
 
 
 def test_the_rules_on_offer_are_those_that_there_are() -> None:
-    text = (STATIC / "wizard_reward.js").read_text()
+    text = (STATIC_FOLDER / "wizard_reward.js").read_text()
     for name, known in (("RULES", RULES), ("VERIFIERS", VERIFIERS)):
         listed = re.search(rf"const {name} = \[\n(.*?)\n\];", text, re.DOTALL)
         assert listed and re.findall(r'^  \[\s*"(\w+)",', listed[1], re.MULTILINE) == list(known)

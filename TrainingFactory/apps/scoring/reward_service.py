@@ -14,8 +14,8 @@ from TrainingFactory.assembly.rewards import (
     check_group_size,
     check_reward,
     make_reward,
+    name_scorer,
     open_reward,
-    scored_by,
 )
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
 from TrainingFactory.config import TrainingConfig
@@ -92,7 +92,7 @@ class RewardService:
         self.config = config = resolve_ids(config, notify)
         reward_section = check_reward(config)
         check_group_size(reward_section, 1)
-        self.name = scored_by(config, reward_section)
+        self.name = name_scorer(config, reward_section)
         self._notify = notify
         has_environment = config.environment.environment_id is not None
         self._environment: EnvironmentFactory | None = make_environment(config) if has_environment else None

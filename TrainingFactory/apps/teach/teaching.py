@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from TrainingFactory.assembly.datasets import write_rows
 from TrainingFactory.assembly.endpoint_rollouts import EndpointSampler, TextFormat
-from TrainingFactory.assembly.rewards import check_reward, scored_by
+from TrainingFactory.assembly.rewards import check_reward, name_scorer
 from TrainingFactory.common.endpoints.budget import SpendingLog, Usage
 from TrainingFactory.common.endpoints.names import EndpointSettings
 from TrainingFactory.config import TrainingConfig
@@ -86,7 +86,7 @@ class Teaching(Rollouts):
         earlier_episodes = _load_earlier_episodes(folder)
         super().__init__(config, folder / EPISODES_FILE, episodes, notify=notify)
         save_trajectories(self._partial_file, earlier_episodes.values())  # which it has emptied
-        self.scored_by = scored_by(self.config, check_reward(self.config))
+        self.scored_by = name_scorer(self.config, check_reward(self.config))
         self._check_same_request()
         keys = {(digest_task(task), member) for task in self.tasks for member in range(episodes)}
         self._ended_episodes = [episode for key, episode in earlier_episodes.items() if key in keys]
