@@ -81,10 +81,10 @@ class RemoteSession:
             reply = await self._worker.ask([self._episode_id, tool, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
             message = f"{tool} gave no answer: its process on the cluster {error}{STATE_LOST}"
-            return ToolResult(message, ok=False, error="unavailable"), self._worker.starts
+            return ToolResult(message, ok=False, error="unavailable"), self._worker.num_starts
         if isinstance(reply, str):
             raise ToolFailure(reply)
-        return ToolResult(**reply), self._worker.starts
+        return ToolResult(**reply), self._worker.num_starts
 
     async def close(self) -> None:
         await self._local.close()

@@ -157,7 +157,7 @@ class LocalPlaces:
     def __init__(self) -> None:
         self.requests: list[tuple[int, int]] = []  # place and session
 
-    async def make(self, number: int) -> EngineHandle:
+    async def launch_engine(self, number: int) -> EngineHandle:
         native, sessions, requests = engine(), {}, self.requests
 
         class Handle:
