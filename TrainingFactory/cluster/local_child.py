@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from TrainingFactory.cluster.engines import make_engine
 from TrainingFactory.cluster.messages import ENGINE_METHODS, MAX_MESSAGE_BYTES, from_json, to_json
-from TrainingFactory.common.workers.child import explain, send, take_pipes
+from TrainingFactory.common.workers.child import format_error, send_answer, take_pipes
 from TrainingFactory.types import EngineSpec
 
 TICK_SECONDS = 0.25  # seconds between two checks of the engine's process
@@ -45,13 +45,13 @@ async def serve(calls_pipe: BinaryIO, answers_pipe: int, watcher_pipe: int) -> N
             assert method in ENGINE_METHODS, method
             result = to_json(await getattr(engine, method)(*map(from_json, args)))
         except Exception as error:  # models and vLLM raise many kinds
-            error_text = f"ValueError: {error}" if isinstance(error, ValueError) else explain(error)
+            error_text = f"ValueError: {error}" if isinstance(error, ValueError) else format_error(error)
         finally:
             calls.pop(ticket, None)
         if method == "start":
             inodes = " ".join(find_segment_inodes(os.getpid()))  # sent even if empty
             os.write(watcher_pipe, f"{inodes}\n".encode())
-        send(answers_pipe, ticket, result, error_text)
+        send_answer(answers_pipe, ticket, result, error_text)
 
     while line := await reader.readline():
         ticket, method, args = json.loads(line)

@@ -136,8 +136,9 @@ class RaySession:
                 return group
             free_resources = _describe(await in_thread(ray.available_resources))
             raise ValueError(
-                f"Could not place {role} within {timeout:g} s: requested {_describe(_sum_resources(nonempty_bundles))}, "
-                f"free are {free_resources}. Wait until other jobs have ended, or request less (`tfactory cluster status`)"
+                f"Could not place {role} within {timeout:g} s: requested "
+                f"{_describe(_sum_resources(nonempty_bundles))}, free are {free_resources}. Wait until other jobs have "
+                "ended, or request less (`tfactory cluster status`)"
             )
         except BaseException:
             self.remove_group(group)

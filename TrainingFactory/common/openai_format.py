@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from TrainingFactory.common.image_parts import openai_content, read_parts
+from TrainingFactory.common.image_parts import make_openai_content, read_parts
 from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
     """Convert a message to an OpenAI-style dict without loss. Two keys are not OpenAI's: `reasoning_content`, and
     `error` on an unparsable call. The content of a message with images is a list of parts."""
-    content = openai_content(message) if message.images else message.content
+    content = make_openai_content(message) if message.images else message.content
     row: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning
@@ -80,8 +80,8 @@ def _call_from_dict(row: Any) -> ToolCall:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as problem:
-            arguments, error = {}, error or f"the arguments are not valid JSON: {problem}"
+        except ValueError as json_error:
+            arguments, error = {}, error or f"the arguments are not valid JSON: {json_error}"
     if not isinstance(arguments, dict):
         arguments, error = {}, error or "the arguments must be a JSON object"
     return ToolCall(function["name"], arguments, row.get("id") or "", error)

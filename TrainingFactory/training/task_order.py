@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 
 
 class TaskOrder:
@@ -28,7 +28,7 @@ class TaskOrder:
         if not self.shuffle:
             return list(range(position, min(position + count, self.size)))
         if epoch != self._epoch:
-            seeds = [turn_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
+            seeds = [derive_seed(self.seed, epoch, f"{number}", -1, -1) for number in range(self.size)]
             self._shuffled, self._epoch = sorted(range(self.size), key=lambda n: seeds[n]), epoch
         return self._shuffled[position : position + count]
 

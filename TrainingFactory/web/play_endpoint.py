@@ -14,7 +14,7 @@ from TrainingFactory.assembly.endpoint_rollouts import (
     EndpointStopped,
     TextFormat,
 )
-from TrainingFactory.common.endpoints.budget import COUNTS, SpendingLog
+from TrainingFactory.common.endpoints.budget import COUNT_FIELDS, SpendingLog
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.endpoints.names import find_endpoint
 from TrainingFactory.common.openai_format import message_to_dict
@@ -132,8 +132,8 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
 def _spending(sampler: EndpointSampler) -> JobArguments:
     """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
     usages, budget = sampler.client.counted_usage, sampler.settings.budget
-    total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
-    total["cost"] = total["cost"] if budget.priced else None
+    total: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNT_FIELDS}
+    total["cost"] = total["cost"] if budget.has_prices else None
     limits = {name: value for name, value in asdict(budget).items() if name in LIMITS and value is not None}
     return total | {"limits": limits}
 

@@ -238,7 +238,7 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("EMPTY_KEY", " ")
     for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
         with pytest.raises(ValueError, match=name):
-            listen.api_key_from(name)
+            listen.read_api_key(name)
     with listen.bind("127.0.0.1", 0) as taken, pytest.raises(ValueError, match="--port 0"):
         listen.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(ValueError, match="no-such-host"):

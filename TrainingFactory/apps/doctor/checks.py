@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
-from TrainingFactory.common.image_tokens import images_in
+from TrainingFactory.common.image_tokens import find_images
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ContextSection
@@ -134,13 +134,13 @@ def check_episodes(diagnosis: Diagnosis, episodes: Sequence[Trajectory], turn_li
 
 def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None:
     """Report the images in rows of token ids, and the number of tokens of each."""
-    images_by_row = [images_in(row) for row in rows]
-    images = {tokens.first: tokens for row in images_by_row for tokens in row}.values()
+    images_by_row = [find_images(row) for row in rows]
+    images = {tokens.first_id: tokens for row in images_by_row for tokens in row}.values()
     if not images:
         diagnosis.facts["images"] = f"none in {pluralize(len(rows), 'row')} of the dry run"
         return
-    largest = max(images, key=lambda tokens: tokens.count)
-    smallest = min(tokens.count for tokens in images)
+    largest = max(images, key=lambda tokens: tokens.num_tokens)
+    smallest = min(tokens.num_tokens for tokens in images)
     counts = f"{smallest} to {largest.count}" if smallest < largest.count else f"{smallest}"
     diagnosis.facts["images"] = (
         f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "

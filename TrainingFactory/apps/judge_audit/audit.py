@@ -78,7 +78,7 @@ async def audit(
     if result.judgements:  # failed judgements count in the cost as well
         usage = _usage_so_far(judge)
         result.tokens_per_judgement = (usage[0] - tokens_before) / result.judgements
-        if judge.client.budget.priced:
+        if judge.client.budget.has_prices:
             result.cost_per_thousand = 1000 * (usage[1] - cost_before) / result.judgements
     return result
 

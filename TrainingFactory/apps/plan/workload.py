@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from TrainingFactory.common.image_tokens import VIRTUAL, images_in
+from TrainingFactory.common.image_tokens import VIRTUAL, find_images
 from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
@@ -138,7 +138,7 @@ def workload_from_groups(
         seconds = _sum_draws(tool, calls, np.random.default_rng(0))
     in_prompts = np.array([_count_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
     image_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
-    image_sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
+    image_sizes = [tokens.num_tokens for turn in last_turns for tokens in find_images(turn.prompt_ids)]
     is_taught = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Workload(
         prompt=float(prompts.mean()),

@@ -4,7 +4,7 @@ Keys omit the prefix `actor_rollout_ref.`, whose sections are `actor`, `rollout`
 
 from __future__ import annotations
 
-from TrainingFactory.common.starters import docs_page
+from TrainingFactory.common.starters import find_docs
 
 # Values copied unchanged; `@` stands for the section of the algorithm, grpo or ppo.
 UNCHANGED = {
@@ -106,5 +106,5 @@ def find_reason(key: str) -> tuple[str, str]:
             return kind, text
     return (
         NO_COUNTERPART,
-        f"this translation does not know the key; {docs_page('RL_FACTORY.md')} lists the known ones",
+        f"this translation does not know the key; {find_docs('RL_FACTORY.md')} lists the known ones",
     )

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.common.image_parts import image_of_base64
-from TrainingFactory.common.images import join_pieces, rejection_text
+from TrainingFactory.common.image_parts import decode_image
+from TrainingFactory.common.images import join_pieces, make_rejection_text
 from TrainingFactory.common.texts import redact
 from TrainingFactory.types import Image, ToolResult
 
@@ -54,10 +54,10 @@ def _text_or_image(part: dict[str, Any], attachments: list[dict[str, Any]]) -> s
     attachment = (part.get("resource") or {}) | {"type": kind} if kind == "resource" else part
     if (data := _image_data(part)) is not None:
         try:
-            return image_of_base64(data)
+            return decode_image(data)
         except ValueError as error:
             attachments.append(attachment)
-            return rejection_text(error)
+            return make_rejection_text(error)
     attachments.append(attachment)
     if "text" in attachment:
         return f"[{kind} {attachment.get('uri', '')}]\n{attachment['text']}"
