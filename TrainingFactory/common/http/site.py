@@ -97,7 +97,7 @@ def to_json(payload: BaseModel | dict[str, Any]) -> str:
 
 
 class Site:
-    """Web site with static files from the folder `static_folder`, listening on `host`. Every request must carry `token`,
+    """Web site with static files from `static_folder`, listening on `host`. Every request must carry `token`,
     as a cookie or header; None: no token is required."""
 
     def __init__(self, title: str, version: str, static_folder: Path, host: str, token: str | None) -> None:
