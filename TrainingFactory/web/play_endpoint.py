@@ -125,7 +125,7 @@ def _ignored_settings(sampler: EndpointSampler) -> list[str]:
     """Return the sampling settings that do not change the request to this endpoint."""
     base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
     requests = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
-    body = sampler.endpoint.body
+    body = sampler.endpoint.make_body
     return [name for name, request in requests.items() if body(request) == body(base)]
 
 

@@ -50,7 +50,7 @@ RENAMED_VALUES: dict[str, tuple[str, dict[str, str]]] = {
 TRACKERS = ("wandb", "mlflow", "tensorboard")
 
 IMAGE_ENVIRONMENTS = ("vision", "mmbase")  # RL-Factory's own environments whose tools return images
-IMAGE_REASON = "its tools return images, which environments of RL-Factory cannot have here; use an environment with texts"
+NO_IMAGES = "its tools return images, which environments of RL-Factory cannot have here; use an environment with texts"
 
 ALWAYS, NOT_NEEDED, BY_HAND, NO_COUNTERPART = "always so", "not needed", "by hand", "no counterpart"
 MEMORY_REASON = "it configures multi-GPU memory or another inference engine"
@@ -73,7 +73,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     (LIMIT_KEYS, BY_HAND, PER_SERVER),
     ("env.tool_name_selected", BY_HAND, "list the selected tools in `tools`"),
     ("env.use_process_reward", NOT_NEEDED, "there is no custom Env with a get_step_reward"),
-    ("env.mmtool", NO_COUNTERPART, IMAGE_REASON),
+    ("env.mmtool", NO_COUNTERPART, NO_IMAGES),
     ("env.load_custom_chat_template", BY_HAND, "set model.chat_template to the template file"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
     ("reward_rollout.", BY_HAND, "put other options of the judge's engine into reward.judge.engine_options"),

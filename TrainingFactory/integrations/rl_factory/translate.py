@@ -161,7 +161,7 @@ class Translation:
                 self.sections["reward"] = {"type": "rule_based", "options": {"rule": "em", "extract": "tag"}}
                 self._note("env.name", name, NOT_NEEDED, "its reward is the rule em on <answer> tags")
             elif name in keys.IMAGE_ENVIRONMENTS and existing_file is None:
-                self._note("env.name", name, NO_COUNTERPART, keys.IMAGE_REASON)
+                self._note("env.name", name, NO_COUNTERPART, keys.NO_IMAGES)
             else:
                 path = existing_file or candidates[0]
                 uses_step_rewards = bool(self._overrides.pop("env.use_process_reward", False))
