@@ -207,8 +207,8 @@ def test_a_request_that_is_being_read_counts_as_waiting() -> None:
 def test_half_a_request_is_not_waited_for(
     sent: str, expected: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listen, "HEADER_TIMEOUT", 0.2)
-    monkeypatch.setattr(api, "BODY_TIMEOUT", 0.2)
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(api, "BODY_TIMEOUT_SECONDS", 0.2)
     with live(script("ok").server()) as client:
         place = (client.base_url.host, client.base_url.port)
         with socket.create_connection(place, timeout=10) as connection:

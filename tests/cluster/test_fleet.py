@@ -249,7 +249,7 @@ def test_a_place_with_other_weights_than_the_learner_is_replaced_and_two_of_them
         assert [place.number for place in fakes.made] == [0, 1, 1] and fakes.made[1].closed
         fakes.each = lambda place: setattr(place, "scores", [float("nan"), 0.0])
         fakes.made[0].scores = fakes.made[2].scores = [0.0, 0.0]
-        fleet._patience = 0.3
+        fleet._start_timeout = 0.3
         with pytest.raises(SamplersLost, match=r"sampler \d, life \d does not have the learner's weights"):
             await fleet.update(Weights(3, "there", canary=CANARY))
         await fleet.close()
@@ -348,6 +348,6 @@ def test_a_turn_under_way_at_the_end_makes_nothing_anew() -> None:
             with pytest.raises(SamplersLost):
                 await turn
         await closing
-        assert fakes.made == [one, two] and fakes.closed and not fleet._restarting
+        assert fakes.made == [one, two] and fakes.closed and not fleet._restart_tasks
 
     run(test())

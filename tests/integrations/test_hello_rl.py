@@ -15,7 +15,7 @@ from TrainingFactory.integrations.hello_agents import datasets, rl
 from TrainingFactory.integrations.hello_agents.rewards import create_combined_reward, make_reward
 from TrainingFactory.integrations.hello_agents.rl import TrainingConfig, format_training_time
 from TrainingFactory.integrations.hello_agents.tool import DEFAULTS
-from TrainingFactory.integrations.hello_agents.training import OPTIONS, SPECIAL
+from TrainingFactory.integrations.hello_agents.training import OPTIONS, SPECIAL_KEYS
 
 fresh = pytest.fixture(autouse=True)(without_hello)
 math = rl.MathRewardFunction()
@@ -97,13 +97,13 @@ def test_records_have_the_textbooks_form(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_prompt_in_a_chat_template_is_taken_apart():
     """Trainers apply the template themselves; a second time it would be text."""
     written = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
-    [task] = datasets.tasks([{"prompt": written, "ground_truth": "4"}])
+    [task] = datasets.read_tasks([{"prompt": written, "ground_truth": "4"}])
     assert task["prompt"] == "How many?"
-    [task] = datasets.tasks(
+    [task] = datasets.read_tasks(
         [{"prompt": "<|im_start|>system\nBe brief.<|im_end|>\n" + written, "ground_truth": "4"}]
     )
     assert [each["role"] for each in task["prompt"]] == ["system", "user"]
-    [task] = datasets.tasks([{"question": "How many?", "answer": "It is\n#### 4"}])
+    [task] = datasets.read_tasks([{"question": "How many?", "answer": "It is\n#### 4"}])
     assert task["ground_truth"] == "4" and task["prompt"].startswith("Question: How many?")
     [row] = datasets.read_examples([{"question": "How many?", "answer": "It is\n#### 4"}])
     assert row["prompt"] == task["prompt"]  # learned and sampled under the same prompt
@@ -173,5 +173,5 @@ def test_the_page_prints_commands_and_keys_that_exist():
     for action, defaults in DEFAULTS.items():
         [row] = [line for line in page.text.splitlines() if line.startswith(f"| `{action}` |")]
         assert [key for key in defaults if f"`{key}`" not in row and "reward" not in key] == []
-    missing = [key for key in (*OPTIONS, *SPECIAL) if f"`{key}`" not in page.text]
+    missing = [key for key in (*OPTIONS, *SPECIAL_KEYS) if f"`{key}`" not in page.text]
     assert missing == []

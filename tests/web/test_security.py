@@ -243,7 +243,7 @@ def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
 
 
 def test_a_read_that_never_ends_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("TrainingFactory.common.http.site.READ_TIMEOUT", 0.05)
+    monkeypatch.setattr("TrainingFactory.common.http.site.READ_TIMEOUT_SECONDS", 0.05)
     with serving(tmp_path / "runs") as page:
         assert page.page is not None
         free = threading.Event()

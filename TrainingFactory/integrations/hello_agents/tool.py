@@ -37,7 +37,7 @@ SAMPLING = {"max_new_tokens": "sampling.max_tokens", "temperature": "sampling.te
             "batch_size": "sampling.slots", "thinking": "model.thinking"}  # fmt: skip
 # Keys of an action besides those with a default above.
 ACTION_KEYS = {
-    "train": [*training.OPTIONS, *training.SPECIAL],
+    "train": [*training.OPTIONS, *training.SPECIAL_KEYS],
     "load_dataset": ["format_type"],
     "create_reward": sorted({name for options in rewards.OPTIONS.values() for name in options}),
     "evaluate": list(SAMPLING),

@@ -230,7 +230,7 @@ class Env(ForeignEnvironment):
         data_source, truth, extra_info = data_item.scoring_inputs
         return {
             "prompt_str": tokenizer.decode(data_item.batch["prompts"], skip_special_tokens=True),
-            "response_str": "\n".join(data_item.texts(tokenizer)),
+            "response_str": "\n".join(data_item.decode_turns(tokenizer)),
             "ground_truth": truth,
             "data_source": data_source,
             "extra_info": extra_info,
