@@ -141,7 +141,7 @@ def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None
         return
     largest = max(images, key=lambda tokens: tokens.num_tokens)
     smallest = min(tokens.num_tokens for tokens in images)
-    counts = f"{smallest} to {largest.count}" if smallest < largest.count else f"{smallest}"
+    counts = f"{smallest} to {largest.num_tokens}" if smallest < largest.num_tokens else f"{smallest}"
     diagnosis.facts["images"] = (
         f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "
         f"at most {max(map(len, images_by_row))} in a row; {ImageUse.of_rows(rows, 0).share:.0%} of all tokens"
