@@ -32,14 +32,14 @@ class ImageLimits:
 LIMITS = ImageLimits()
 
 
-def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
+def read_image(encoded: bytes, limits: ImageLimits = LIMITS) -> Image:
     """Decode a PNG, JPEG or WebP file. Raises ValueError if it is another format, damaged, animated or too large."""
     from PIL import Image as Pillow
 
-    if len(data) > limits.max_bytes:
-        raise ValueError(f"the image has {len(data):,} bytes; at most {limits.max_bytes:,} are allowed")
+    if len(encoded) > limits.max_bytes:
+        raise ValueError(f"the image has {len(encoded):,} bytes; at most {limits.max_bytes:,} are allowed")
     try:
-        with Pillow.open(io.BytesIO(data), formats=IMAGE_FORMATS) as picture:
+        with Pillow.open(io.BytesIO(image_bytes), formats=IMAGE_FORMATS) as picture:
             return image_from_pillow(picture, limits)
     except Pillow.UnidentifiedImageError:
         raise ValueError("the data is not a valid image in PNG, JPEG or WebP format") from None

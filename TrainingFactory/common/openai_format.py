@@ -72,11 +72,11 @@ def _call_to_dict(call: ToolCall) -> dict[str, Any]:
     return row
 
 
-def _call_from_dict(row: Any) -> ToolCall:
-    function = row.get("function", row) if isinstance(row, dict) else None
+def _call_from_dict(call_row: Any) -> ToolCall:
+    function = call_row.get("function", call_row) if isinstance(call_row, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'a tool call must be an object with a function "name", not {str(row)[:60]}')
-    arguments, error = function.get("arguments") or {}, row.get("error")
+        raise ValueError(f'a tool call must be an object with a function "name", not {str(call_row)[:60]}')
+    arguments, error = function.get("arguments") or {}, call_row.get("error")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -84,4 +84,4 @@ def _call_from_dict(row: Any) -> ToolCall:
             arguments, error = {}, error or f"the arguments are not valid JSON: {json_error}"
     if not isinstance(arguments, dict):
         arguments, error = {}, error or "the arguments must be a JSON object"
-    return ToolCall(function["name"], arguments, row.get("id") or "", error)
+    return ToolCall(function["name"], arguments, call_row.get("id") or "", error)

@@ -133,7 +133,7 @@ class SqlDatabase:
             connection = _copy_to(connection, f"{self._copy_folder.name}/copy.db")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_CHARS)
-        connection.text_factory = lambda data: data.decode("utf-8", errors="replace")
+        connection.text_factory = lambda raw_text: raw_text.decode("utf-8", errors="replace")
         connection.set_authorizer(_may_write if self.write else _may_read)
         self._connection = connection
         return connection

@@ -137,9 +137,9 @@ class Env(ForeignEnvironment):
         for method in METHODS:
             if not self.accepts(method) and not (method == RULES and self.accepts(RULES, if_val=False)):
                 parameters = ", ".join(["self", *(parameter.name for parameter in _parameters(method))])
-                actual = inspect.signature(getattr(self, method))
+                signature = inspect.signature(getattr(self, method))
                 raise ValueError(
-                    f"{name}.{method}{actual} has a wrong signature. Use {method}({parameters})."
+                    f"{name}.{method}{signature} has a wrong signature. Use {method}({parameters})."
                 )
         for switch, method in SWITCH_METHODS.items():
             if self.is_enabled(switch) and not self.overrides(method):

@@ -130,9 +130,9 @@ class SwiftTranslation:
                 continue
             first_file, *ignored_files = files if isinstance(files, list) else [files]
             key = sampled_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
-            file, _, count = str(first_file).rpartition("#")  # FILE#COUNT takes the first rows
-            if file and count.isdigit():
-                self._set_key("data.heldout_count" if key == "heldout" else "data.count", int(count))
+            file, _, num_rows = str(first_file).rpartition("#")  # FILE#COUNT takes the first rows
+            if file and num_rows.isdigit():
+                self._set_key("data.heldout_count" if key == "heldout" else "data.count", int(num_rows))
             else:
                 file = str(first_file)
             self._set_key(f"data.{key}", file)
