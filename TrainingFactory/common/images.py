@@ -39,7 +39,7 @@ def read_image(encoded: bytes, limits: ImageLimits = LIMITS) -> Image:
     if len(encoded) > limits.max_bytes:
         raise ValueError(f"the image has {len(encoded):,} bytes; at most {limits.max_bytes:,} are allowed")
     try:
-        with Pillow.open(io.BytesIO(image_bytes), formats=IMAGE_FORMATS) as picture:
+        with Pillow.open(io.BytesIO(encoded), formats=IMAGE_FORMATS) as picture:
             return image_from_pillow(picture, limits)
     except Pillow.UnidentifiedImageError:
         raise ValueError("the data is not a valid image in PNG, JPEG or WebP format") from None
