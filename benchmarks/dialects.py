@@ -128,7 +128,7 @@ def run(requests: int, rounds: int) -> list[dict[str, Any]]:
     thread.start()
     rows: list[dict[str, Any]] = []
     try:
-        with httpx.Client(base_url=listen.address_of(bound), timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=listen.format_url(bound), timeout=60, trust_env=False) as client:
             for stream in (False, True):
                 times = {dialect: [] for dialect in BODIES}
                 for number in range(rounds + 1):  # the first warms up

@@ -62,7 +62,7 @@ async def measure(model: Any, options: dict[str, Any], device: str) -> dict[str,
     spec = EngineSpec("vllm", publisher.model_folder, 1024, slots=256, device=device, options=options)
     places, found = LocalEngineLauncher(spec, start_timeout=600.0, notify=print), dict[str, Any]()
     started = time.perf_counter()
-    place = await places.make(0)
+    place = await places.launch_engine(0)
     found["start_s"] = time.perf_counter() - started
 
     async def push(version: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ import yaml
 
 from TrainingFactory.apps.demo.demo import Demo
 from TrainingFactory.config import TrainingConfig
-from TrainingFactory.integrations.swift.exporting import SCRIPT, export_config
+from TrainingFactory.integrations.swift.exporting import SCRIPT_FILE, export_config
 from TrainingFactory.runs.tracking import PlainLines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,7 +56,7 @@ def train(python: Path, model: Path, folder: Path, steps: int) -> dict[str, Any]
         "HOME": str(folder), "PATH": f"{python.parent}{os.pathsep}/usr/bin{os.pathsep}/bin", "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    command = ["sh", str(out / SCRIPT), *TEMPLATE, *LOCAL]
+    command = ["sh", str(out / SCRIPT_FILE), *TEMPLATE, *LOCAL]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ms-swift failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

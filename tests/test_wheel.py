@@ -29,7 +29,7 @@ BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(s
 # In one process, because every start of Python costs more than all of this: copy every starter, read every config.
 COPY_ALL = """
 import json, pathlib, TrainingFactory
-from TrainingFactory.common.starters import FOLDERS, copy_starter, docs_page, list_starters
+from TrainingFactory.common.starters import FOLDERS, copy_starter, find_docs, list_starters
 from TrainingFactory.config import load_config
 names = {}
 for kind in FOLDERS:
@@ -41,7 +41,7 @@ configs = [path for folder in ("configs", "examples") for path in pathlib.Path(f
 for path in (path for path in configs if path.name != "tasks.yaml"):
     files = [tool.config for tool in load_config(path).tools if tool.config]
     assert all(pathlib.Path(file).is_file() or (path.parent / file).is_file() for file in files), path
-page = docs_page("FACTORIES.md")
+page = find_docs("FACTORIES.md")
 assert pathlib.Path(page).is_file(), page
 print(json.dumps({"from": TrainingFactory.__file__, "version": TrainingFactory.__version__, "names": names}))
 """

@@ -28,7 +28,7 @@ from TrainingFactory.agent_api.turns.responses import (
 )
 from TrainingFactory.common.http import listen
 from TrainingFactory.common.http.api import Api, ApiError, Handler, HandlerResult
-from TrainingFactory.common.image_tokens import to_disk
+from TrainingFactory.common.image_tokens import to_disk_ids
 from TrainingFactory.protocols import Sampler, SamplingSession
 from TrainingFactory.rollout.episode import EpisodeSettings
 from TrainingFactory.tools.threads import in_thread
@@ -165,7 +165,7 @@ class EpisodeRequests:
             raise over_error
         prompt, rules = node.turn.prompt_ids, self._rules
         # Seeds depend on the request, not on the order of arrival: concurrent calls get the same seeds in every run.
-        token_ids, images = to_disk(prompt)
+        token_ids, images = to_disk_ids(prompt)
         request_text = json.dumps([token_ids, request.settings, *([images] if images else [])])
         digest = int.from_bytes(hashlib.blake2b(request_text.encode(), digest_size=7).digest())
         self._request_counts[digest] += 1
@@ -229,13 +229,13 @@ class AgentEndpoint:
             api.post_by_key(route.path, partial(self._find_handler, route), route.dialect)
         api.post_by_key("/v1/reward", partial(self._find_handler, None))
         model = {"id": self.model or "policy", "object": "model", "created": 0, "owned_by": "trainingfactory"}
-        api.get("/v1/models", lambda: {"object": "list", "data": [model]}, keyed=False)
+        api.get("/v1/models", lambda: {"object": "list", "data": [model]}, needs_key=False)
         return api
 
     async def open(self) -> None:
         """Listen on a free local port, on the running event loop."""
         sock = listen.bind("127.0.0.1", 0)
-        self.base_url = f"{listen.address_of(sock)}/v1"
+        self.base_url = f"{listen.format_url(sock)}/v1"
         self._server = listen.make_server(self.make_api().app)
         # Not `serve`, because it would replace the run's handler for Ctrl-C.
         self._serve_task = asyncio.create_task(self._server._serve([sock]))

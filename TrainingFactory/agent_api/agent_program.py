@@ -27,7 +27,7 @@ from TrainingFactory.agent_api.agent_endpoint import AgentEndpoint, EpisodeReque
 from TrainingFactory.common.images import as_text
 from TrainingFactory.common.options import STRICT, Count, Text, make_from
 from TrainingFactory.common.texts import MAX_ERROR_CHARS, escape_control, redact
-from TrainingFactory.common.workers.groups import inherited_variables
+from TrainingFactory.common.workers.groups import inherit_variables
 from TrainingFactory.data.trajectories import trajectory_to_dict
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Episode, Sampler
@@ -200,7 +200,7 @@ class ProgramEpisode(SelfScoredEpisode):
 
     def _make_env(self, placeholders: dict[str, str]) -> dict[str, str]:
         """Return the program's environment: inherited variables, addresses and keys of all dialects, options."""
-        env = inherited_variables(self._program.options.env)
+        env = inherit_variables(self._program.options.env)
         env |= dict.fromkeys(("OPENAI_BASE_URL", "OPENAI_API_BASE"), placeholders["{base_url}"])
         env |= dict.fromkeys(("ANTHROPIC_BASE_URL", "GOOGLE_GEMINI_BASE_URL"), placeholders["{root_url}"])
         env |= dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "GEMINI_API_KEY"), self.key)

@@ -102,7 +102,7 @@ class EndpointSampler:
             self._on_paid_reply(reply)
             return reply
 
-        body = json.dumps(self.endpoint.body(request), sort_keys=True)
+        body = json.dumps(self.endpoint.make_body(request), sort_keys=True)
         try:
             return await self.client.request((PREFIX, self.endpoint.identity, body, f"{seed}"), send)
         except ModelFailure as failure:
@@ -174,7 +174,7 @@ class EndpointRun(EpisodeRun):
     def _make_usage_signals(self, reply: ModelReply) -> dict[str, float]:
         counts = {"input_tokens": reply.input_tokens, "output_tokens": reply.output_tokens}
         budget = self._sampler.client.budget
-        amounts = counts | ({"cost": budget.cost(reply)} if budget.priced else {})
+        amounts = counts | ({"cost": budget.cost(reply)} if budget.has_prices else {})
         return {f"{PREFIX}/{signal}": float(amount) for signal, amount in amounts.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from TrainingFactory.agent_api.agent_program import AgentProgram
 from TrainingFactory.assembly import rewards as build_rewards
 from TrainingFactory.common import catalog
-from TrainingFactory.common.starters import docs_page
+from TrainingFactory.common.starters import find_docs
 from TrainingFactory.common.user_code import as_value_error, is_file_name, load_objects, split_name
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
@@ -105,7 +105,7 @@ def make_scenario_environment(scenario: Any) -> Any:
     if rows_by_split["train"] is None or any(isinstance(tool, ToolSource) for tool in scenario_tools):
         raise ValueError(
             f"scenario {name!r} is a {type(scenario).__name__} with neither an `environment` (a class, a name, a file) "
-            f"nor `tasks` (rows or a file) with `tools` that need no server; see {docs_page('FACTORIES.md')}"
+            f"nor `tasks` (rows or a file) with `tools` that need no server; see {find_docs('FACTORIES.md')}"
         )
 
     class Scenario(ToolEnvironment):

@@ -88,10 +88,10 @@ async def join_cluster(config: TrainingConfig, exit_stack: AsyncExitStack) -> No
         session = RaySession(compute.address, compute.num_gpus)
         exit_stack.push_async_callback(session.close)
         await session.open()
-        gpus = session.gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
+        gpus = session.pick_gpus(compute.gpus_per_sampler, config.sampling.engine == "vllm")
         bundles = [{"CPU": compute.cpus_per_sampler, "GPU": gpus}] * compute.samplers
         num_remote_learners = (compute.learners or 1) - 1
-        bundles += [{"CPU": 1.0, "GPU": session.gpus(compute.gpus_per_learner)}] * num_remote_learners
+        bundles += [{"CPU": 1.0, "GPU": session.pick_gpus(compute.gpus_per_learner)}] * num_remote_learners
         learners_text = f" and learners={compute.learners}" if num_remote_learners else ""
         await session.check(bundles, f"compute.samplers={compute.samplers}{learners_text}")
 

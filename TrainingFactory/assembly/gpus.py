@@ -7,7 +7,7 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.learner import check_sharded
-from TrainingFactory.cluster.launcher import launched_process
+from TrainingFactory.cluster.launcher import find_launched_process
 from TrainingFactory.config import TrainingConfig
 
 
@@ -24,7 +24,7 @@ def with_gpu_division(
     unchanged if it sets one of these two itself, under a launcher such as torchrun, and on the CPU."""
     compute, gpus = config.compute, config.compute.num_gpus or 1
     is_divided = compute.learners is not None or "samplers" in compute.model_fields_set
-    if gpus == 1 or is_divided or launched_process() is not None or config.model.device == "cpu":
+    if gpus == 1 or is_divided or find_launched_process() is not None or config.model.device == "cpu":
         return config
     num_visible = count_gpus() if compute.backend == "local" else gpus
     if not num_visible:

@@ -18,7 +18,7 @@ from TrainingFactory import __version__
 from TrainingFactory.assembly import sampler as build_sampler
 from TrainingFactory.assembly.fleet import samples_elsewhere
 from TrainingFactory.assembly.learner import check_sharded, make_algorithm
-from TrainingFactory.cluster.launcher import launched_process, launcher_notes
+from TrainingFactory.cluster.launcher import find_launched_process, list_launcher_notes
 from TrainingFactory.cluster.ray_session import RaySession, require_ray
 from TrainingFactory.cluster.ray_workers import RayWorker
 from TrainingFactory.common.event_loop import run as run_anywhere
@@ -43,10 +43,10 @@ PACKAGES = ("torch", "transformers", "peft", "numpy")
 def with_learner_count(config: TrainingConfig, notify: Callable[[str], None]) -> TrainingConfig:
     """Return the config with the number of learner processes. Under a launcher such as torchrun it is the launcher's
     number of processes."""
-    for note in launcher_notes():
+    for note in list_launcher_notes():
         notify(f"note: {note}")
-    launch, num_requested = launched_process(), config.compute.learners
-    count = (num_requested or 1) if launch is None else launch.count
+    launch, num_requested = find_launched_process(), config.compute.learners
+    count = (num_requested or 1) if launch is None else launch.num_processes
     if num_requested not in (None, count):
         text = f"is {num_requested}, but the launcher started {count} processes: set it to {count}, or leave it out"
         raise config.wrong([Problem(("compute", "learners"), text)])
@@ -79,9 +79,9 @@ class Learners:
         from TrainingFactory.cluster.ranks import RankGroup, ShardedPolicy
 
         # Processes of a launcher may not have read the config: each decides by whether there are GPUs.
-        on_gpu = _pick_device(config if launched_process() is None else TrainingConfig()).type == "cuda"
+        on_gpu = _pick_device(config if find_launched_process() is None else TrainingConfig()).type == "cuda"
         log_note = ""
-        if launched_process() is not None:
+        if find_launched_process() is not None:
             rank_group = await in_thread(RankGroup, 0, learners, None, os.environ["MASTER_ADDR"], on_gpu)
         else:
             log_note = f", with a log in {folder}" if config.compute.backend == "local" else ""
@@ -145,7 +145,7 @@ class Learners:
         session = RaySession(compute.address, compute.num_gpus)
         await session.open()
         exit_stack.push_async_callback(session.close)
-        ray, gpus = require_ray(), session.gpus(compute.gpus_per_learner)
+        ray, gpus = require_ray(), session.pick_gpus(compute.gpus_per_learner)
         bundles = [{"CPU": 1.0, "GPU": gpus}] * (learners - 1)
         group = await session.allocate_group(bundles, f"compute.learners={learners}", compute.start_timeout)
         exit_stack.callback(session.remove_group, group)
@@ -252,13 +252,13 @@ def serve_started(address: list[Any]) -> None:
 def serve_rank(config: TrainingConfig | None) -> TrainingReport | None:
     """In a launcher's process other than rank 0, execute the calls of rank 0 until the run has ended, and return the
     run's report. Return None in any other process. `config` is the config as the user wrote it."""
-    launch = launched_process()
+    launch = find_launched_process()
     if launch is None or launch.rank == 0:
         return None
     logging.disable(logging.WARNING)  # rank 0 logs the same
     on_gpu = _pick_device(TrainingConfig()).type == "cuda"
-    args = launch.rank, launch.count, None, os.environ["MASTER_ADDR"], on_gpu
-    if (report := run_anywhere(lambda: _serve(args, launch.device, config))) is None:
+    args = launch.rank, launch.num_processes, None, os.environ["MASTER_ADDR"], on_gpu
+    if (report := run_anywhere(lambda: _serve(args, launch.local_rank, config))) is None:
         raise SystemExit(1)  # rank 0 reports the reason
     return report
 

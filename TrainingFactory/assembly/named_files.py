@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from TrainingFactory.assembly.folding import is_template_file
 from TrainingFactory.assembly.rewards import reward_model_folder
 from TrainingFactory.assembly.run_tools import RunTools
-from TrainingFactory.common.endpoints.names import FILE_ENDINGS
+from TrainingFactory.common.endpoints.names import SETTINGS_SUFFIXES
 from TrainingFactory.common.user_code import is_file_name, split_name
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.resolve.model_names import MODEL_KEY as STARTED_FROM
@@ -73,7 +73,7 @@ def map_files(config: TrainingConfig, move: RenameFile) -> TrainingConfig:
         instructions = user.template
         user = _replace_values(
             user,
-            model=move(user.model) if user.model.endswith(FILE_ENDINGS) else user.model,
+            model=move(user.model) if user.model.endswith(SETTINGS_SUFFIXES) else user.model,
             template=move(instructions) if instructions and is_template_file(instructions) else instructions,
         )
     if branching is not None:

@@ -81,10 +81,10 @@ class RemoteSession:
             reply = await self._worker.ask([self._episode_id, tool_name, arguments])
         except (WorkerDied, WorkerError, WorkerTooSlow) as error:
             message = f"{tool_name} gave no answer: its process on the cluster {error}{STATE_LOST_TEXT}"
-            return ToolResult(message, ok=False, error="unavailable"), self._worker.starts
+            return ToolResult(message, ok=False, error="unavailable"), self._worker.num_starts
         if isinstance(reply, str):
             raise ToolFailure(reply)
-        return ToolResult(**reply), self._worker.starts
+        return ToolResult(**reply), self._worker.num_starts
 
     async def close(self) -> None:
         await self._local_executor.close()

@@ -22,9 +22,9 @@ from TrainingFactory.common.options import (
     Positive,
     Text,
     ZeroOrMore,
-    choice_error,
     make_from,
     make_named,
+    show_choices,
 )
 from TrainingFactory.common.workers import Worker
 from TrainingFactory.config import TrainingConfig
@@ -148,7 +148,7 @@ class ProcessOptions:
     def _check_step_rewards(cls, step_rewards: dict[str, float], info: ValidationInfo) -> dict[str, float]:
         known_names = {*PROCESS_RULES, *(info.data.get("rules") or ())}
         invalid_options = [
-            InvalidOption(name, choice_error(name, known_names))
+            InvalidOption(name, show_choices(name, known_names))
             for name in step_rewards
             if name not in known_names
         ]

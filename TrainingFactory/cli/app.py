@@ -40,7 +40,7 @@ from TrainingFactory.cli.swift import swift
 from TrainingFactory.cli.tools import tools
 from TrainingFactory.cli.train import train
 from TrainingFactory.cli.ui import ui
-from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES, launched_process
+from TrainingFactory.cluster.launcher import LAUNCHER_VARIABLES, find_launched_process
 from TrainingFactory.common.event_loop import sigterm_as_ctrl_c
 from TrainingFactory.common.texts import escape_control
 from TrainingFactory.runs.devices import device_failure
@@ -101,13 +101,15 @@ def run(
 
 def _should_run(tokens: Sequence[str]) -> bool:
     """Return whether this process runs the command: any process if it trains, otherwise only rank 0."""
-    launch = launched_process()
+    launch = find_launched_process()
     if launch is None or tokens[0:1] == ("train",) or tokens[0:2] == ("runs", "resume"):
         return True
     for name in LAUNCHER_VARIABLES:
         os.environ.pop(name, None)
     if launch.rank == 0:
-        note(f"1 of {launch.count} processes runs this command; only train and runs resume use all of them")
+        note(
+            f"1 of {launch.num_processes} processes runs this command; only train and runs resume use all of them"
+        )
     return launch.rank == 0
 
 

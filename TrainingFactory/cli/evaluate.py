@@ -144,7 +144,7 @@ def cost_text(metrics: dict[str, float], prices: Budget | None = None) -> str:
     """Return the cost of the episodes as money or, without prices, as billed tokens; for a local model as time."""
     if "endpoint/input_tokens" not in metrics:
         return f"{metrics['seconds']:.0f} s here" if "seconds" in metrics else ""
-    if prices is not None and prices.priced:
+    if prices is not None and prices.has_prices:
         return f"{prices.cost_of(metrics['endpoint/input_tokens'], metrics['endpoint/output_tokens']):.4g}"
     if "endpoint/cost" in metrics:
         return f"{metrics['endpoint/cost']:.4g}"

@@ -42,7 +42,7 @@ def hello(
         raise ValueError(f"no such file: {path}")
     for argument in arguments:
         if argument.startswith(TASKS_PREFIX):
-            os.environ[datasets.GSM8K] = argument.removeprefix(TASKS_PREFIX)
+            os.environ[datasets.GSM8K_VARIABLE] = argument.removeprefix(TASKS_PREFIX)
     shim.install()
     old_argv, old_path = sys.argv, list(sys.path)
     sys.argv = [str(path), *(argument for argument in arguments if not argument.startswith(TASKS_PREFIX))]

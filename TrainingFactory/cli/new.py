@@ -120,14 +120,14 @@ def models(family: str | None = None, /, *, compat: bool = False) -> None:
 
 
 def _show_compatibility(family_name: str | None) -> None:
-    from TrainingFactory.common.starters import docs_page
+    from TrainingFactory.common.starters import find_docs
     from TrainingFactory.models.compatibility import COLUMNS, find_families, read_compatibility
 
     if family_name is None:
         families = read_compatibility().families
         rows = [(family.key, *(family.cells[key].status for key in COLUMNS)) for family in families]
         columns(["Family", *COLUMNS.values()], rows)
-        note(f"Reasons and costs: tfactory models --compat FAMILY, or {docs_page('COMPATIBILITY.md')}")
+        note(f"Reasons and costs: tfactory models --compat FAMILY, or {find_docs('COMPATIBILITY.md')}")
         return
     for index, family in enumerate(find_families(family_name)):
         rows = [("", "")] if index else []

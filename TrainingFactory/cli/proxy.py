@@ -44,7 +44,7 @@ def proxy(
     from TrainingFactory.apps.proxy.proxy import serve_proxy
     from TrainingFactory.common.http import listen
 
-    api_key = listen.api_key_from(api_key_env)
+    api_key = listen.read_api_key(api_key_env)
     is_local = listen.is_loopback(host)
     if not is_local and api_key is None:
         raise ValueError(f"--host {host} lets other machines connect. Require a key: --api-key-env NAME")

@@ -61,14 +61,14 @@ def serve(
     paths = storage_paths(overrides)
     resolved_model = find_model(model, *paths)
     config = serving_config(resolved_model, overrides)
-    api_key = listen.api_key_from(api_key_env)
+    api_key = listen.read_api_key(api_key_env)
     is_local = _check_host(host, api_key, "model")
     with listen.bind(host, port) as listener:
         version = None if resolved_model.version is None else str(resolved_model.version)
         server = make_server(config, name or model, queue, version, show.note)
         app = server.api(api_key, is_local).app
         full_name = server.name if version in (None, server.name) else f"{server.name} ({version})"
-        ready_text = f"serving {full_name} at {listen.address_of(listener)}/v1 (Ctrl-C stops)"
+        ready_text = f"serving {full_name} at {listen.format_url(listener)}/v1 (Ctrl-C stops)"
         follower = follow_alias(server, resolved_model, overrides, *paths, show.note)
         with contextlib.suppress(KeyboardInterrupt), contextlib.closing(server), follower:
             asyncio.run(_serve(server.model.sampler, listen.make_server(app).serve([listener]), ready_text))
@@ -105,7 +105,7 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
     if models := [override for override in overrides if "=" not in override]:
         raise ValueError(f"--reward serves a reward, not the model {models[0]}. Leave the model out.")
     service = RewardService(read_config(path, overrides), show.note)
-    api_key = listen.api_key_from(api_key_env)
+    api_key = listen.read_api_key(api_key_env)
     app = service.api(api_key, _check_host(host, api_key, "reward")).app
 
     async def run(serving: Coroutine[Any, Any, None], ready_text: str) -> None:
@@ -115,7 +115,7 @@ def _serve_reward(path: str, overrides: Sequence[str], host: str, port: int, api
             await serving
 
     with listen.bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
-        ready_text = f"serving {service.name} as a reward at {listen.address_of(listener)}/ (Ctrl-C stops)"
+        ready_text = f"serving {service.name} as a reward at {listen.format_url(listener)}/ (Ctrl-C stops)"
         asyncio.run(run(listen.make_server(app).serve([listener]), ready_text))
     show.note("stopped")
     return 0

@@ -48,13 +48,13 @@ def export(
         force: Overwrite the files in an existing folder.
     """
     from TrainingFactory.assembly.named_files import read_config
-    from TrainingFactory.integrations.swift.exporting import ROWS, SCRIPT, export_config
+    from TrainingFactory.integrations.swift.exporting import ROWS_FILE, SCRIPT_FILE, export_config
 
     if output.exists() and not force:
         raise ValueError(
             f"{output} exists already. Choose another folder, or overwrite its files with --force."
         )
     unmapped_options = export_config(read_config(config, overrides), output, note)
-    print(f"wrote {output / ROWS} and {output / SCRIPT}; train with: sh {output / SCRIPT}")
+    print(f"wrote {output / ROWS_FILE} and {output / SCRIPT_FILE}; train with: sh {output / SCRIPT_FILE}")
     if unmapped_options:
         note(f"no counterpart in ms-swift: {', '.join(unmapped_options)}")

@@ -71,7 +71,7 @@ def ui(
         show.note("warning: --no-token lets everybody who can connect run programs as you")
     page = Page(Path(runs).expanduser(), host, token, endpoints)
     with listen.bind(host, port) as listener, contextlib.suppress(KeyboardInterrupt):
-        address = listen.address_of(listener)
+        address = listen.format_url(listener)
         for wildcard in ("0.0.0.0", "[::]"):  # other machines cannot open these addresses
             address = address.replace(f"//{wildcard}:", f"//{socket.gethostname()}:")
         address += f"/?token={token}" if token else "/"

@@ -15,5 +15,5 @@ ENGINES = {
 
 def make_engine(spec: EngineSpec) -> Engine:
     """Create the engine of a spec in this process; call its `start` before sampling."""
-    module, _, name = ENGINES.get(spec.kind, spec.kind).partition(":")
-    return getattr(import_module(module), name)(spec)
+    module, _, function_name = ENGINES.get(spec.kind, spec.kind).partition(":")
+    return getattr(import_module(module), function_name)(spec)

@@ -30,11 +30,11 @@ VLLM_WRAPPER = re.compile("Engine core initialization failed|WorkerProc initiali
 
 
 class LocalEngineLauncher:
-    """Launcher of `LocalEngine`s. `environment` holds further environment variables for the child processes. `folder`
+    """Launcher of `LocalEngine`s. `extra_env` holds further environment variables for the child processes. `folder`
     keeps their logs; None: logs are deleted on close. `notify` reports progress to the user; `role` names engines."""
 
     def __init__(
-        self, spec: EngineSpec, environment: Mapping[str, str] | None = None, start_timeout: float = 600.0,
+        self, spec: EngineSpec, extra_env: Mapping[str, str] | None = None, start_timeout: float = 600.0,
         notify: Callable[[str], object] = lambda text: None, folder: Path | None = None, role: str = "sampler"
     ) -> None:  # fmt: skip
         self._spec, self._start_timeout, self._notify, self._folder = spec, start_timeout, notify, folder
@@ -42,21 +42,21 @@ class LocalEngineLauncher:
         num_threads = str(max(1, (os.cpu_count() or 1) // 2))  # the learner has the other half
         # The whole sys.path, because processes started by vLLM must find the same packages.
         python_path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        inherited = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
-        self._environment = {"OMP_NUM_THREADS": num_threads} | inherited | {"PYTHONPATH": python_path}
-        self._environment |= environment or {}
+        inherited_env = {key: value for key, value in os.environ.items() if key not in LAUNCHER_VARIABLES}
+        self._env = {"OMP_NUM_THREADS": num_threads} | inherited_env | {"PYTHONPATH": python_path}
+        self._env |= extra_env or {}
         self._engines: list[LocalEngine] = []
 
-    async def make(self, number: int) -> LocalEngine:
+    async def launch_engine(self, number: int) -> LocalEngine:
         start_time = time.monotonic()
         engine = LocalEngine(number, self._folder, self._role)
         self._engines.append(engine)
         try:
-            await engine.open(self._spec, self._environment)
+            await engine.open(self._spec, self._env)
             async with asyncio.timeout(self._start_timeout):
-                engine.info = await engine.call("start")
+                engine.engine_info = await engine.call("start")
         except (TimeoutError, EngineLost, ValueError) as error:
-            cause, log_tail = engine.last_error()
+            cause, log_tail = engine.find_last_error()
             if isinstance(error, TimeoutError):
                 cause = f"it took longer than {self._start_timeout:g} s (increase compute.start_timeout)"
             elif isinstance(error, ValueError) or not cause:
@@ -76,29 +76,29 @@ class LocalEngineLauncher:
 class LocalEngine:
     """Engine in a child process, which `close` ends. It also ends when this program ends, even if that is killed."""
 
-    def __init__(self, number: int, folder: Path | None, role: str) -> None:
-        self.name = f"{role} {number}"
+    def __init__(self, engine_number: int, folder: Path | None, role: str) -> None:
+        self.name = f"{role} {engine_number}"
         self._folder = Path(tempfile.mkdtemp()) if folder is None else None
-        self.log = (folder or self._folder or Path()) / f"{role}-{number}.log"
+        self.log = (folder or self._folder or Path()) / f"{role}-{engine_number}.log"
         self.log_note = "" if folder is None else f" (log: {self.log})"
         self._log_start = 0  # size in bytes of the log of earlier engines
-        self.info: dict[str, Any] = {}  # the result of the engine's `start`
-        self._lifeline = -1  # closing this pipe ends the engine
+        self.engine_info: dict[str, Any] = {}  # the result of the engine's `start`
+        self._lifeline_pipe = -1  # closing this pipe ends the engine
         self._process: asyncio.subprocess.Process | None = None
         self._tickets, self._failure = itertools.count(), "is not open"
         self._futures: dict[str, asyncio.Future[Any]] = {}
 
-    async def open(self, spec: EngineSpec, environment: Mapping[str, str]) -> None:
-        read_end, self._lifeline = os.pipe()
+    async def open(self, spec: EngineSpec, env: Mapping[str, str]) -> None:
+        pipe_reader, self._lifeline_pipe = os.pipe()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            self._log_start = log.tell()
+        with self.log.open("ab") as log_file:
+            self._log_start = log_file.tell()
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(read_end),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log, limit=MAX_MESSAGE_BYTES,
-                env=environment, pass_fds=[read_end], start_new_session=True,
+                sys.executable, "-P", "-m", "TrainingFactory.cluster.local_child", str(pipe_reader),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log_file, limit=MAX_MESSAGE_BYTES,
+                env=env, pass_fds=[pipe_reader], start_new_session=True
             )  # fmt: skip
-        os.close(read_end)
+        os.close(pipe_reader)
         self._failure = ""
         self.name = f"{self.name}, process {self._process.pid}"
         self._reader = asyncio.create_task(self._read_answers(self._process.stdout))
@@ -119,13 +119,13 @@ class LocalEngine:
             del self._futures[ticket]
 
     async def close(self) -> None:
-        if self._lifeline < 0:
+        if self._lifeline_pipe < 0:
             return
-        if not self._failure and self.info:  # an engine that is still starting handles no calls
+        if not self._failure and self.engine_info:  # an engine that is still starting handles no calls
             with suppress(EngineLost, ValueError, TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self.call("close")
-        lifeline, self._lifeline, self._failure = self._lifeline, -1, self._failure or "is closed"
+        lifeline, self._lifeline_pipe, self._failure = self._lifeline_pipe, -1, self._failure or "is closed"
         os.close(lifeline)  # the watcher process now kills whatever is still running
         if self._process is not None:
             await self._process.wait()
@@ -140,25 +140,25 @@ class LocalEngine:
     async def _read_answers(self, stdout: Any) -> None:
         """Resolve the calls' futures until the process and all its children have ended."""
         while (line := await stdout.readline()).endswith(b"\n"):  # a killed process leaves a partial line
-            ticket, result, problem = json.loads(line)
+            ticket, result, error_text = json.loads(line)
             future = self._futures.get(ticket)
             if future is None or future.done():  # cancelled
                 continue
-            error_type, _, message = (problem or "").partition(": ")
-            if problem is None:
+            error_type, _, message = (error_text or "").partition(": ")
+            if error_text is None:
                 future.set_result(result)
             elif error_type == "ValueError":
                 future.set_exception(ValueError(message))
             else:
-                self._failure = self._failure or f"failed: {problem}{self.log_note}"
+                self._failure = self._failure or f"failed: {error_text}{self.log_note}"
                 future.set_exception(EngineLost(f"{self.name} {self._failure}"))
-        cause, _ = self.last_error()
+        cause, _ = self.find_last_error()
         self._failure = self._failure or "has exited" + (f": {cause}" if cause else "") + self.log_note
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(EngineLost(f"{self.name} {self._failure}"))
 
-    def last_error(self) -> tuple[str, str]:
+    def find_last_error(self) -> tuple[str, str]:
         """Return the last error in this engine's log and the end of the log. Errors in which vLLM wraps another error
         are skipped."""
         lines = self.log.read_bytes()[self._log_start :].decode(errors="replace").splitlines()

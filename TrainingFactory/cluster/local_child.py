@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from TrainingFactory.cluster.engines import make_engine
-from TrainingFactory.cluster.messages import MAX_MESSAGE_BYTES, METHODS, from_json, to_json
-from TrainingFactory.common.workers.child import explain, send, take_pipes
+from TrainingFactory.cluster.messages import ENGINE_METHODS, MAX_MESSAGE_BYTES, from_json, to_json
+from TrainingFactory.common.workers.child import format_error, send_answer, take_pipes
 from TrainingFactory.types import EngineSpec
 
 TICK_SECONDS = 0.25  # seconds between two checks of the engine's process
@@ -29,28 +29,29 @@ SEGMENT_PATTERN = re.compile(r" (\d+) +/dev/shm/(?:psm_|sem\.|vllm|torch_)[^/\s]
 
 
 def main() -> None:
-    watcher = start_watcher(int(sys.argv[1]))
-    asyncio.run(serve(*take_pipes(), watcher))
+    watcher_pipe = start_watcher(int(sys.argv[1]))
+    asyncio.run(serve(*take_pipes(), watcher_pipe))
 
 
-async def serve(calls_pipe: BinaryIO, answers_pipe: int, watcher: int) -> None:
+async def serve(calls_pipe: BinaryIO, answers_pipe: int, watcher_pipe: int) -> None:
     reader, loop = asyncio.StreamReader(limit=MAX_MESSAGE_BYTES), asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), calls_pipe)
     engine = make_engine(EngineSpec(**json.loads(await reader.readline())))
     calls: dict[str, asyncio.Task[None]] = {}
 
     async def run_call(ticket: str, method: str, args: list[Any]) -> None:
-        result = problem = None
+        result = error_text = None
         try:
-            assert method in METHODS, method
+            assert method in ENGINE_METHODS, method
             result = to_json(await getattr(engine, method)(*map(from_json, args)))
         except Exception as error:  # models and vLLM raise many kinds
-            problem = f"ValueError: {error}" if isinstance(error, ValueError) else explain(error)
+            error_text = f"ValueError: {error}" if isinstance(error, ValueError) else format_error(error)
         finally:
             calls.pop(ticket, None)
         if method == "start":
-            os.write(watcher, f"{' '.join(segment_inodes(os.getpid()))}\n".encode())  # sent even if empty
-        send(answers_pipe, ticket, result, problem)
+            inodes = " ".join(find_segment_inodes(os.getpid()))  # sent even if empty
+            os.write(watcher_pipe, f"{inodes}\n".encode())
+        send_answer(answers_pipe, ticket, result, error_text)
 
     while line := await reader.readline():
         ticket, method, args = json.loads(line)
@@ -61,33 +62,33 @@ async def serve(calls_pipe: BinaryIO, answers_pipe: int, watcher: int) -> None:
     await engine.close()
 
 
-def start_watcher(lifeline: int) -> int:
-    """Fork the watcher process, which cleans up when `lifeline` closes or this process ends. Return a pipe on which to
-    send it the shared-memory segments that exist after `start`, because their owners may end before the cleanup. Until
-    they are sent, the watcher polls for them."""
-    engine_pid, (receiver, sender) = os.getpid(), os.pipe()
+def start_watcher(lifeline_pipe: int) -> int:
+    """Fork the watcher process, which cleans up when `lifeline_pipe` closes or this process ends. Return a pipe
+    on which to send it the shared-memory segments that exist after `start`, because their owners may end before the
+    cleanup. Until they are sent, the watcher polls for them."""
+    engine_pid, (segment_reader, segment_writer) = os.getpid(), os.pipe()
     if os.fork():
-        os.close(lifeline)
-        return sender
+        os.close(lifeline_pipe)
+        return segment_writer
     os.setsid()
     os.close(0)  # only stdin: holding the pipe of answers open tells the parent that cleanup is not complete
-    inodes, pipes, must_end = set[str](), [lifeline, receiver], False
-    while not must_end:
-        must_end = os.getppid() != engine_pid
-        readable = select.select(pipes, [], [], 0 if must_end else TICK_SECONDS)[0]
-        if receiver in readable:
-            inodes.update(os.read(receiver, MAX_MESSAGE_BYTES).decode().split())
-            pipes = [lifeline]
-        elif receiver in pipes:
-            inodes |= segment_inodes(engine_pid)
-        must_end = must_end or lifeline in readable
-    inodes |= segment_inodes(engine_pid)
+    inodes, pipes, is_ending = set[str](), [lifeline_pipe, segment_reader], False
+    while not is_ending:
+        is_ending = os.getppid() != engine_pid
+        readable = select.select(pipes, [], [], 0 if is_ending else TICK_SECONDS)[0]
+        if segment_reader in readable:
+            inodes.update(os.read(segment_reader, MAX_MESSAGE_BYTES).decode().split())
+            pipes = [lifeline_pipe]
+        elif segment_reader in pipes:
+            inodes |= find_segment_inodes(engine_pid)
+        is_ending = is_ending or lifeline_pipe in readable
+    inodes |= find_segment_inodes(engine_pid)
     for _ in range(MAX_CLEANUP_TICKS):
-        for folder in (live_folders := live_processes(engine_pid)):
+        for process_folder in (live_process_folders := find_process_folders(engine_pid)):
             with suppress(OSError):  # Python's resource tracker cleans up and ends after all others
-                if b"resource_tracker" not in (folder / "cmdline").read_bytes():
-                    os.kill(int(folder.name), signal.SIGKILL)
-        if not live_folders:
+                if b"resource_tracker" not in (process_folder / "cmdline").read_bytes():
+                    os.kill(int(process_folder.name), signal.SIGKILL)
+        if not live_process_folders:
             break
         time.sleep(TICK_SECONDS)
     with suppress(ProcessLookupError):
@@ -99,24 +100,24 @@ def start_watcher(lifeline: int) -> int:
     os._exit(0)
 
 
-def segment_inodes(group: int) -> set[str]:
+def find_segment_inodes(process_group: int) -> set[str]:
     """Return the inodes of the shared-memory segments that a process group has mapped."""
     inodes: set[str] = set()
-    for folder in live_processes(group):
+    for process_folder in find_process_folders(process_group):
         with suppress(OSError):  # the process may end meanwhile
-            inodes.update(SEGMENT_PATTERN.findall((folder / "maps").read_text()))
+            inodes.update(SEGMENT_PATTERN.findall((process_folder / "maps").read_text()))
     return inodes
 
 
-def live_processes(group: int) -> list[Path]:
+def find_process_folders(process_group: int) -> list[Path]:
     """Return the /proc folders of a process group's live processes."""
-    folders = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    process_folders = []
+    for process_folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            state, _, process_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(process_group) == group and state != "Z":
-                folders.append(folder)
-    return folders
+            process_state, _, group_id = (process_folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            if int(group_id) == process_group and process_state != "Z":
+                process_folders.append(process_folder)
+    return process_folders
 
 
 if __name__ == "__main__":

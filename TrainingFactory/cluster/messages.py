@@ -7,14 +7,14 @@ from typing import Any
 
 from TrainingFactory.types import Completion, SamplingParams, Weights
 
-MESSAGE_TYPES = {kind.__name__: kind for kind in (Completion, SamplingParams, Weights)}
-METHODS = ("start", "sample", "load", "score", "close")
+MESSAGE_TYPES = {cls.__name__: cls for cls in (Completion, SamplingParams, Weights)}
+ENGINE_METHODS = ("start", "sample", "load", "score", "close")
 MAX_MESSAGE_BYTES = 256 * 2**20  # bytes of one message
 
 
 def to_json(value: Any) -> Any:
-    name = type(value).__name__
-    return {"type": name, "fields": dataclasses.asdict(value)} if name in MESSAGE_TYPES else value
+    type_name = type(value).__name__
+    return {"type": type_name, "fields": dataclasses.asdict(value)} if type_name in MESSAGE_TYPES else value
 
 
 def from_json(value: Any) -> Any:

@@ -31,7 +31,7 @@ class NativeHost:
     def __init__(self, spec: EngineSpec) -> None:
         self._spec, self._needs_weights = spec, spec.pushed
         self._sessions: dict[int, NativeSession] = {}
-        self._loaded_model: Any = None  # a model with the new weights, during `load`
+        self._new_model: Any = None  # a model with the new weights, during `load`
 
     async def start(self) -> dict[str, Any]:
         spec = self._spec
@@ -54,7 +54,7 @@ class NativeHost:
         device = pick_device(spec.device)
         dtype = pick_dtype(spec.dtype, device)
         config = transformers.AutoConfig.from_pretrained(spec.model, **trust_options)
-        self._shapes = read_checkpoint_shapes(spec.model, spec.trust_remote_code)
+        self._checkpoint_shapes = read_checkpoint_shapes(spec.model, spec.trust_remote_code)
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **trust_options).eval()
 
@@ -76,19 +76,19 @@ class NativeHost:
     async def load(self, weights: Weights) -> None:
         if weights.kind != "full":
             raise ValueError("The native engine in another process loads full weights, not adapters")
-        self._loaded_model = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS_FILE)
+        self._new_model = await in_thread(self._load_model, Path(weights.folder) / WEIGHTS_FILE)
         await self._engine.update(Weights(weights.version))  # between turns, copies from `parameters`
-        self._loaded_model, self._needs_weights = None, False
+        self._new_model, self._needs_weights = None, False
 
-    def _load_model(self, file: Path) -> Any:
-        check_weights(file, self._shapes)
+    def _load_model(self, path: Path) -> Any:
+        check_weights(path, self._checkpoint_shapes)
         # `from_pretrained` maps names in the file to names of modules, which may differ.
         model_class = type(self._model)
-        return model_class.from_pretrained(None, config=self._model.config, state_dict=load_file(file))
+        return model_class.from_pretrained(None, config=self._model.config, state_dict=load_file(path))
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Return the new weights, which the engine copies into its model."""
-        return self._loaded_model.parameters()
+        return self._new_model.parameters()
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await in_thread(self._score, list(token_ids))

@@ -30,7 +30,7 @@ class EngineHandle(Protocol):
 class EngineLauncher(Protocol):
     """Launcher that starts the engines of a fleet."""
 
-    async def make(self, number: int) -> EngineHandle:
+    async def launch_engine(self, number: int) -> EngineHandle:
         """Start engine `number` and return when it is ready; raise ValueError if it cannot be started."""
         ...
 

@@ -32,7 +32,7 @@ FIRST_COMPLETED = asyncio.FIRST_COMPLETED
 # Timeout between two calls, which may contain any amount of sampling.
 CALL_INTERVAL_TIMEOUT = timedelta(days=60)
 CALL_TIMEOUT = timedelta(hours=2)  # timeout within a call
-GRACE = 10.0  # seconds to wait for an error to show up on all ranks, or for a lost rank to be detected
+GRACE_SECONDS = 10.0  # to wait for an error to show up on all ranks, or for a lost rank to be detected
 CLOSE_SECONDS = 10.0
 
 
@@ -48,8 +48,8 @@ class RankGroup:
     groups carry messages: one the calls from rank 0 to all ranks, one the answers to rank 0. Receiving in them fails at
     once if the peer has ended. `store` is rank 0's rendezvous store or its port; None: the launcher's."""
 
-    def __init__(self, rank: int, count: int, store: Store | int | None, host: str, cuda: bool) -> None:
-        self.count, self.ended = count, False
+    def __init__(self, rank: int, num_ranks: int, store: Store | int | None, host: str, cuda: bool) -> None:
+        self.num_ranks, self.has_ended = num_ranks, False
         if host in ("127.0.0.1", "localhost") and sys.platform == "linux":  # else gloo resolves the hostname
             for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
                 os.environ.setdefault(name, "lo")
@@ -57,30 +57,30 @@ class RankGroup:
         if not dist.is_initialized():
             store = TCPStore(host, store, None, False) if isinstance(store, int) else store
             options: dict[str, Any] = {"timeout": CALL_TIMEOUT}
-            options |= {} if store is None else {"store": store, "rank": rank, "world_size": count}
+            options |= {} if store is None else {"store": store, "rank": rank, "world_size": num_ranks}
             dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", **options)
-        self._calls: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
-        self._answers: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
+        self._call_group: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
+        self._answer_group: Any = dist.new_group(backend="gloo", timeout=CALL_INTERVAL_TIMEOUT)
 
     def broadcast(self, *call: Any) -> list[Any]:
         """Send a call from rank 0 to all ranks; on other ranks, receive and return it. Torch pickles the call, because
         pickle is twice as fast for rows as other formats, and safe because all ranks belong to one program."""
-        container = [call]
-        dist.broadcast_object_list(container, 0, group=self._calls)
-        return [*container[0]]
+        object_list = [call]
+        dist.broadcast_object_list(object_list, 0, group=self._call_group)
+        return [*object_list[0]]
 
     def send(self, message: Any, rank: int = 0) -> None:
-        dist.send_object_list([message], rank, group=self._answers)
+        dist.send_object_list([message], rank, group=self._answer_group)
 
     def receive_from(self, rank: int) -> Any:
         """Wait for a message of a rank; raise RuntimeError if its process has ended."""
-        container = [None]
-        dist.recv_object_list(container, rank, group=self._answers)
-        return container[0]
+        object_list = [None]
+        dist.recv_object_list(object_list, rank, group=self._answer_group)
+        return object_list[0]
 
     def close(self) -> None:
-        self.ended = True
-        for group in (self._calls, self._answers, *([None] if self._owns_store else [])):
+        self.has_ended = True
+        for group in (self._call_group, self._answer_group, *([None] if self._owns_store else [])):
             dist.destroy_process_group(group)
 
 
@@ -93,9 +93,7 @@ class ShardedPolicy:
         self._group, self._on_lost, self._log_note = group, on_lost, log_note
         self.local_policy: Any = None  # the policy of this process, set by the owner
         self.rank_infos: dict[int, dict[str, Any]] = {}
-        self._steps_done = self._steps_saved = (
-            0  # number of trained steps, and of those in the last checkpoint
-        )
+        self._steps_done = self._steps_saved = 0  # trained steps, and those in the last checkpoint
         self._start_thread, self._loop = OneThread("ranks"), asyncio.get_running_loop()
         self._failure: asyncio.Future[OSError] = self._loop.create_future()
         self._running_call: asyncio.Future[Any] | None = None
@@ -104,7 +102,7 @@ class ShardedPolicy:
 
     async def wait_for_ranks(self) -> None:
         """Wait until every rank has introduced itself."""
-        introductions = await self._await_unless_lost(asyncio.gather(*self._answers.values()))
+        introductions = await self._await_or_fail(asyncio.gather(*self._answers.values()))
         self.rank_infos = dict(zip(self._answers, introductions, strict=True))
 
     async def call(self, method: str, args: Sequence[Any], run_local: Callable[[], Awaitable[T]]) -> T:
@@ -115,7 +113,7 @@ class ShardedPolicy:
             await asyncio.wait({self._running_call, self._failure}, return_when=FIRST_COMPLETED)
         self._reset_answers()
         self._running_call = asyncio.ensure_future(self._run_call(method, args, run_local))
-        return await self._await_unless_lost(self._running_call)
+        return await self._await_or_fail(self._running_call)
 
     async def _call_policy(self, method: str, *args: Any) -> Any:
         result = await self.call(method, args, lambda: getattr(self.local_policy, method)(*args))
@@ -134,9 +132,9 @@ class ShardedPolicy:
 
     async def close(self, report: Any = None) -> None:
         """End the other ranks; if a call is running, end them immediately. Further calls of `close` do nothing."""
-        if self._group.ended:
+        if self._group.has_ended:
             return
-        self._group.ended, last_message = True, "failed"
+        self._group.has_ended, last_message = True, "failed"
         if not self._failure.done() and all(answer.done() for answer in self._answers.values()):
             with suppress(RuntimeError):
                 await self._start_thread.call(self._group.broadcast, "end", report)
@@ -146,7 +144,7 @@ class ShardedPolicy:
         if self.local_policy is not None:
             await self.local_policy.close()
 
-    async def _await_unless_lost(self, call: asyncio.Future[T]) -> T:
+    async def _await_or_fail(self, call: asyncio.Future[T]) -> T:
         await asyncio.wait({call, self._failure}, return_when=FIRST_COMPLETED)
         if self._failure.done():
             call.cancel()  # it may never end without the lost rank
@@ -158,24 +156,24 @@ class ShardedPolicy:
             await self._start_thread.call(self._group.broadcast, method, *args)
             result = await run_local()
         except RuntimeError:  # usually because another rank is lost, which is reported in a moment
-            await asyncio.sleep(GRACE)
+            await asyncio.sleep(GRACE_SECONDS)
             raise
         except (ValueError, OSError):  # other ranks raise the same before they receive the next call
-            await asyncio.wait(self._answers.values(), timeout=GRACE)
+            await asyncio.wait(self._answers.values(), timeout=GRACE_SECONDS)
             raise
-        for rank, answer in self._answers.items():
-            if await answer:
+        for rank, failure_future in self._answers.items():
+            if await failure_future:
                 self._report_lost_rank(rank, "has failed")
         return result
 
     def _reset_answers(self) -> None:
-        self._answers = {rank: self._loop.create_future() for rank in range(1, self._group.count)}
+        self._answers = {rank: self._loop.create_future() for rank in range(1, self._group.num_ranks)}
 
     def _listen(self, rank: int) -> None:
         with suppress(RuntimeError):  # the event loop is closed
             try:
                 failure = self._group.receive_from(rank)
-                while not self._group.ended:
+                while not self._group.has_ended:
                     self._loop.call_soon_threadsafe(self._on_answer, rank, failure)
                     failure = self._group.receive_from(rank)
             except RuntimeError:
@@ -186,10 +184,12 @@ class ShardedPolicy:
         if (
             failure and (call := self._running_call) is not None
         ):  # ranks that do not fail too may wait for it for ever
-            self._loop.call_later(GRACE, lambda: call.done() or self._report_lost_rank(rank, "has failed"))
+            self._loop.call_later(
+                GRACE_SECONDS, lambda: call.done() or self._report_lost_rank(rank, "has failed")
+            )
 
     def _report_lost_rank(self, rank: int, failure: str) -> None:
-        if self._failure.done() or self._group.ended:
+        if self._failure.done() or self._group.has_ended:
             return
         rank_info, answer = self.rank_infos.get(rank, {"pid": "?", "host": "?"}), self._answers[rank]
         reason = f": {answer.result()}" if answer.done() and answer.result() else ""
@@ -270,8 +270,8 @@ class GatheringPublisher:
 
     @torch.no_grad()
     def publish(self, version: int) -> Weights:
-        trainable = (param for param in self._learner.model.parameters() if param.requires_grad)
-        full_tensors = map(self._learner.processes.gather, trainable)
+        trainable_params = (param for param in self._learner.model.parameters() if param.requires_grad)
+        full_tensors = map(self._learner.processes.gather, trainable_params)
         self._gathered_weights = [tensor.cpu() for tensor in full_tensors if self.model is not None]
         return Weights(version)
 

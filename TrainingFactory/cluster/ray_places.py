@@ -30,34 +30,36 @@ Turn = tuple[Any, ...] | None  # arguments of `Engine.sample`; None cancels it
 
 
 class RayEngineLauncher:
-    """Launcher of `RayEngine`s, each in one bundle of a placement group with `count` bundles. gpus=None: 1 GPU for vLLM
-    if the cluster has any, else 0. If weights are pushed, machines without the folder `spec.model` receive the model's
-    config; otherwise the path must exist on every machine. `folder` keeps the engines' logs; machines without it use a
-    temporary folder."""
+    """Launcher of `RayEngine`s, each in one bundle of a placement group with `num_engines` bundles. gpus=None: 1 GPU
+    for vLLM if the cluster has any, else 0. If weights are pushed, machines without the folder `spec.model` receive the
+    model's config; otherwise the path must exist on every machine. `folder` keeps the engines' logs; machines without
+    it use a temporary folder."""
 
     def __init__(
-        self, session: RaySession, spec: EngineSpec, count: int, gpus: float | None = None, cpus: float = 1.0,
+        self, session: RaySession, spec: EngineSpec, num_engines: int, gpus: float | None = None, cpus: float = 1.0,
         timeout: float = 600.0, notify: Callable[[str], object] = lambda _: None, role: str = "sampler",
         folder: Path | None = None,
     ) -> None:  # fmt: skip
-        self._session, self._spec, self._count, self._gpus, self._cpus = session, spec, count, gpus, cpus
-        self._timeout, self._notify, self._role = timeout, notify, role
+        self._session, self._spec, self._notify, self._role = session, spec, notify, role
+        self._num_engines, self._gpus, self._cpus = num_engines, gpus, cpus
+        self._timeout = timeout
         self._folder = None if folder is None else folder.resolve()
         self._group_lock, self._pack_lock = asyncio.Lock(), asyncio.Lock()
         self._group: Any = None
         self._stored_weights: tuple[Weights, Any] | None = None  # the last weights put into the object store
         self._engines: list[RayEngine] = []
 
-    async def make(self, number: int) -> RayEngine:
+    async def launch_engine(self, number: int) -> RayEngine:
         spec, session, start_time = self._spec, self._session, time.monotonic()
         async with self._group_lock:
             await session.open()
             ray = require_ray()
-            self._gpus = session.gpus(self._gpus, spec.kind == "vllm")
+            self._gpus = session.pick_gpus(self._gpus, spec.kind == "vllm")
             if self._group is None:
                 option = "compute.samplers" if self._role == "sampler" else f"reward.{self._role}.replicas"
-                bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._count
-                self._group = await session.allocate_group(bundles, f"{option}={self._count}", self._timeout)
+                bundles = [{"CPU": self._cpus, "GPU": self._gpus}] * self._num_engines
+                role = f"{option}={self._num_engines}"
+                self._group = await session.allocate_group(bundles, role, self._timeout)
         name = f"{self._role} {number}"
         resources = {"num_cpus": self._cpus, "num_gpus": self._gpus, "max_concurrency": MAX_CONCURRENCY}
         actor = ray.remote(EngineActor).options(**session.options(name, self._group, number, **resources))
@@ -98,7 +100,7 @@ class RayEngine:
     """Engine in a Ray actor, which `close` ends. It also ends when this program ends, even if that is killed."""
 
     def __init__(self, ray: Any, actor: Any, name: str, pack_weights: Callable[[Weights], Any]) -> None:
-        self.name, self.info, self._log_note = name, {}, ""
+        self.name, self.engine_info, self._log_note = name, {}, ""
         self._ray, self._pack_weights = ray, pack_weights
         self._actor: Any = actor
         self._is_local = True  # on this machine, which has the weights' folders
@@ -113,11 +115,11 @@ class RayEngine:
         if folder is not None:
             folder.mkdir(parents=True, exist_ok=True)
         start_ref = self._actor.start.remote(spec, number, config, timeout, folder, role)
-        self.info = await self._await_ref(start_ref)
-        if self.info["log"]:
-            self._log_note = f" (log on {self.info['node']}: {self.info['log']})"
-        self._is_local = self.info["ray_node"] == self._ray.get_runtime_context().get_node_id()
-        self.name = f"{self.name} on {self.info['node']}, process {self.info['pid']}"
+        self.engine_info = await self._await_ref(start_ref)
+        if self.engine_info["log"]:
+            self._log_note = f" (log on {self.engine_info['node']}: {self.engine_info['log']})"
+        self._is_local = self.engine_info["ray_node"] == self._ray.get_runtime_context().get_node_id()
+        self.name = f"{self.name} on {self.engine_info['node']}, process {self.engine_info['pid']}"
 
     async def call(self, method: str, *args: Any) -> Any:
         if method == "load" and not self._is_local:
@@ -151,7 +153,7 @@ class RayEngine:
     def _send_turns(self) -> None:
         turns, self._queued_turns = self._queued_turns, []
         if self._actor is not None:
-            self._actor.post.remote(turns)
+            self._actor.post_turns.remote(turns)
 
     async def _read_answers(self) -> None:
         """Resolve the requests' futures until the actor is lost."""
@@ -223,34 +225,34 @@ class EngineActor:
             spec = dataclasses.replace(spec, model=self._model_folder.name)
         if folder is not None and not folder.is_dir():
             folder = Path(tempfile.mkdtemp(prefix="tfactory-engines-"))
-        log = None if folder is None else folder / f"{role}-{number}.log"
+        log_path = None if folder is None else folder / f"{role}-{number}.log"
         if spec.kind == "vllm":
             launcher = LocalEngineLauncher(spec, start_timeout=timeout, folder=folder, role=role)
-            self._engine = local_engine = await launcher.make(number)
-            self._call, engine_info = local_engine.call, local_engine.info
+            self._engine = local_engine = await launcher.launch_engine(number)
+            self._call, engine_info = local_engine.call, local_engine.engine_info
         else:
-            if log is not None:
-                with log.open("ab") as file:
-                    os.dup2(file.fileno(), 1)
-                    os.dup2(file.fileno(), 2)
+            if log_path is not None:
+                with log_path.open("ab") as log_file:
+                    os.dup2(log_file.fileno(), 1)
+                    os.dup2(log_file.fileno(), 2)
             engine = make_engine(spec)
             self._call = lambda method, *args: getattr(engine, method)(*args)
             engine_info = await engine.start()
-        node = require_ray().get_runtime_context().get_node_id()
-        return {**engine_info, "ray_node": node, "log": "" if log is None else str(log)}
+        node_id = require_ray().get_runtime_context().get_node_id()
+        return {**engine_info, "ray_node": node_id, "log": "" if log_path is None else str(log_path)}
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
         return await self._call(method, *args)
 
-    async def post(self, turns: list[tuple[int, Turn]]) -> None:
+    async def post_turns(self, turns: list[tuple[int, Turn]]) -> None:
         """Start the sampling of turns, given as (ticket, args); args=None cancels the turn of that ticket."""
         for ticket, args in turns:
             if args is not None:
-                self._turns[ticket] = asyncio.create_task(self._sample(ticket, args))
+                self._turns[ticket] = asyncio.create_task(self._sample_turn_result(ticket, args))
             elif ticket in self._turns:
                 self._turns[ticket].cancel()
 
-    async def _sample(self, ticket: int, args: tuple[Any, ...]) -> None:
+    async def _sample_turn_result(self, ticket: int, args: tuple[Any, ...]) -> None:
         result: Completion | Exception
         try:
             result = await self._call("sample", *args)
@@ -277,10 +279,10 @@ class EngineActor:
     async def load(self, weights: Weights, files: Files) -> None:
         """Load weights from another machine through this machine's shared memory."""
         with _write_files(files, "/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-            base = (
+            base_folder = (
                 self._model_folder.name if weights.base and self._model_folder is not None else weights.base
             )
-            await self.call("load", (dataclasses.replace(weights, folder=folder, base=base),))
+            await self.call("load", (dataclasses.replace(weights, folder=folder, base=base_folder),))
 
 
 def _read_files(folder: Path, pattern: str) -> dict[str, Any]:
@@ -288,8 +290,8 @@ def _read_files(folder: Path, pattern: str) -> dict[str, Any]:
     return {file.name: np.fromfile(file, np.uint8) for file in sorted(folder.glob(pattern)) if file.is_file()}
 
 
-def _write_files(files: Files, directory: str | None) -> tempfile.TemporaryDirectory[str]:
-    folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=directory)
-    for name, content in files.items():
-        content.tofile(os.path.join(folder.name, name))
+def _write_files(files: Files, parent_folder: str | None) -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="tfactory-", dir=parent_folder)
+    for file_name, file_bytes in files.items():
+        file_bytes.tofile(os.path.join(folder.name, file_name))
     return folder

@@ -33,10 +33,10 @@ def require_ray() -> Any:
     return ray
 
 
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of Python and packages in this process that must be equal on all machines of a cluster."""
-    python = ".".join(platform.python_version_tuple()[:2])
-    return {"Python": python, "Ray": require_ray().__version__, "TrainingFactory": __version__}
+    python_version = ".".join(platform.python_version_tuple()[:2])
+    return {"Python": python_version, "Ray": require_ray().__version__, "TrainingFactory": __version__}
 
 
 class RaySession:
@@ -45,15 +45,15 @@ class RaySession:
     before."""
 
     _lock = threading.Lock()
-    _open: ClassVar[set[RaySession]] = set()
-    _folders: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []  # Ray's, if a session started it
+    _open_sessions: ClassVar[set[RaySession]] = set()
+    _ray_folders: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []  # Ray's, if a session started it
 
     def __init__(self, address: str | None = None, num_gpus: int | None = None) -> None:
         self.address, self._num_gpus = address, num_gpus
 
     async def open(self) -> None:
         """Connect without blocking the event loop, and compare versions on all machines. Further calls do nothing."""
-        if self not in self._open:
+        if self not in self._open_sessions:
             # Ray's processes end with the thread that started them; threads of `in_thread` never end.
             await in_thread(self._connect)
 
@@ -74,16 +74,16 @@ class RaySession:
             if not ray.is_initialized():
                 logging.getLogger("ray").setLevel(logging.ERROR)
                 folder = tempfile.TemporaryDirectory(prefix="tfactory-ray-", ignore_cleanup_errors=True)
-                quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+                quiet_options = {"log_to_driver": False, "logging_level": logging.ERROR}
                 if self.address is not None:
-                    _join(ray, self.address, quiet)
+                    _join_cluster(ray, self.address, quiet_options)
                 else:  # "local" overrides RAY_ADDRESS
-                    options = {"object_store_memory": STORE_BYTES, "_temp_dir": folder.name} | quiet
+                    options = {"object_store_memory": STORE_BYTES, "_temp_dir": folder.name} | quiet_options
                     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1"}
                     with _show_last_gpus(ray, self._num_gpus):
                         ray.init("local", num_gpus=self._num_gpus, **options)
-                self._folders.append(folder)
-            self._open.add(self)
+                self._ray_folders.append(folder)
+            self._open_sessions.add(self)
         try:
             if self.address is not None:
                 _check_versions(ray)
@@ -93,22 +93,24 @@ class RaySession:
 
     def _disconnect(self) -> None:
         with self._lock:
-            self._open.discard(self)
-            if self._folders and not self._open:
+            self._open_sessions.discard(self)
+            if self._ray_folders and not self._open_sessions:
                 require_ray().shutdown()
-                self._folders.pop().cleanup()
+                self._ray_folders.pop().cleanup()
 
-    def gpus(self, requested: float | None, usual: bool = True) -> float:
-        """Return the number of GPUs per process: `requested`; if it is None, 1 with `usual` on a cluster with
+    def pick_gpus(self, requested: float | None, uses_gpu: bool = True) -> float:
+        """Return the number of GPUs per process: `requested`; if it is None, 1 with `uses_gpu` on a cluster with
         GPUs, else 0."""
-        return float(usual and "GPU" in require_ray().cluster_resources()) if requested is None else requested
+        if requested is not None:
+            return requested
+        return float(uses_gpu and "GPU" in require_ray().cluster_resources())
 
     async def check(self, bundles: Sequence[Resources], role: str) -> None:
         """Raise ValueError if the cluster could not hold the bundles even when idle."""
         nodes = [node["Resources"] for node in await in_thread(require_ray().nodes) if node["Alive"]]
-        available, requested = _sum(nodes), _sum(bundles)
-        reason = f"requested {_describe(requested)}, but the whole cluster has {_describe(available)}"
-        if _fits(requested, available):
+        total_resources, requested_resources = _sum_resources(nodes), _sum_resources(bundles)
+        reason = f"requested {_describe(requested_resources)}, but the whole cluster has {_describe(total_resources)}"
+        if _fits(requested_resources, total_resources):
             oversized = [bundle for bundle in bundles if not any(_fits(bundle, node) for node in nodes)]
             if not oversized:
                 return
@@ -125,15 +127,18 @@ class RaySession:
         await self.check(bundles, role)
         ray = require_ray()
         # Ray rejects an empty bundle; one byte of memory is free on every machine.
-        nonempty = [{k: v for k, v in bundle.items() if v} or {"memory": 1.0} for bundle in bundles]
-        group = ray.util.placement_group(nonempty)
+        nonempty_bundles = [
+            {key: amount for key, amount in bundle.items() if amount} or {"memory": 1.0} for bundle in bundles
+        ]
+        group = ray.util.placement_group(nonempty_bundles)
         try:
             if await in_thread(group.wait, timeout):
                 return group
-            free = _describe(await in_thread(ray.available_resources))
+            free_resources = _describe(await in_thread(ray.available_resources))
             raise ValueError(
-                f"Could not place {role} within {timeout:g} s: requested {_describe(_sum(nonempty))}, free are "
-                f"{free}. Wait until other jobs have ended, or request less (`tfactory cluster status`)"
+                f"Could not place {role} within {timeout:g} s: requested "
+                f"{_describe(_sum_resources(nonempty_bundles))}, free are {free_resources}. Wait until other jobs have "
+                "ended, or request less (`tfactory cluster status`)"
             )
         except BaseException:
             self.remove_group(group)
@@ -145,30 +150,30 @@ class RaySession:
         if ray.is_initialized():
             ray.util.remove_placement_group(group)
 
-    def options(self, role: str, group: Any = None, bundle: int = 0, **actor_options: Any) -> dict[str, Any]:
+    def options(self, role: str, group: Any = None, bundle_index: int = 0, **options: Any) -> dict[str, Any]:
         """Return the options of an actor that `tfactory cluster status` shows as `role`. If a placement group is given,
-        the actor runs in its bundle number `bundle`. The options forbid Ray to restart the actor or retry its calls,
-        because its state would be lost."""
+        the actor runs in its bundle number `bundle_index`. The options forbid Ray to restart the actor or retry its
+        calls, because its state would be lost."""
         if group is not None:
             strategy = require_ray().util.scheduling_strategies.PlacementGroupSchedulingStrategy
-            actor_options["scheduling_strategy"] = strategy(group, bundle)
+            options["scheduling_strategy"] = strategy(group, bundle_index)
         name = f"{ACTOR_PREFIX}:{role}:{uuid.uuid4().hex[:8]}"
-        return {"num_cpus": 0, **actor_options, "name": name, "max_restarts": 0, "max_task_retries": 0}
+        return {"num_cpus": 0, **options, "name": name, "max_restarts": 0, "max_task_retries": 0}
 
     async def status(self) -> dict[str, Any]:
         """Return the cluster's machines with their resources, and TrainingFactory's actors."""
-        return await in_thread(status, require_ray())
+        return await in_thread(read_cluster_status, require_ray())
 
 
 @contextmanager
-def _show_last_gpus(ray: Any, count: int | None) -> Iterator[None]:
-    """Show Ray only the last `count` GPUs inside the block, because the run's own process uses the first one."""
+def _show_last_gpus(ray: Any, num_gpus: int | None) -> Iterator[None]:
+    """Show Ray only the last `num_gpus` GPUs inside the block, because the run's own process uses the first one."""
     previous_gpus = os.environ.get(VISIBLE_GPUS)
-    manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
-    gpu_indices = range(manager.get_current_node_num_accelerators())
-    gpus = [*map(str, gpu_indices)] if previous_gpus is None else previous_gpus.split(",")
-    if count is not None and len(gpus) > count:
-        os.environ[VISIBLE_GPUS] = ",".join(gpus[-count:])
+    accelerator_manager = ray._private.accelerators.get_accelerator_manager_for_resource("GPU")
+    gpu_indices = range(accelerator_manager.get_current_node_num_accelerators())
+    visible_gpus = [*map(str, gpu_indices)] if previous_gpus is None else previous_gpus.split(",")
+    if num_gpus is not None and len(visible_gpus) > num_gpus:
+        os.environ[VISIBLE_GPUS] = ",".join(visible_gpus[-num_gpus:])
     try:
         yield
     finally:
@@ -176,7 +181,7 @@ def _show_last_gpus(ray: Any, count: int | None) -> Iterator[None]:
         os.environ |= {} if previous_gpus is None else {VISIBLE_GPUS: previous_gpus}
 
 
-def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
+def _join_cluster(ray: Any, address: str, options: dict[str, Any]) -> None:
     host, _, port = address.rpartition(":")
     if address != "auto" and ("/" in host or not host or not port.isdigit()):
         raise ValueError(f"Invalid compute.address={address}: use auto, or HOST:PORT of the cluster's head")
@@ -200,17 +205,19 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
 def _check_versions(ray: Any) -> None:
     """Raise ValueError if a machine has other versions than this one, or does not report them."""
     on_node = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
-    query = ray.remote(num_cpus=0, max_retries=0)(versions)
-    local, differences = versions(), list[str]()
+    query = ray.remote(num_cpus=0, max_retries=0)(read_versions)
+    local_versions, differences = read_versions(), list[str]()
     nodes = [node for node in ray.nodes() if node["Alive"]]
     refs = [query.options(scheduling_strategy=on_node(node["NodeID"], soft=False)).remote() for node in nodes]
     for node, ref in zip(nodes, refs, strict=True):
         try:
-            remote = ray.get(ref, timeout=VERSIONS_SECONDS)
+            remote_versions = ray.get(ref, timeout=VERSIONS_SECONDS)
         except Exception as error:  # the machine may lack the package, or have an incompatible version
-            remote = dict.fromkeys(local, f"unknown ({str(error).strip().splitlines()[-1]})")
-        differing = [name for name in local if remote[name] != local[name]]
-        if texts := [f"{name} {remote[name]} (here {local[name]})" for name in differing]:
+            reason = str(error).strip().splitlines()[-1]
+            remote_versions = dict.fromkeys(local_versions, f"unknown ({reason})")
+        differing_names = [name for name in local_versions if remote_versions[name] != local_versions[name]]
+        texts = [f"{name} {remote_versions[name]} (here {local_versions[name]})" for name in differing_names]
+        if texts:
             differences.append(f"{node['NodeName']} has {', '.join(texts)}")
     if differences:
         raise ValueError(
@@ -223,23 +230,24 @@ def _fits(bundle: Resources, node: Resources) -> bool:
     return all(node.get(key, 0.0) >= amount for key, amount in bundle.items())
 
 
-def _sum(bundles: Sequence[Resources]) -> dict[str, float]:
-    return {key: sum(other.get(key, 0.0) for other in bundles) for bundle in bundles for key in bundle}
+def _sum_resources(bundles: Sequence[Resources]) -> dict[str, float]:
+    return {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in set[str]().union(*bundles)}
 
 
 def _describe(resources: Resources) -> str:
     return ", ".join(f"{resources.get(key, 0.0):g} {key}" for key in ("CPU", "GPU"))
 
 
-def status(ray: Any) -> dict[str, Any]:
-    state = ray._private.state  # the public API needs the dashboard
-    free, alive = state.available_resources_per_node(), [node for node in ray.nodes() if node["Alive"]]
+def read_cluster_status(ray: Any) -> dict[str, Any]:
+    ray_state = ray._private.state  # the public API needs the dashboard
+    free_resources = ray_state.available_resources_per_node()
+    live_nodes = [node for node in ray.nodes() if node["Alive"]]
     nodes = {
         node["NodeID"]: {
             "name": node["NodeName"], "id": node["NodeID"], "address": node["NodeManagerAddress"],
-            "resources": node["Resources"], "free": free.get(node["NodeID"], {}),
+            "resources": node["Resources"], "free": free_resources.get(node["NodeID"], {})
         }
-        for node in alive
+        for node in live_nodes
     }  # fmt: skip
     actors = [
         {
@@ -247,7 +255,7 @@ def status(ray: Any) -> dict[str, Any]:
             "node": nodes.get(actor["Address"]["NodeID"], {}).get("name", "?"),
             "node_id": actor["Address"]["NodeID"],
         }
-        for actor in state.actors().values()
+        for actor in ray_state.actors().values()
         if actor["Name"].startswith(f"{ACTOR_PREFIX}:") and actor["State"] != "DEAD"
     ]  # fmt: skip
     return {"nodes": [*nodes.values()], "actors": sorted(actors, key=lambda actor: actor["what"])}

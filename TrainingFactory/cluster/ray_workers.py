@@ -24,7 +24,7 @@ class RayWorker:
 
     def __init__(self, target: str, settings: Any = None, *, role: str, **options: Any) -> None:
         self.target, self.settings, self._role, self._options = target, settings, role, options
-        self.starts = 0
+        self.num_starts = 0
         self._actor: Any = None
         self._start_lock = asyncio.Lock()
         self._closed = False
@@ -33,16 +33,16 @@ class RayWorker:
     def alive(self) -> bool:
         return self._actor is not None
 
-    async def ask(self, message: Any, seconds: float | None = None) -> Any:
+    async def ask(self, message: Any, timeout: float | None = None) -> Any:
         """Return the function's result. Raise WorkerError if the function fails. If the actor dies or exceeds
         `seconds`, drop it and raise WorkerDied or WorkerTooSlow. If `seconds` is None, a cancelled call keeps the
         actor, because other calls use it."""
         actor = await self.ready()
         try:
-            return await _await_ref(actor.ask.remote(message), seconds)
+            return await _await_ref(actor.ask.remote(message), timeout)
         except (WorkerDied, WorkerTooSlow, asyncio.CancelledError) as error:
-            if seconds is not None or isinstance(error, WorkerDied):
-                self._drop(actor)
+            if timeout is not None or isinstance(error, WorkerDied):
+                self._drop_actor(actor)
             raise
 
     async def ready(self) -> Any:
@@ -62,12 +62,12 @@ class RayWorker:
             start_ref = actor.start.remote(self.target, self.settings, os.getcwd(), sys.path)
             await _await_ref(start_ref, START_SECONDS)
         except BaseException:
-            self._drop(actor)
+            self._drop_actor(actor)
             raise
-        self.starts += 1
+        self.num_starts += 1
         return actor
 
-    def _drop(self, actor: Any) -> None:
+    def _drop_actor(self, actor: Any) -> None:
         if self._actor is actor:
             self._actor = None
         if require_ray().is_initialized():  # else the actor has ended with Ray
@@ -76,7 +76,7 @@ class RayWorker:
     def kill(self) -> None:
         """Kill the actor. Running calls raise WorkerDied; the next call starts another actor."""
         if self._actor is not None:
-            self._drop(self._actor)
+            self._drop_actor(self._actor)
 
     async def close(self) -> None:
         """Kill the actor; further calls raise WorkerDied."""
@@ -85,15 +85,15 @@ class RayWorker:
             self.kill()
 
 
-async def _await_ref(ref: Any, seconds: float | None) -> Any:
+async def _await_ref(ref: Any, timeout: float | None) -> Any:
     ray = require_ray()
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(timeout):
             return await ref
     except ray.exceptions.RayTaskError as error:  # first, because it is also an instance of its cause's class
         raise WorkerError(f"{type(error.cause).__name__}: {error.cause}") from None
     except TimeoutError:
-        raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
+        raise WorkerTooSlow(f"did not answer within {timeout:g} s") from None
     except asyncio.CancelledError:
         ray.cancel(ref)
         raise
@@ -104,13 +104,13 @@ async def _await_ref(ref: Any, seconds: float | None) -> Any:
 class FunctionActor:
     """Ray actor that runs a function, once per message. Calls of an asynchronous function run concurrently."""
 
-    async def start(self, target: str, settings: Any, folder: str, sys_path: Sequence[str]) -> None:
+    async def start(self, target: str, settings: Any, working_folder: str, sys_path: Sequence[str]) -> None:
         """Import the function, with the working directory of the run's own process if this machine has it."""
-        if os.path.isdir(folder):
-            os.chdir(folder)
+        if os.path.isdir(working_folder):
+            os.chdir(working_folder)
         sys.path += [entry for entry in sys_path if entry not in sys.path]
-        module, _, name = target.partition(":")
-        self._function = getattr(import_module(module), name)
+        module_name, _, function_name = target.partition(":")
+        self._function = getattr(import_module(module_name), function_name)
         if settings is not None:
             self._function = await asyncio.to_thread(self._function, settings)
 

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 MAX_CHARS = 200
-_TOKEN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[-+*/()])\s*")
+_TOKEN_PATTERN = re.compile(r"\s*(\d+\.?\d*|\.\d+|[-+*/()])\s*")
 
 
 def format_result(expression: str) -> str:
@@ -30,7 +30,7 @@ def split_tokens(expression: str) -> list[str]:
     """Split an expression into its numbers, operators and parentheses, as written."""
     tokens, position = [], 0
     while position < len(expression):
-        match = _TOKEN.match(expression, position)
+        match = _TOKEN_PATTERN.match(expression, position)
         if match is None:
             unparsed = expression[position:].strip()[:10]
             raise ValueError(f"cannot read {unparsed!r}: only numbers, + - * / and parentheses")
@@ -47,32 +47,32 @@ class _Parser:
         self.tokens = tokens
 
     def parse_sum(self) -> Fraction | int:
-        value = self.parse_product()
-        while operator := self.take("+", "-"):
+        total = self.parse_product()
+        while operator := self.take_operator("+", "-"):
             operand = self.parse_product()
-            value = value + operand if operator == "+" else value - operand
-        return value
+            total = total + operand if operator == "+" else total - operand
+        return total
 
     def parse_product(self) -> Fraction | int:
-        value = self.parse_factor()
-        while operator := self.take("*", "/"):
+        product = self.parse_factor()
+        while operator := self.take_operator("*", "/"):
             operand = self.parse_factor()
-            value = value * operand if operator == "*" else Fraction(value) / operand
-        return value
+            product = product * operand if operator == "*" else Fraction(product) / operand
+        return product
 
     def parse_factor(self) -> Fraction | int:
-        if sign := self.take("-", "+"):
-            value = self.parse_factor()
-            return -value if sign == "-" else value
-        if self.take("("):
-            value = self.parse_sum()
-            if not self.take(")"):
+        if sign := self.take_operator("-", "+"):
+            factor = self.parse_factor()
+            return -factor if sign == "-" else factor
+        if self.take_operator("("):
+            factor = self.parse_sum()
+            if not self.take_operator(")"):
                 raise ValueError("a closing parenthesis is missing")
-            return value
+            return factor
         if not self.tokens or self.tokens[0] in "+-*/()":
             raise ValueError(f"a number is missing before {self.tokens[0] if self.tokens else 'the end'}")
         number = self.tokens.pop(0)
         return int(number) if number.isdecimal() else Fraction(number)
 
-    def take(self, *operators: str) -> str | None:
+    def take_operator(self, *operators: str) -> str | None:
         return self.tokens.pop(0) if self.tokens and self.tokens[0] in operators else None

@@ -15,7 +15,7 @@ from TrainingFactory.common.texts import escape_control
 WIDTH, HEIGHT = 640, 240
 TOP, RIGHT, BOTTOM, LEFT = 14, 12, 44, 68  # margins in pixels; the last two hold the axis labels
 COLOURS = ("#3d85c6", "#c27a22", "#2e9c57", "#a65fc0")  # contrast of 3:1 or more on white and on black
-MAX_TITLE = 26  # characters beside the value axis
+MAX_TITLE_CHARS = 26  # characters beside the value axis
 MAX_POINTS = 320  # maximum points of a curve; longer ones are averaged down
 
 Points = Sequence[tuple[float, float]]  # step, value
@@ -71,34 +71,34 @@ class Chart:
         """Return the chart as an SVG element: grid, axis labels, then one group for each curve."""
         size_attributes = f'viewBox="0 0 {WIDTH} {HEIGHT}" style="width:100%;max-width:{WIDTH}px;height:auto"'
         curve_groups = "".join(self._draw_curve(curve, index) for index, curve in enumerate(self.lines))
-        opening = (
+        opening_tag = (
             f'<svg {size_attributes} role="img" aria-label="{escape(escape_control(self.title))} by step">'
         )
-        return Markup(f"{opening}{self._draw_axes()}{curve_groups}</svg>")
+        return Markup(f"{opening_tag}{self._draw_axes()}{curve_groups}</svg>")
 
     def _draw_axes(self) -> str:
-        elements = []
+        svg_elements = []
         for y, label in self.marks:
-            elements.append(
+            svg_elements.append(
                 f'<line x1="{self.left}" x2="{self.right}" y1="{y}" y2="{y}" stroke="#888" stroke-opacity=".5"/>'
                 f'<text x="{self.left - 8}" y="{y + 5}" text-anchor="end">{label}</text>'
             )
         bottom_y, middle_y = HEIGHT - 22, (HEIGHT - BOTTOM + TOP) / 2
-        elements.append(f'<text x="{self.left}" y="{bottom_y}">{self.first_step:.0f}</text>')
-        elements.append(
+        svg_elements.append(f'<text x="{self.left}" y="{bottom_y}">{self.first_step:.0f}</text>')
+        svg_elements.append(
             f'<text x="{self.right}" y="{bottom_y}" text-anchor="end">{self.last_step:.0f}</text>'
         )
         centre_x = (self.left + self.right) / 2
-        elements.append(f'<text x="{centre_x}" y="{bottom_y}" text-anchor="middle">step</text>')
-        elements.append(
+        svg_elements.append(f'<text x="{centre_x}" y="{bottom_y}" text-anchor="middle">step</text>')
+        svg_elements.append(
             f'<text transform="translate(14 {middle_y}) rotate(-90)" text-anchor="middle">'
             f"{escape(shorten_title(escape_control(self.title)))}</text>"
         )
-        return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(elements)}</g>'
+        return f'<g fill="currentColor" font-size="17" font-family="sans-serif">{"".join(svg_elements)}</g>'
 
-    def _draw_curve(self, curve: Curve, number: int) -> str:
-        index = number % len(COLOURS)
-        colour = f"var(--line{index},{COLOURS[index]})"
+    def _draw_curve(self, curve: Curve, curve_index: int) -> str:
+        colour_index = curve_index % len(COLOURS)
+        colour = f"var(--line{colour_index},{COLOURS[colour_index]})"
         band = f'<polygon style="fill:{colour};opacity:.2" points="{self.band(curve)}"/>' if curve.low else ""
         if curve.dots or len(curve.points) == 1:  # a line of one point would be invisible
             dots = "".join(f'<circle cx="{x}" cy="{y}" r="2.5"/>' for x, y in self.to_pixels(curve.points))
@@ -117,7 +117,7 @@ class Chart:
 
 def shorten_title(title: str) -> str:
     """Return a title that fits beside the value axis."""
-    return title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 1] + "…"
+    return title if len(title) <= MAX_TITLE_CHARS else title[: MAX_TITLE_CHARS - 1] + "…"
 
 
 def thin(points: Points) -> Points:

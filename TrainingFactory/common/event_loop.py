@@ -51,11 +51,11 @@ def run(main: Callable[[], Coroutine[Any, Any, T]], interrupt: Callable[[], None
 def _run_in_this_thread(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
     results: list[T] = []
 
-    async def keep_result() -> None:
+    async def store_result() -> None:
         # Not returned, because asyncio calls repr() on a finished task, and with it on its whole result.
         results.append(await main())
 
-    asyncio.run(keep_result())
+    asyncio.run(store_result())
     return results[0]
 
 
@@ -133,13 +133,13 @@ async def call_in_thread(
     context = contextvars.copy_context()
 
     def job() -> None:
-        value, error = None, None
+        result, error = None, None
         try:
-            value = context.run(function, *args, **kwargs)
+            result = context.run(function, *args, **kwargs)
         except BaseException as exception:  # even SystemExit must not end the thread without a result
             error = exception
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile, so nobody awaits the result
-            loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result((value, error)))
+            loop.call_soon_threadsafe(lambda: outcome.done() or outcome.set_result((result, error)))
 
     submit(job)
     # The error is part of the value, because a future rejects StopIteration and would never complete.

@@ -12,8 +12,8 @@ from TrainingFactory.common.images import LIMITS, as_image, is_image, join_piece
 from TrainingFactory.types import Image, Message, PlacedImage
 
 MEDIA_TYPE = "image/png"  # of the images that we send
-OTHER_MEDIA = re.compile("video|audio|file|document")
-URL_PREFIX = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
+OTHER_MEDIA_PATTERN = re.compile("video|audio|file|document")
+DATA_URL_PATTERN = re.compile(r"data:[\w.+/-]*(;[\w=.+-]+)*;base64,", re.ASCII)
 
 
 def read_parts(content: Any) -> tuple[str, list[PlacedImage]]:
@@ -30,7 +30,7 @@ def _read_part(part: Any) -> str | Image:
     if not isinstance(part, Mapping):
         raise ValueError(f"a part of a content must be an object, not {str(part)[:60]}")
     if is_image_part(part):
-        return image_of_part(part)
+        return decode_image_part(part)
     if isinstance(part.get("text"), str):
         return part["text"]
     raise ValueError(f"only text and images are supported, not {str(part)[:60]}")
@@ -45,37 +45,37 @@ def is_image_part(part: Any) -> bool:
     return isinstance(inline_data, Mapping)
 
 
-def image_of_part(part: Mapping[str, Any]) -> Image:
+def decode_image_part(part: Mapping[str, Any]) -> Image:
     """Return the image in an image part. Raise ValueError if its data is not inline or is no valid image."""
     inline_data = part.get("inlineData", part.get("inline_data"))
     url = part.get("image_url", part.get("url"))
     source = part.get("source")
     image = part.get("image")
     if isinstance(inline_data, Mapping):
-        return image_of_base64(inline_data.get("data"))
+        return decode_image(inline_data.get("data"))
     if isinstance(source, Mapping) and source.get("type", "base64") == "base64":
-        return image_of_base64(source.get("data"))
+        return decode_image(source.get("data"))
     if isinstance(source, Mapping):
         raise ValueError(f"its image has the source {source.get('type')!r:.40}; send the data as base64")
     if url is not None:
-        return image_of_url(url.get("url") if isinstance(url, Mapping) else url)
+        return decode_image_url(url.get("url") if isinstance(url, Mapping) else url)
     if isinstance(part.get("data"), str):
-        return image_of_base64(part["data"])
+        return decode_image(part["data"])
     if isinstance(image, str):
-        return image_of_url(image)
+        return decode_image_url(image)
     if is_image(image):
         return as_image(image)
     raise ValueError("an image part has no image; put its data into the part, or the image into a column")
 
 
-def image_of_url(url: Any) -> Image:
+def decode_image_url(url: Any) -> Image:
     """Decode the image in a data: URL."""
-    if isinstance(url, str) and (match := URL_PREFIX.match(url[:200])):
-        return image_of_base64(url[match.end() :])
+    if isinstance(url, str) and (match := DATA_URL_PATTERN.match(url[:200])):
+        return decode_image(url[match.end() :])
     raise ValueError(f"only data: URLs with base64 are read, not {str(url)[:60]!r}")
 
 
-def image_of_base64(encoded: Any) -> Image:
+def decode_image(encoded: Any) -> Image:
     if not isinstance(encoded, str):
         raise ValueError(f"the data of an image must be base64 text, not {str(encoded)[:40]!r}")
     if len(encoded) * 3 // 4 > LIMITS.max_bytes + 3:
@@ -90,49 +90,49 @@ def image_of_base64(encoded: Any) -> Image:
 _URL_SAFE = {ord("-"): "+", ord("_"): "/", ord("\n"): None, ord("\r"): None}  # Gemini sends URL-safe base64
 
 
-def data_of(image: Image) -> str:
+def encode_image(image: Image) -> str:
     return base64.b64encode(image.data).decode()
 
 
-def data_url(image: Image) -> str:
-    return f"data:{MEDIA_TYPE};base64,{data_of(image)}"
+def make_data_url(image: Image) -> str:
+    return f"data:{MEDIA_TYPE};base64,{encode_image(image)}"
 
 
-def pieces_of(message: Message) -> Iterable[str | Image]:
+def split_message(message: Message) -> Iterable[str | Image]:
     return split_text(message.content, message.images)
 
 
-def openai_content(message: Message) -> str | list[dict[str, Any]]:
+def make_openai_content(message: Message) -> str | list[dict[str, Any]]:
     """Return the content for OpenAI's chat completions: a string, or a list of parts if it has images."""
     if not message.images:
         return message.content
     return [
         {"type": "text", "text": piece}
         if isinstance(piece, str)
-        else {"type": "image_url", "image_url": {"url": data_url(piece)}}
-        for piece in pieces_of(message)
+        else {"type": "image_url", "image_url": {"url": make_data_url(piece)}}
+        for piece in split_message(message)
     ]
 
 
-def anthropic_blocks(message: Message) -> list[dict[str, Any]]:
+def make_anthropic_blocks(message: Message) -> list[dict[str, Any]]:
     """Return a message's texts and images as Anthropic's blocks."""
     blocks: list[dict[str, Any]] = []
-    for piece in pieces_of(message):
+    for piece in split_message(message):
         if isinstance(piece, str):
             blocks.append({"type": "text", "text": piece})
         else:
-            source = {"type": "base64", "media_type": MEDIA_TYPE, "data": data_of(piece)}
-            blocks.append({"type": "image", "source": source})
+            image_source = {"type": "base64", "media_type": MEDIA_TYPE, "data": encode_image(piece)}
+            blocks.append({"type": "image", "source": image_source})
     return blocks
 
 
-def gemini_content_parts(message: Message) -> list[dict[str, Any]]:
+def make_gemini_parts(message: Message) -> list[dict[str, Any]]:
     """Return a message's texts and images as Gemini's parts."""
     return [
-        {"text": piece} if isinstance(piece, str) else {"inlineData": gemini_blob(piece)}
-        for piece in pieces_of(message)
+        {"text": piece} if isinstance(piece, str) else {"inlineData": make_gemini_blob(piece)}
+        for piece in split_message(message)
     ]
 
 
-def gemini_blob(image: Image) -> dict[str, str]:
-    return {"mimeType": MEDIA_TYPE, "data": data_of(image)}
+def make_gemini_blob(image: Image) -> dict[str, str]:
+    return {"mimeType": MEDIA_TYPE, "data": encode_image(image)}

@@ -16,7 +16,7 @@ from typing import Any
 from TrainingFactory.common.texts import describe
 from TrainingFactory.types import Image, PlacedImage
 
-FORMATS = ("PNG", "JPEG", "WEBP")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 # The first bytes of image files, those of rejected formats included: their error names the reason.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"<svg", b"<?xml")
 IMAGES_FOLDER = "images"  # beside the file that names the digests
@@ -32,14 +32,14 @@ class ImageLimits:
 LIMITS = ImageLimits()
 
 
-def read_image(data: bytes, limits: ImageLimits = LIMITS) -> Image:
+def read_image(encoded: bytes, limits: ImageLimits = LIMITS) -> Image:
     """Decode a PNG, JPEG or WebP file. Raises ValueError if it is another format, damaged, animated or too large."""
     from PIL import Image as Pillow
 
-    if len(data) > limits.max_bytes:
-        raise ValueError(f"the image has {len(data):,} bytes; at most {limits.max_bytes:,} are allowed")
+    if len(encoded) > limits.max_bytes:
+        raise ValueError(f"the image has {len(encoded):,} bytes; at most {limits.max_bytes:,} are allowed")
     try:
-        with Pillow.open(io.BytesIO(data), formats=FORMATS) as picture:
+        with Pillow.open(io.BytesIO(encoded), formats=IMAGE_FORMATS) as picture:
             return image_from_pillow(picture, limits)
     except Pillow.UnidentifiedImageError:
         raise ValueError("the data is not a valid image in PNG, JPEG or WebP format") from None
@@ -107,12 +107,12 @@ def as_image(value: Any) -> Image:
     return image_from_pillow(value) if _is_pillow(value) else read_image(bytes(value))
 
 
-def thumbnail(image: Image, edge: int = 320) -> bytes:
+def make_thumbnail(image: Image, edge: int = 320) -> bytes:
     """Return a JPEG file of the image, with at most `edge` pixels along an edge."""
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(image.data), formats=("PNG",)) as picture:
-        picture.thumbnail((edge, edge))
+        picture.make_thumbnail((edge, edge))
         buffer = io.BytesIO()
         picture.save(buffer, "JPEG", quality=80)
     return buffer.getvalue()
@@ -131,7 +131,7 @@ def label(image: Image) -> str:
     return f"[image {image.width}x{image.height} {image.digest[:8]}]"
 
 
-def rejection_text(reason: object) -> str:
+def make_rejection_text(reason: object) -> str:
     """Return the text that replaces a rejected image in the model's prompt."""
     return f"[image not shown: {reason}]"
 
@@ -207,7 +207,7 @@ def limit_images(images: Sequence[PlacedImage], content: str, limit: int) -> tup
     """Return a message's content and its first `limit` images. A text replaces each further image."""
     if len(images) <= limit:
         return content, list(images)
-    note = rejection_text(f"at most {LIMITS.max_per_turn} images a turn")
+    note = make_rejection_text(f"at most {LIMITS.max_per_turn} images a turn")
     first_hidden = images[limit].place
     shown_pieces = split_text(content[:first_hidden], images[:limit])
     hidden_images = [PlacedImage(place - first_hidden, image) for place, image in images[limit:]]

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from TrainingFactory.common.image_parts import openai_content, read_parts
+from TrainingFactory.common.image_parts import make_openai_content, read_parts
 from TrainingFactory.types import Message, Role, ToolCall, ToolSpec
 
 
 def message_to_dict(message: Message) -> dict[str, Any]:
     """Convert a message to an OpenAI-style dict without loss. Two keys are not OpenAI's: `reasoning_content`, and
     `error` on an unparsable call. The content of a message with images is a list of parts."""
-    content = openai_content(message) if message.images else message.content
+    content = make_openai_content(message) if message.images else message.content
     row: dict[str, Any] = {"role": message.role, "content": content}
     if message.reasoning is not None:
         row["reasoning_content"] = message.reasoning
@@ -72,16 +72,16 @@ def _call_to_dict(call: ToolCall) -> dict[str, Any]:
     return row
 
 
-def _call_from_dict(row: Any) -> ToolCall:
-    function = row.get("function", row) if isinstance(row, dict) else None
+def _call_from_dict(call_row: Any) -> ToolCall:
+    function = call_row.get("function", call_row) if isinstance(call_row, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f'a tool call must be an object with a function "name", not {str(row)[:60]}')
-    arguments, error = function.get("arguments") or {}, row.get("error")
+        raise ValueError(f'a tool call must be an object with a function "name", not {str(call_row)[:60]}')
+    arguments, error = function.get("arguments") or {}, call_row.get("error")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as problem:
-            arguments, error = {}, error or f"the arguments are not valid JSON: {problem}"
+        except ValueError as json_error:
+            arguments, error = {}, error or f"the arguments are not valid JSON: {json_error}"
     if not isinstance(arguments, dict):
         arguments, error = {}, error or "the arguments must be a JSON object"
-    return ToolCall(function["name"], arguments, row.get("id") or "", error)
+    return ToolCall(function["name"], arguments, call_row.get("id") or "", error)

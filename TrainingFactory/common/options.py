@@ -32,8 +32,8 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Text = Annotated[str, StringConstraints(min_length=1, pattern=r"\S")]
 
-_MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_MISSING_TYPES = ("missing", "missing_argument", "missing_keyword_only_argument")
+_UNKNOWN_TYPES = ("extra_forbidden", "unexpected_keyword_argument")
 
 Key = tuple[str | int, ...]
 
@@ -73,64 +73,64 @@ class UnknownNameError(ValueError):
         self.name = name
 
 
-def make_from(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> Any:
+def make_from(factory: Callable[..., Any], options: Mapping[str, Any], subject: str) -> Any:
     """Call `target` with a user's options. Raise OptionError with all invalid options."""
     if not isinstance(options, Mapping):
         raise OptionError(
             InvalidOption("", f"the options of {subject} must be a mapping such as {{name: value}}", options)
         )
     options = {str(option): value for option, value in options.items()}
-    valid_names = list(inspect.signature(target).parameters)
+    valid_names = list(inspect.signature(factory).parameters)
     try:
-        callables = (target, getattr(target, "__init__", None))
+        functions = (factory, getattr(factory, "__init__", None))
         markers = ("__pydantic_validator__", "raw_function")
-        if not any(hasattr(function, marker) for function in callables for marker in markers):
-            _check_signature(target, options, subject)  # pydantic does not validate its options
-        return target(**options)
+        if not any(hasattr(function, marker) for function in functions for marker in markers):
+            _check_signature(factory, options, subject)  # pydantic does not validate its options
+        return factory(**options)
     except ValidationError as error:
         # `from None`: pydantic's message may repeat the values, which may be secrets.
-        raise OptionError(*_explain(error, options, valid_names, subject)) from None
+        raise OptionError(*_explain_errors(error, options, valid_names, subject)) from None
 
 
 def make_named(
-    kinds: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
+    factories: Mapping[str, Callable[..., Any]], options: Mapping[str, Any] | str, key: str, subject: str
 ) -> Any:
     """Create an object of the kind named by `options[key]`, with the other options; a string is the name alone."""
     if isinstance(options, str):
         options = {key: options}
     if not isinstance(options, Mapping):
-        text = f"a {subject} must be a name or a mapping such as {{{key}: {next(iter(kinds))}}}"
+        text = f"a {subject} must be a name or a mapping such as {{{key}: {next(iter(factories))}}}"
         raise OptionError(InvalidOption("", text, options))
     name = options.get(key)
-    if not isinstance(name, str) or name not in kinds:
-        text = choice_error(name, kinds)
+    if not isinstance(name, str) or name not in factories:
+        text = show_choices(name, factories)
         raise OptionError(
             InvalidOption(key, text, name) if key in options else InvalidOption(key, f"is missing; it {text}")
         )
     other_options = {option: value for option, value in options.items() if option != key}
-    return make_from(kinds[name], other_options, f"{subject} {name}")
+    return make_from(factories[name], other_options, f"{subject} {name}")
 
 
-def from_mapping(target: Callable[..., Any], subject: str) -> BeforeValidator:
+def from_mapping(factory: Callable[..., Any], subject: str) -> BeforeValidator:
     """Return a pydantic validator that calls `target` with a mapping and keeps other values unchanged."""
 
     def make(value: Any) -> Any:
-        return make_from(target, value, subject) if isinstance(value, Mapping) else value
+        return make_from(factory, value, subject) if isinstance(value, Mapping) else value
 
     return BeforeValidator(make)
 
 
-def choice_error(value: Any, choices: Iterable[str]) -> str:
+def show_choices(value: Any, choices: Iterable[str]) -> str:
     """Return the error text for a value outside the choices, with the closest choice."""
     valid_names = list(choices)
-    closest = nearest(value, valid_names, cutoff=0.5) if isinstance(value, str) else None
-    return f"must be one of {', '.join(valid_names)}" + did_you_mean(closest)
+    closest_name = nearest(value, valid_names, cutoff=0.5) if isinstance(value, str) else None
+    return f"must be one of {', '.join(valid_names)}" + did_you_mean(closest_name)
 
 
 def explain_value(details: ErrorDetails) -> str:
     """Rephrase a pydantic error as the words after an option's name, such as "must be true or false"."""
     if details["type"] == "literal_error":
-        return choice_error(details["input"], re.findall(r"'([^']*)'", details["msg"]))
+        return show_choices(details["input"], re.findall(r"'([^']*)'", details["msg"]))
     if details["type"] == "bool_type":
         return "must be true or false"
     if details["type"] == "string_pattern_mismatch" and details.get("ctx", {}).get("pattern") == r"\S":
@@ -162,9 +162,9 @@ def show_value(key: str, value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _check_signature(target: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
+def _check_signature(factory: Callable[..., Any], options: Mapping[str, Any], subject: str) -> None:
     """Raise OptionError if the options do not match the signature of a function or class without validation."""
-    signature = inspect.signature(target)
+    signature = inspect.signature(factory)
     try:
         signature.bind(**options)
     except TypeError as error:
@@ -172,39 +172,39 @@ def _check_signature(target: Callable[..., Any], options: Mapping[str, Any], sub
         raise OptionError(InvalidOption("", text)) from None
 
 
-def _explain(
+def _explain_errors(
     error: ValidationError, options: Mapping[str, Any], valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     errors = error.errors(include_url=False)
-    unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN]
-    misspelled = {nearest(name, valid_names) for name in unknown_names}
+    unknown_names = [str(details["loc"][-1]) for details in errors if details["type"] in _UNKNOWN_TYPES]
+    intended_names = {nearest(name, valid_names) for name in unknown_names}
     by_key: dict[Key, list[InvalidOption]] = {}
     for details in errors:
-        if details["type"] in _MISSING and details["loc"][-1] in misspelled:
+        if details["type"] in _MISSING_TYPES and details["loc"][-1] in intended_names:
             continue  # it is set, under a misspelled name
         key = _find_key(details, options)
-        by_key.setdefault(key, []).extend(_explain_one(details, key, valid_names, subject))
+        by_key.setdefault(key, []).extend(_explain_error(details, key, valid_names, subject))
     # Every branch of a union reports its own error: the most deeply nested ones are the most specific.
     leaf_keys = [
         key for key in by_key if not any(longer_key[: len(key)] == key != longer_key for longer_key in by_key)
     ]
-    return [invalid for key in leaf_keys for invalid in _merge_branches(by_key[key])]
+    return [invalid_option for key in leaf_keys for invalid_option in _merge_branches(by_key[key])]
 
 
-def _explain_one(
+def _explain_error(
     details: ErrorDetails, key: Key, valid_names: Sequence[str], subject: str
 ) -> list[InvalidOption]:
     option, error_type = ".".join(map(str, key)), details["type"]
-    if error_type in _MISSING:
+    if error_type in _MISSING_TYPES:
         return [InvalidOption(option, f"is missing; {subject} needs it")]
-    if error_type in _UNKNOWN and len(key) == 1:
+    if error_type in _UNKNOWN_TYPES and len(key) == 1:
         hint = did_you_mean(nearest(option, valid_names))
         return [
             InvalidOption(
                 option, f"is not an option of {subject}{hint} (options: {', '.join(valid_names) or 'none'})"
             )
         ]
-    if error_type in _UNKNOWN:
+    if error_type in _UNKNOWN_TYPES:
         return [InvalidOption(option, "is an unknown key")]
     inner_error = details.get("ctx", {}).get("error")
     if isinstance(inner_error, OptionError):
@@ -215,14 +215,14 @@ def _explain_one(
 def _find_key(details: ErrorDetails, options: Mapping[str, Any]) -> Key:
     """Return the key of the invalid option: pydantic's error location without the labels of union branches."""
     key: list[str | int] = []
-    value: Any = options
+    nested_options: Any = options
     for depth, key_part in enumerate(details["loc"], 1):
-        if (isinstance(value, Mapping) and key_part in value) or (
-            isinstance(value, list) and isinstance(key_part, int)
+        if (isinstance(nested_options, Mapping) and key_part in nested_options) or (
+            isinstance(nested_options, list) and isinstance(key_part, int)
         ):
             key.append(key_part)
-            value = value[key_part]  # type: ignore[index]
-        elif depth == len(details["loc"]) and details["type"] in _MISSING:
+            nested_options = nested_options[key_part]  # type: ignore[index]
+        elif depth == len(details["loc"]) and details["type"] in _MISSING_TYPES:
             key.append(key_part)
     return tuple(key)
 
@@ -231,5 +231,5 @@ def _merge_branches(errors: list[InvalidOption]) -> list[InvalidOption]:
     """Merge the errors of several union branches about the same option."""
     if len({error.option for error in errors}) > 1 or len(errors) == 1:
         return errors
-    first, *more = dict.fromkeys(error.text for error in errors)
-    return [replace(errors[0], text=" or ".join([first, *(text.removeprefix("must be ") for text in more)]))]
+    head, *tail = dict.fromkeys(error.text for error in errors)
+    return [replace(errors[0], text=" or ".join([head, *(text.removeprefix("must be ") for text in tail)]))]

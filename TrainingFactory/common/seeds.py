@@ -6,7 +6,7 @@ import hashlib
 import json
 
 
-def turn_seed(run_seed: int, step: int, task: str, member: int, turn: int) -> int:
+def derive_seed(run_seed: int, step: int, task_id: str, member: int, turn: int) -> int:
     """Return a 64-bit seed for one turn: a hash of JSON, so that no two turns hash the same text."""
-    text = f"[{run_seed}, {step}, {json.dumps(task)}, {member}, {turn}]"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    seed_text = f"[{run_seed}, {step}, {json.dumps(task_id)}, {member}, {turn}]"
+    return int.from_bytes(hashlib.blake2b(seed_text.encode(), digest_size=8).digest(), "big")

@@ -15,7 +15,7 @@ from TrainingFactory.common.options import did_you_mean, nearest
 PACKAGE = Path(__file__).resolve().parents[1]
 WHEEL_FOLDER = PACKAGE / "starters"  # written by setup.py
 FOLDERS = {"config": "configs", "example": "examples", "notebook": "notebooks"}
-MAX_SUMMARY = 90  # characters of a line in the list
+MAX_SUMMARY_CHARS = 90  # characters of a line in the list
 # Other files and folders that a starter reads, relative to the root.
 COMPANIONS = {
     "configs/qwen3_grpo.yaml": (
@@ -33,7 +33,7 @@ COMPANIONS = {
 
 @dataclass(slots=True, frozen=True)
 class Starter:
-    """A file or folder that `tfactory new` copies; all paths are relative to `starter_root()`."""
+    """A file or folder that `tfactory new` copies; all paths are relative to `find_starter_root()`."""
 
     kind: str
     name: str
@@ -48,7 +48,7 @@ class Starter:
             return f"jupyter lab {self.path}"
         if self.kind == "config" or self.path.suffix == "":
             return f"tfactory train {self.files[0]}"
-        text = (starter_root() / self.path).read_text(encoding="utf-8")
+        text = (find_starter_root() / self.path).read_text(encoding="utf-8")
         match = re.search(rf"^\s*(python {re.escape(str(self.path))}[^#\n]*)", text, re.MULTILINE)
         return match[1].strip() if match else f"python {self.path}"
 
@@ -58,13 +58,13 @@ class Starter:
         return self.path.parent.name == "templates"
 
 
-def starter_root() -> Path:
+def find_starter_root() -> Path:
     return WHEEL_FOLDER if WHEEL_FOLDER.is_dir() else PACKAGE.parent
 
 
 def list_starters(kind: str) -> list[Starter]:
     """Return all starters of a kind, sorted by name, with templates after configs that run."""
-    root = starter_root()
+    root = find_starter_root()
     folder = root / FOLDERS[kind]
     if kind == "config":
         paths = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*/*.yaml"))]
@@ -105,63 +105,63 @@ def _read_summary(path: Path) -> str:
     else:
         text = text.partition('"# ')[2].partition('"')[0].removesuffix("\\n")
     sentence = re.split(r"(?<=\.)\s", " ".join(text.split()))[0]
-    if len(sentence) > MAX_SUMMARY:
+    if len(sentence) > MAX_SUMMARY_CHARS:
         sentence = re.split(r"[:;] ", sentence)[0]
     return sentence.replace("Copy this: ", "template: ").rstrip(".:")
 
 
 def find_starter(kind: str, name: str) -> Starter:
     """Return a starter by its name, with or without folder and suffix; raise ValueError with the closest match."""
-    choices = {starter.name: starter for starter in list_starters(kind)}
-    for starter in choices.values():
+    starters_by_name = {starter.name: starter for starter in list_starters(kind)}
+    for starter in starters_by_name.values():
         if name in (starter.name, starter.path.name, str(starter.path)):
             return starter
     stem = PurePosixPath(name).stem
-    hint = did_you_mean(nearest(stem, choices)) or f"; tfactory new {kind} lists all names"
+    hint = did_you_mean(nearest(stem, starters_by_name)) or f"; tfactory new {kind} lists all names"
     raise ValueError(f"There is no {kind} {name!r}{hint}")
 
 
 def copy_starter(starter: Starter, out: Path | None = None) -> list[Path]:
     """Copy a starter and the files that it reads; return the paths written. `out` renames a single file. Never
     overwrite: raise ValueError if one of the starter's files exists with other content, or if all exist."""
-    root = starter_root()
-    targets = {file: Path(file) for file in starter.files} if out is None else {starter.path: out}
-    existing_files = {file: path for file, path in targets.items() if path.exists()}
+    root = find_starter_root()
+    target_paths = {file: Path(file) for file in starter.files} if out is None else {starter.path: out}
+    existing_files = {file: path for file, path in target_paths.items() if path.exists()}
     differing_paths = [
         path for file, path in existing_files.items() if not _has_same_content(root / file, path)
     ]
-    if differing_paths or existing_files == targets:
+    if differing_paths or existing_files == target_paths:
         path = [*differing_paths, *existing_files.values()][0]
         hint = ", or choose another file with --out" if starter.kind == "config" else ""
         raise ValueError(f"{path} exists already and is not overwritten. Rename or delete it{hint}")
     for name in COMPANIONS.get(str(starter.path), ()):
-        targets |= {
+        target_paths |= {
             PurePosixPath(file.relative_to(root).as_posix()): file.relative_to(root)
             for file in _list_files(root / name)
         }
-    paths = {file: path for file, path in targets.items() if not path.exists()}
-    for file, target in paths.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(root / file, target)
-    return list(paths.values())
+    missing_paths = {file: path for file, path in target_paths.items() if not path.exists()}
+    for file, target_path in missing_paths.items():
+        target_path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / file, target_path)
+    return list(missing_paths.values())
 
 
-def _has_same_content(original: Path, copy: Path) -> bool:
-    return copy.is_file() and copy.read_bytes() == original.read_bytes()
+def _has_same_content(original: Path, copied_file: Path) -> bool:
+    return copied_file.is_file() and copied_file.read_bytes() == original.read_bytes()
 
 
-def command_that_creates(path: Path) -> str | None:
+def find_create_command(path: Path) -> str | None:
     """Return the `tfactory new` command that creates a missing config file; None if no starter creates it."""
-    configs = {starter.path.name: starter for starter in list_starters("config")}
-    for starter in [*list_starters("example"), *configs.values()]:
+    configs_by_file = {starter.path.name: starter for starter in list_starters("config")}
+    for starter in [*list_starters("example"), *configs_by_file.values()]:
         if PurePosixPath(path.as_posix()) in starter.files:
             return f"tfactory new {starter.kind} {starter.name}"
-    if path.name in configs:
-        return f"tfactory new config {configs[path.name].name} --out {path}"
+    if path.name in configs_by_file:
+        return f"tfactory new config {configs_by_file[path.name].name} --out {path}"
     return None
 
 
-def docs_page(name: str) -> str:
+def find_docs(name: str) -> str:
     """Return the path of a documentation page for the user: `docs/NAME` in a checkout, else its path in the installed
     package."""
     if not WHEEL_FOLDER.is_dir():

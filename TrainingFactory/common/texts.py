@@ -14,13 +14,13 @@ _MAYBE_NAME = re.compile(r"(?i)(^|[-_.])(token|auth|key|pass|pwd|dsn)$")
 _VALUE = re.compile(
     r"\b(hf_|sk-|ghp_|github_pat_|xox[a-z]-)[\w-]{8,}|://[^/\s]*:[^/\s]*@|^(Bearer|Basic) \S{8,}$"
 )
-_NAMED_VALUE = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
+_ASSIGNMENT = re.compile(r"-*([\w.-]+)\s*[=:]\s*((?:(?:Bearer|Basic) )?\S+)")  # --key=x, KEY=x, Cookie: x
 SECRET_VARIABLES: set[str] = set()  # environment variables that a config names as holding a secret
 # Bidirectional control characters, which make a terminal show text in another order than it is stored.
 BIDI_CONTROLS = set("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
-def valid_text(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """Replace lone surrogates, which Python strings may contain and tokenizers reject."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
@@ -39,21 +39,21 @@ def pluralize(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def truncate_middle(text: str, limit: int) -> str:
-    """Truncate a text to about `limit` characters, with a marker in the middle, and make it valid Unicode."""
-    if len(text) > limit:
-        head_size, num_hidden = limit * 3 // 4, len(text) - limit
-        text = f"{text[:head_size]}\n[... {num_hidden} characters cut ...]\n{text[head_size + num_hidden :]}"
-    return valid_text(text)
+def truncate_middle(text: str, max_chars: int) -> str:
+    """Truncate a text to about `max_chars` characters, with a marker in the middle, and make it valid Unicode."""
+    if len(text) > max_chars:
+        num_head, num_hidden = max_chars * 3 // 4, len(text) - max_chars
+        text = f"{text[:num_head]}\n[... {num_hidden} characters cut ...]\n{text[num_head + num_hidden :]}"
+    return replace_surrogates(text)
 
 
 def describe(error: BaseException) -> str:
     """Return the type and message of an exception, in one short line."""
-    text = message_of(error)
+    text = format_message(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def message_of(error: BaseException) -> str:
+def format_message(error: BaseException) -> str:
     """Return the message of an exception, in one short line."""
     try:
         text = str(error)
@@ -69,7 +69,7 @@ def redact(data: Any, secrets: Sequence[str]) -> Any:
             data = data.replace(secret, "***")
         return data
     if isinstance(data, list):
-        return [redact(item, secrets) for item in data]
+        return [redact(element, secrets) for element in data]
     if isinstance(data, dict):
         return {redact(key, secrets): redact(value, secrets) for key, value in data.items()}
     return data
@@ -88,27 +88,27 @@ def holds_secret(name: str, value: str) -> bool:
     return bool(_SURE_NAME.search(name) or _VALUE.search(value) or (_MAYBE_NAME.search(name) and is_long))
 
 
-def secrets_in(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
+def iter_secrets(data: Any, key: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Yield key and value of every secret in nested options and in lists of command-line arguments."""
     if isinstance(data, Mapping):
         for name, value in data.items():
-            yield from secrets_in(value, (*key, str(name)))
+            yield from iter_secrets(value, (*key, str(name)))
     elif isinstance(data, list | tuple):
         for index, value in enumerate(data):
-            yield from secrets_in(value, (*key, index))
+            yield from iter_secrets(value, (*key, index))
             flag = str(data[index - 1]) if index else ""
             if flag.startswith("-") and isinstance(value, str) and holds_secret(flag, value):  # --api-key x
                 yield (*key, index), value
     elif isinstance(data, str):
         name = next((str(key_part) for key_part in reversed(key) if isinstance(key_part, str)), "")
-        match = _NAMED_VALUE.fullmatch(data)
+        match = _ASSIGNMENT.fullmatch(data)
         if holds_secret(name, data):
             yield key, data
         elif match is not None and holds_secret(match[1], match[2]):
             yield key, match[2]
 
 
-def environment_secrets() -> list[str]:
+def find_environment_secrets() -> list[str]:
     """Return the secret values of the environment variables, longest first, because one may contain another."""
     secret_values = {
         value
@@ -120,4 +120,4 @@ def environment_secrets() -> list[str]:
 
 def redact_environment(data: Any) -> Any:
     """Return JSON data with the secrets of the environment variables replaced by ***."""
-    return redact(data, environment_secrets())
+    return redact(data, find_environment_secrets())

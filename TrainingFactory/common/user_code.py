@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from TrainingFactory.common.texts import describe, message_of
+from TrainingFactory.common.texts import describe, format_message
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LIB_FOLDERS = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
@@ -31,14 +31,14 @@ def is_file_name(name: str) -> bool:
 
 def split_name(name: str) -> tuple[str, str]:
     """Split `file.py:member` into file and member ("" if there is none)."""
-    file, _, member = name.rpartition(":") if ".py:" in name else (name, "", "")
-    return file, member
+    file_name, _, member_name = name.rpartition(":") if ".py:" in name else (name, "", "")
+    return file_name, member_name
 
 
 def import_named(kind: str, name: str) -> tuple[ModuleType, Path, str]:
     """Import `file.py` or `file.py:member`. Return the module, its path and the member ("" if there is none)."""
-    file, member = split_name(name)
-    path = Path(file).expanduser()
+    file_name, member = split_name(name)
+    path = Path(file_name).expanduser()
     if not path.is_file():
         search_hint = "" if path.is_absolute() else f" in {Path.cwd()}, nor next to the config file"
         raise ValueError(f"{kind} {name!r}: there is no file {path}{search_hint}")
@@ -51,10 +51,10 @@ def load_objects(kind: str, name: str) -> tuple[Path, str, list[Any]]:
     module, path, member = import_named(kind, name)
     if member and member not in vars(module):
         raise ValueError(f"{path} does not define {member!r}")
-    return path, member, [vars(module)[member]] if member else own_definitions(module)
+    return path, member, [vars(module)[member]] if member else list_definitions(module)
 
 
-def own_definitions(module: ModuleType) -> list[Any]:
+def list_definitions(module: ModuleType) -> list[Any]:
     """Return the objects that a module defines itself, without imported objects."""
     return [value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__]
 
@@ -67,11 +67,11 @@ def _import_file(path: Path) -> ModuleType:
     if path in _loaded_modules and _loaded_modules[path][0] == stamp:
         return _loaded_modules[path][1]
     # The digest separates files with the same name in different folders.
-    name = f"tfactory_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    module_name = f"tfactory_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs, because dataclasses and type hints look it up there
+    sys.modules[module_name] = module  # before it runs, because dataclasses and type hints look it up there
     try:
         with _import_siblings(path.parent):
             spec.loader.exec_module(module)
@@ -89,11 +89,11 @@ def _import_siblings(folder: Path) -> Iterator[None]:
     Modules that are already loaded from elsewhere under the name of a sibling are hidden inside the block and restored
     after it."""
     paths = list(sys.path)
-    installed = [entry for entry in paths if entry.startswith(LIB_FOLDERS)]
-    sys.path[:] = [*installed, str(folder), *(entry for entry in paths if entry not in installed)]
-    siblings = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
-    loaded_siblings = siblings & sys.modules.keys()
-    shadowed = {name for name in loaded_siblings if not _is_inside(sys.modules[name], (folder, *LIB_FOLDERS))}
+    lib_paths = [entry for entry in paths if entry.startswith(LIB_FOLDERS)]
+    sys.path[:] = [*lib_paths, str(folder), *(entry for entry in paths if entry not in lib_paths)]
+    sibling_names = {file.stem for file in folder.iterdir()} - {PACKAGE.name, *sys.stdlib_module_names}
+    loaded_names = sibling_names & sys.modules.keys()
+    shadowed = {name for name in loaded_names if not _is_inside(sys.modules[name], (folder, *LIB_FOLDERS))}
     hidden_modules = _pop_modules(shadowed)
     sys.modules.update(_sibling_modules.get(folder, {}))
     try:
@@ -141,7 +141,7 @@ def user_frames(error: BaseException) -> list[Frame]:
     ]
 
 
-def location_of(error: BaseException) -> str:
+def locate_error(error: BaseException) -> str:
     """Return the error's innermost location in the user's code, such as ` (rewards.py:12)`, or ""."""
     frames = user_frames(error)
     return f" ({Path(frames[-1].file).name}:{frames[-1].line})" if frames else ""
@@ -151,9 +151,9 @@ def describe_failure(error: BaseException, subject: str = "") -> str:
     """Describe in one line who failed (default: the user's reward function), where and why."""
     frames, is_plain = user_frames(error), has_plain_message(error)
     if not frames and not subject:
-        return (message_of(error) if is_plain else "") or describe(error)
-    reason = f": {message_of(error)}" if is_plain else f" raised {describe(error)}"
-    return f"{subject or f'the reward {frames[0].function}'}{location_of(error)}{reason}"
+        return (format_message(error) if is_plain else "") or describe(error)
+    reason = f": {format_message(error)}" if is_plain else f" raised {describe(error)}"
+    return f"{subject or f'the reward {frames[0].function}'}{locate_error(error)}{reason}"
 
 
 def has_plain_message(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ import yaml
 from yaml.composer import Composer
 
 from TrainingFactory.common.options import did_you_mean, nearest
-from TrainingFactory.common.starters import command_that_creates
+from TrainingFactory.common.starters import find_create_command
 from TrainingFactory.config.names import ALIASES, expand, full_key
 from TrainingFactory.config.problems import COMMAND_LINE, ConfigError, KeyLocations, Problem
 from TrainingFactory.config.schema import TrainingConfig
@@ -132,7 +132,7 @@ def read_yaml(
 
 
 def _make_missing_hint(path: Path) -> str:
-    if command := command_that_creates(path):
+    if command := find_create_command(path):
         return f"; create it with: {command}"
     closest_name = nearest(path.name, [file.name for file in path.parent.glob("*.y*ml")])
     return did_you_mean(closest_name and str(path.parent / closest_name))

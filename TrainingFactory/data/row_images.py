@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.common.image_parts import image_of_part, image_of_url, is_image_part
+from TrainingFactory.common.image_parts import decode_image_part, decode_image_url, is_image_part
 from TrainingFactory.common.images import LIMITS, LazyImage, as_image, is_image, read_image, read_image_file
 from TrainingFactory.data.datasets import DatasetRow
 from TrainingFactory.types import Image
@@ -83,7 +83,7 @@ class _ImageReader:
         if not isinstance(image, str):
             raise ValueError(f"it must be bytes, a path, a data: URL or a PIL image, not {str(image)[:40]!r}")
         if image.startswith("data:"):
-            return image_of_url(image)
+            return decode_image_url(image)
         if image.startswith(("http://", "https://")):
             return self._download_image(image)
         return self._read_file(image.removeprefix("file://"))
@@ -133,7 +133,7 @@ class _ImageReader:
             image = part.get("image", url.get("url") if isinstance(url, Mapping) else url)
             return {
                 "type": "image",
-                "image": image_of_part(part) if image is None else self._read_image(image),
+                "image": decode_image_part(part) if image is None else self._read_image(image),
             }
         except ValueError as error:
             raise ValueError(f"has an invalid image in {location}: {error}") from error

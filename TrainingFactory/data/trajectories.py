@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
-from TrainingFactory.common.image_tokens import VIRTUAL, from_disk, images_in, picture_of, to_disk
+from TrainingFactory.common.image_tokens import VIRTUAL, find_images, from_disk_ids, load_picture, to_disk_ids
 from TrainingFactory.common.images import ImageStore, images_from_rows, images_to_rows
 from TrainingFactory.common.openai_format import (
     message_from_dict,
@@ -259,7 +259,7 @@ def _make_ids_portable(ids: np.ndarray) -> np.ndarray:
     """Convert image tokens to their form on disk, because their numbers in memory differ between processes."""
     import numpy as np
 
-    return np.asarray(to_disk(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
+    return np.asarray(to_disk_ids(ids.tolist())[0], np.int32) if ids.size and ids.max() >= VIRTUAL else ids
 
 
 def _find_new_ids(turn: Turn, previous_ids: list[int]) -> tuple[bool, list[int]]:
@@ -273,7 +273,7 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
     completion = {name: getattr(turn.completion, name) for name in _COMPLETION_FIELDS}
     if completion["versions"] is None:  # `policy_version` applies to all tokens
         del completion["versions"]
-    disk_ids, images = to_disk(new_ids)
+    disk_ids, images = to_disk_ids(new_ids)
     row: dict[str, Any] = {
         "message": message_to_dict(turn.message),
         "replies": [_message_to_dict(reply, store) for reply in turn.replies],
@@ -283,7 +283,7 @@ def _turn_to_dict(turn: Turn, previous_ids: list[int], store: ImageStore | None)
         "new_ids": disk_ids,
     }
     if images:
-        row["image_tokens"] = [[image.digest, image.tokens] for image in images]
+        row["image_tokens"] = [[image.digest, image.num_tokens] for image in images]
     row["completion"] = completion
     for name, default in _OPTIONAL_FIELDS.items():
         if (value := getattr(turn, name)) != default:
@@ -299,7 +299,7 @@ def _turn_from_dict(
     prompt_images = images_from_rows(row.get("prompt_images", ()), store)
     images.update({image.digest: image for _, image in prompt_images})
     placed_images = [(images[digest], tokens) for digest, tokens in row.get("image_tokens", ())]
-    new_ids = from_disk(row["new_ids"], placed_images)
+    new_ids = from_disk_ids(row["new_ids"], placed_images)
     turn = Turn(
         prompt_ids=previous_ids + new_ids if row["continues"] else new_ids,
         completion=Completion(**row["completion"]),
@@ -322,7 +322,7 @@ def _add_prompt_images(
         [*trajectory.prompt, *replies]
     ).keys()
     if digests:
-        shown_images = [picture_of(tokens) for tokens in images_in(trajectory.turns[turn_index].prompt_ids)]
+        shown_images = [load_picture(tokens) for tokens in find_images(trajectory.turns[turn_index].prompt_ids)]
         images = [PlacedImage(0, image) for image in shown_images if image.digest in digests]
         row["prompt_images"] = images_to_rows(images, store)
 

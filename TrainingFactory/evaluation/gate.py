@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from TrainingFactory.common.options import Count, NotNegative, Text
-from TrainingFactory.common.starters import docs_page
+from TrainingFactory.common.starters import find_docs
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.config.section import Section
 from TrainingFactory.evaluation.records import TaskOutcome
 
 Metric = Literal["success", "reward", "tool_success", "turns", "tokens"]
 LOWER_IS_BETTER = ("turns", "tokens")  # lower is better for these, higher for the others
-GATE_KEYS = f"entry, not_worse, alpha, round and guards ({docs_page('REGISTRY.md')})"
+GATE_KEYS = f"entry, not_worse, alpha, round and guards ({find_docs('REGISTRY.md')})"
 
 
 class Guard(Section):

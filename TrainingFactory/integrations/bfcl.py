@@ -30,16 +30,16 @@ from TrainingFactory.tools.schema import make_validator
 from TrainingFactory.types import Message, Reward, Step, Task, ToolCall, ToolResult, ToolSpec
 
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
-SOURCES = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
+SOURCE_PACKAGE = "bfcl_eval.eval_checker.multi_turn_eval.func_source_code"
 FILE_STEMS = {  # class -> stem of its source file and of the file with its function docs
     "GorillaFileSystem": "gorilla_file_system", "MathAPI": "math_api", "MessageAPI": "message_api",
     "TwitterAPI": "posting_api", "TicketAPI": "ticket_api", "TradingBot": "trading_bot",
     "TravelAPI": "travel_booking", "VehicleControlAPI": "vehicle_control",
 }  # fmt: skip
-STATELESS = "MathAPI"
+STATELESS_CLASS = "MathAPI"
 JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array"}
 MAX_ARGUMENTS = {"precision": 1000, "exponent": 1000}  # larger values could make one call compute forever
-NEW_TOOLS = "These functions are new; call them like the others:"
+NEW_TOOLS_TEXT = "These functions are new; call them like the others:"
 
 
 class BfclEnvironment(ToolEnvironment):
@@ -67,7 +67,7 @@ class BfclEnvironment(ToolEnvironment):
             raise ValueError(f"BFCL's {self.category} has no task {task.id!r}. Remove data.tasks.")
         self.row = rows[task.id]
         missing_functions: dict[str, list[str]] = self.row.get("missed_function", {})
-        self._release_turn = {name: int(turn) for turn, names in missing_functions.items() for name in names}
+        self._release_turns = {name: int(turn) for turn, names in missing_functions.items() for name in names}
         self._model_scenario, self._expected_scenario = _Scenario(self.row), _Scenario(self.row)
         self._results: list[str] = []  # results of all calls so far
         self._num_earlier_results = 0  # number of results from before the present request
@@ -75,7 +75,7 @@ class BfclEnvironment(ToolEnvironment):
         functions = [_Function(self, spec) for name in self.row["involved_classes"] for spec in _specs(name)]
         super().__init__(task, [*functions, *tools], **options)
         visible_functions = [
-            function for function in functions if function.spec.name not in self._release_turn
+            function for function in functions if function.spec.name not in self._release_turns
         ]
         if self.short:
             visible_functions = [_Function(self, _shorten(function.spec)) for function in visible_functions]
@@ -112,20 +112,20 @@ class BfclEnvironment(ToolEnvironment):
     def _matches_ground_truth(self) -> bool:
         """Return whether the model's state equals the ground truth's, and the model saw all of its results."""
         calls = self.row["ground_truth"][len(self.request_results)]
-        expected = Counter(self._expected_scenario.call(name, arguments).content for name, arguments in calls)
+        results = Counter(self._expected_scenario.call(name, arguments).content for name, arguments in calls)
         if not calls:  # the request cannot be fulfilled, and the model's reply is not judged
             return True
-        if len(self._results) == self._num_earlier_results or expected - Counter(self._results):
+        if len(self._results) == self._num_earlier_results or results - Counter(self._results):
             return False
-        return self._model_scenario.state() == self._expected_scenario.state()
+        return self._model_scenario.read_state() == self._expected_scenario.read_state()
 
     def _next_request(self) -> list[Message]:
         index = len(self.request_results)
         new_functions = [
-            tool.spec for tool in self.executor.tools if self._release_turn.get(tool.spec.name) == index
+            tool.spec for tool in self.executor.tools if self._release_turns.get(tool.spec.name) == index
         ]
         docs = json.dumps([spec_to_dict(_shorten(spec) if self.short else spec) for spec in new_functions])
-        announcement = [Message("user", f"{NEW_TOOLS}\n{docs}")] if new_functions else []
+        announcement = [Message("user", f"{NEW_TOOLS_TEXT}\n{docs}")] if new_functions else []
         return [*announcement, *map(message_from_dict, self.row["question"][index])]
 
 
@@ -150,9 +150,9 @@ class _Scenario:
     def __init__(self, row: dict[str, Any]) -> None:
         self._instances = {name: _load_class(name)() for name in row["involved_classes"]}
         for name, instance in self._instances.items():
-            if name != STATELESS:
-                scenario = deepcopy(row["initial_config"].get(name, {}))
-                instance._load_scenario(scenario, long_context="long_context" in row["id"])
+            if name != STATELESS_CLASS:
+                initial_config = deepcopy(row["initial_config"].get(name, {}))
+                instance._load_scenario(initial_config, long_context="long_context" in row["id"])
         self._methods = {
             spec.name: getattr(instance, spec.name)
             for name, instance in self._instances.items()
@@ -161,13 +161,13 @@ class _Scenario:
 
     def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         try:
-            value = self._methods[name](**deepcopy(arguments))
+            output = self._methods[name](**deepcopy(arguments))
         except Exception as error:  # foreign code
             return ToolResult(f"Error during execution: {error}", ok=False, error="exception")
-        is_failed = isinstance(value, dict) and "error" in value
-        return ToolResult(_result_text(value), ok=not is_failed, error="exception" if is_failed else None)
+        is_failed = isinstance(output, dict) and "error" in output
+        return ToolResult(_format_result(output), ok=not is_failed, error="exception" if is_failed else None)
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def read_state(self) -> dict[str, dict[str, Any]]:
         """Return the public attributes of each object, as BFCL compares them."""
         return {
             name: {key: value for key, value in vars(instance).items() if not key.startswith("_")}
@@ -212,34 +212,34 @@ def parse_call(text: str, classes: Iterable[str]) -> tuple[str, dict[str, Any]]:
     owner = next((owner for owner in classes if name in {spec.name for spec in _specs(owner)}), None)
     if owner is None:
         raise ValueError(f"{text!r} calls {name}, which is not a documented function of {', '.join(classes)}")
-    positional = [ast.literal_eval(value) for value in call.args]
-    keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    bound = inspect.signature(getattr(_load_class(owner), name)).bind(None, *positional, **keywords)
-    return name, dict(list(bound.arguments.items())[1:])
+    args = [ast.literal_eval(value) for value in call.args]
+    kwargs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    bound_args = inspect.signature(getattr(_load_class(owner), name)).bind(None, *args, **kwargs)
+    return name, dict(list(bound_args.arguments.items())[1:])
 
 
 @cache
 def _specs(class_name: str) -> list[ToolSpec]:
     docs = _read_lines(f"multi_turn_func_doc/{FILE_STEMS[class_name]}.json")
-    return [ToolSpec(doc["name"], doc["description"], _json_schema(doc["parameters"])) for doc in docs]
+    return [ToolSpec(doc["name"], doc["description"], _convert_schema(doc["parameters"])) for doc in docs]
 
 
 def _shorten(spec: ToolSpec) -> ToolSpec:
     """Return the spec reduced to the names and types of its parameters."""
     properties = spec.parameters.get("properties", {})
-    types = {name: {"type": value.get("type", "string")} for name, value in properties.items()}
+    types = {name: {"type": schema.get("type", "string")} for name, schema in properties.items()}
     return ToolSpec(spec.name, "", {"type": "object", "properties": types})
 
 
-def _json_schema(doc: dict[str, Any]) -> dict[str, Any]:
+def _convert_schema(doc: dict[str, Any]) -> dict[str, Any]:
     """Convert documented parameters, with BFCL's types `dict`, `float` and `tuple`, to a JSON schema."""
     schema: dict[str, Any] = dict(doc)
     if "type" in doc:
         schema["type"] = JSON_TYPES.get(doc["type"], doc["type"])
     if "items" in doc:
-        schema["items"] = _json_schema(doc["items"])
+        schema["items"] = _convert_schema(doc["items"])
     if "properties" in doc:
-        schema["properties"] = {name: _json_schema(value) for name, value in doc["properties"].items()}
+        schema["properties"] = {name: _convert_schema(child) for name, child in doc["properties"].items()}
         for name in MAX_ARGUMENTS.keys() & schema["properties"].keys():
             schema["properties"][name]["maximum"] = MAX_ARGUMENTS[name]
         schema["additionalProperties"] = False
@@ -247,27 +247,27 @@ def _json_schema(doc: dict[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _load_class(name: str) -> Any:
-    return getattr(importlib.import_module(f"{SOURCES}.{FILE_STEMS[name]}"), name)
+def _load_class(class_name: str) -> Any:
+    return getattr(importlib.import_module(f"{SOURCE_PACKAGE}.{FILE_STEMS[class_name]}"), class_name)
 
 
-def _read_lines(file: str) -> list[dict[str, Any]]:
+def _read_lines(file_name: str) -> list[dict[str, Any]]:
     """Read a JSONL file of the package's data."""
-    spec = find_spec("bfcl_eval")
-    if spec is None or not spec.submodule_search_locations:
+    package_spec = find_spec("bfcl_eval")
+    if package_spec is None or not package_spec.submodule_search_locations:
         raise ValueError(
             "environment bfcl/CATEGORY needs the package bfcl-eval. Install it without its dependencies (gigabytes "
             "that are not needed): pip install --no-deps bfcl-eval"
         )
-    path = Path(spec.submodule_search_locations[0], "data", file)
+    path = Path(package_spec.submodule_search_locations[0], "data", file_name)
     if not path.is_file():
         raise ValueError(f"{path} is missing. Install bfcl-eval 2026.3.23 or a version with the same data.")
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
-def _result_text(value: Any) -> str:
+def _format_result(output: Any) -> str:
     """Convert a function's return value to text as BFCL does."""
     try:
-        return json.dumps(value) if isinstance(value, dict) else str(value)
+        return json.dumps(output) if isinstance(output, dict) else str(output)
     except (TypeError, ValueError):  # contains an object that JSON cannot represent
-        return str(value)
+        return str(output)

@@ -26,7 +26,7 @@ from TrainingFactory.protocols import Episode
 from TrainingFactory.types import Reward, Task
 
 log = logging.getLogger(__name__)
-CHUNK = 500  # entries per dataset object, because some datasets generate all entries at construction
+CHUNK_ENTRIES = 500  # entries per dataset object, because some datasets generate all entries at construction
 SEED_STRIDE = 2**20  # entry numbers per seed and split; an entry depends on its number alone
 MAX_MISSES = 1000  # consecutive questions of the other split before a task iterator gives up
 PROBES = 8  # entries that a scorer is tested on
@@ -45,14 +45,14 @@ class ReasoningGymEnvironment(ToolEnvironment):
 
     @classmethod
     def tasks(cls, split: str, seed: int, count: int) -> Iterator[Task]:
-        return islice(_tasks(cls.dataset, split, seed), count)
+        return islice(_generate_tasks(cls.dataset, split, seed), count)
 
     def reward(self, episode: Episode) -> Reward:
         """Return 1 if the package's scorer gives full marks, else 0. If the scorer raises, the episode is unscored."""
         number = self.task.metadata.get("number")
         if not isinstance(number, int):
             raise ValueError(f"task {self.task.id} is not a task of reasoning_gym/{self.dataset}")
-        score = _score(self.dataset, final_answer(episode.trajectory.answer), number, self.exact)
+        score = _score_answer(self.dataset, extract_answer(episode.trajectory.answer), number, self.exact)
         return Reward(score if self.partial else float(score >= 1), parts={"score": score})
 
 
@@ -60,58 +60,58 @@ class ReasoningGymEnvironment(ToolEnvironment):
 def environment(name: str) -> type[ReasoningGymEnvironment]:
     """Return the environment of one dataset, `chain_sum` or `chain_sum/partial`, after a test of its scorer."""
     dataset, slash, variant = name.partition("/")
-    datasets = _datasets()
-    if dataset not in datasets:
-        hint = did_you_mean(nearest(dataset, datasets))
-        known_names = ", ".join(sorted(datasets))
+    dataset_classes = _load_datasets()
+    if dataset not in dataset_classes:
+        hint = did_you_mean(nearest(dataset, dataset_classes))
+        known_names = ", ".join(sorted(dataset_classes))
         raise ValueError(f"reasoning-gym has no dataset {dataset!r}{hint} (known: {known_names})")
     if slash and variant != "partial":
         raise ValueError(f"there is no environment reasoning_gym/{name}; did you mean {dataset}/partial?")
     fault = _test_scorer(dataset, partial=bool(variant))
-    if fault and not all(_answer_of(_entry(dataset, index)) for index in range(PROBES)):
+    if fault and not all(_find_answer(_load_entry(dataset, index)) for index in range(PROBES)):
         raise ValueError(
             f"reasoning_gym/{name} cannot be scored: its scorer {fault}, and it has no answers to compare exactly. "
             "Choose another dataset."
         )
     if fault:
         log.warning("reasoning_gym/%s: its scorer %s; answers are compared exactly instead", name, fault)
-    members = {"dataset": dataset, "partial": bool(variant), "exact": fault is not None}
-    return type(f"reasoning_gym/{name}", (ReasoningGymEnvironment,), members)
+    class_members = {"dataset": dataset, "partial": bool(variant), "exact": fault is not None}
+    return type(f"reasoning_gym/{name}", (ReasoningGymEnvironment,), class_members)
 
 
-def final_answer(text: str) -> str:
+def extract_answer(text: str) -> str:
     """Return the content of the last <answer> tag, or the whole text if it has none."""
     return (re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL) or [text])[-1].strip()
 
 
-def _tasks(name: str, split: str, seed: int) -> Iterator[Task]:
+def _generate_tasks(dataset: str, split: str, seed: int) -> Iterator[Task]:
     first_seed = (2 * seed + (split == "heldout")) * SEED_STRIDE % 2**31  # numpy's seeds end at 2**32
     num_misses = 0
     for index in count_from(first_seed):
-        entry = _entry(name, index)
+        entry = _load_entry(dataset, index)
         # Different seeds alone do not separate the splits: some datasets draw from few questions.
         if in_split(entry["question"], split):
             num_misses = 0
-            yield Task(f"{name}-{index}", entry["question"], entry["answer"], {"number": index})
+            yield Task(f"{dataset}-{index}", entry["question"], entry["answer"], {"number": index})
         elif (num_misses := num_misses + 1) == MAX_MISSES:
-            raise ValueError(f"reasoning_gym/{name} has too few questions for {split!r}. Use fewer tasks.")
+            raise ValueError(f"reasoning_gym/{dataset} has too few questions for {split!r}. Use fewer tasks.")
 
 
-def _score(name: str, text: str, index: int, exact: bool) -> float:
-    entry = _entry(name, index)
-    if exact or not is_safe_to_evaluate(text, _find_evaluators(name)):
-        return float(bool(text) and text == _answer_of(entry))
-    return float(_dataset(name, index // CHUNK).score_answer(text, entry))
+def _score_answer(dataset: str, text: str, index: int, is_exact: bool) -> float:
+    entry = _load_entry(dataset, index)
+    if is_exact or not is_safe_to_evaluate(text, _find_evaluators(dataset)):
+        return float(bool(text) and text == _find_answer(entry))
+    return float(_make_dataset(dataset, index // CHUNK_ENTRIES).score_answer(text, entry))
 
 
-def _answer_of(entry: dict[str, Any]) -> str:
+def _find_answer(entry: dict[str, Any]) -> str:
     return "" if entry["answer"] is None else str(entry["answer"]).strip()
 
 
-def _test_scorer(name: str, partial: bool) -> str | None:
+def _test_scorer(dataset: str, partial: bool) -> str | None:
     """Test a scorer with junk and correct answers; return its fault, or None if it passes."""
-    entries = [_entry(name, index) for index in range(PROBES)]
-    answers = [_answer_of(entry) for entry in entries]
+    entries = [_load_entry(dataset, index) for index in range(PROBES)]
+    answers = [_find_answer(entry) for entry in entries]
     wrong_answers = [
         next((answer for answer in answers[i:] + answers if answer != answers[i]), "") for i in range(PROBES)
     ]
@@ -124,35 +124,35 @@ def _test_scorer(name: str, partial: bool) -> str | None:
         "the answer of another task": wrong_answers,
         "a plain 0": zeros,
     }
-    for kind, texts in junk_scores.items():
+    for junk_name, texts in junk_scores.items():
         wrong_texts = [None if text == entries[i]["answer"] else text for i, text in enumerate(texts)]
-        scores = _score_probes(name, wrong_texts)
+        scores = _score_probes(dataset, wrong_texts)
         if not partial:
             scores = [float(score >= 1) for score in scores]
         if scores and (mean := sum(scores) / len(scores)) > MAX_JUNK_REWARD:
-            return f"gives {mean:.2f} of 1 to {kind}"
-    correct = _score_probes(name, answers) if all(answers) else [1.0]
-    return None if correct and min(correct) >= 1 else "does not give its own answers full marks"
+            return f"gives {mean:.2f} of 1 to {junk_name}"
+    correct_scores = _score_probes(dataset, answers) if all(answers) else [1.0]
+    return None if correct_scores and min(correct_scores) >= 1 else "does not give its own answers full marks"
 
 
-def _score_probes(name: str, texts: Sequence[str | None]) -> list[float]:
+def _score_probes(dataset: str, texts: Sequence[str | None]) -> list[float]:
     """Score one text per entry; skip None and texts on which the scorer raises, as episodes would be unscored."""
     scores = []
     for index, text in enumerate(texts):
         if text is not None:
             with suppress(Exception):  # foreign code
-                scores.append(_score(name, text, index, exact=False))
+                scores.append(_score_answer(dataset, text, index, is_exact=False))
     return scores
 
 
 @cache
-def _find_evaluators(name: str) -> set[str]:
+def _find_evaluators(dataset: str) -> set[str]:
     """Return the names in EVALUATORS that a dataset's module calls, except functions that the module itself defines."""
-    tree = ast.parse(inspect.getsource(sys.modules[_datasets()[name].__module__]))
-    defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    tree = ast.parse(inspect.getsource(sys.modules[_load_datasets()[dataset].__module__]))
+    defined_names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
     callees = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    called = {func.id for func in callees if isinstance(func, ast.Name)} - defined
-    return EVALUATORS & (called | {func.attr for func in callees if isinstance(func, ast.Attribute)})
+    called_names = {func.id for func in callees if isinstance(func, ast.Name)} - defined_names
+    return EVALUATORS & (called_names | {func.attr for func in callees if isinstance(func, ast.Attribute)})
 
 
 def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:
@@ -174,7 +174,7 @@ def is_safe_to_evaluate(text: str, evaluators: set[str]) -> bool:
 
 
 @cache
-def _datasets() -> dict[str, type]:
+def _load_datasets() -> dict[str, type]:
     try:
         from reasoning_gym.factory import DATASETS  # type: ignore[reportMissingImports]
     except ImportError as error:
@@ -183,17 +183,17 @@ def _datasets() -> dict[str, type]:
             'Run: pip install "training-factory[gym]"'
         ) from error
     # `composite` mixes other datasets and needs a configuration.
-    return {name: dataset for name, (dataset, *_) in DATASETS.items() if name != "composite"}
+    return {name: dataset_class for name, (dataset_class, *_) in DATASETS.items() if name != "composite"}
 
 
 @lru_cache(maxsize=16)
-def _dataset(name: str, chunk: int) -> Any:
+def _make_dataset(dataset: str, chunk_index: int) -> Any:
     from reasoning_gym.factory import create_dataset  # type: ignore[reportMissingImports]
 
-    return create_dataset(name, seed=chunk * CHUNK, size=CHUNK)
+    return create_dataset(dataset, seed=chunk_index * CHUNK_ENTRIES, size=CHUNK_ENTRIES)
 
 
 @lru_cache(maxsize=4096)
-def _entry(name: str, index: int) -> dict[str, Any]:
+def _load_entry(dataset: str, index: int) -> dict[str, Any]:
     """Return entry `index` of a dataset; it is deterministic."""
-    return _dataset(name, index // CHUNK)[index % CHUNK]
+    return _make_dataset(dataset, index // CHUNK_ENTRIES)[index % CHUNK_ENTRIES]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.data.packing import Batch, make_batch
 from TrainingFactory.learning.learner import Learner
 from TrainingFactory.protocols import Algorithm
@@ -35,7 +35,7 @@ def train_step(
 ) -> dict[str, float]:
     """Pack and annotate the rows, let the algorithm prepare them, and update the weights. Seeds of dropout and
     mini-batch order are derived from the step, so that a resumed run reproduces it."""
-    seed = turn_seed(options.seed, step, "update", 0, 0)
+    seed = derive_seed(options.seed, step, "update", 0, 0)
     torch.manual_seed(seed + learner.processes.rank)
     minibatches = split_minibatches(rows, options.minibatches, seed)
     batches = [

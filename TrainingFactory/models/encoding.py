@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer, pre_tokenizers
 
-from TrainingFactory.common.texts import valid_text
+from TrainingFactory.common.texts import replace_surrogates
 
 MARKUP = re.compile(r"[<\[{|｜].*[>\]}|｜]", re.DOTALL)
 # The character of each byte in byte-level tokenizers: its own if printable, else the next free one after 255.
@@ -101,7 +101,7 @@ class TextEncoder:
         if not text:
             return []
         # lone surrogates, which a model can write in JSON, cannot be encoded as UTF-8
-        text = valid_text(text)
+        text = replace_surrogates(text)
         encoding = self._plain_tokenizer.encode(text, add_special_tokens=False)
         original_ids = self._original_ids
         ids = [original_ids.get(token, token) for token in encoding.ids] if original_ids else encoding.ids
@@ -150,7 +150,7 @@ class TextEncoder:
 
     def truncate(self, text: str, max_tokens: int) -> str:
         """Return the text if it fits into `max_tokens`, else its beginning and end with a marker between them."""
-        text = valid_text(text)
+        text = replace_surrogates(text)
         # Tokens have a maximum length, so most of a huge text need not be encoded.
         max_chars = max_tokens * 40
         if len(text) > 2 * max_chars:

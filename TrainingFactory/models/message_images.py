@@ -138,7 +138,7 @@ def decode_with_images(decode: Callable[[Sequence[int]], str], token_ids: Sequen
     if not has_images(token_ids):
         return decode(token_ids)
     # An image that is shown twice in a row begins again with its first id.
-    first_ids = {find_image(token).first for token in token_ids if token >= VIRTUAL}
+    first_ids = {find_image(token).first_id for token in token_ids if token >= VIRTUAL}
     runs = groupby(token_ids, lambda token: token if token in first_ids else token >= VIRTUAL)
     return "".join(
         decode(list(run)) if key is False else "" if key is True else placeholder(find_image(int(key)).image)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from TrainingFactory.common.texts import valid_text
+from TrainingFactory.common.texts import replace_surrogates
 from TrainingFactory.types import ToolCall, ToolSpec
 
 CallReader = Callable[[str, Sequence[ToolSpec]], tuple[str, list[ToolCall]]]
@@ -169,7 +169,7 @@ def make_call(name: Any, arguments: Any) -> ToolCall:
             arguments = _decode_json(arguments) if arguments.strip() else {}
         if not isinstance({} if arguments is None else arguments, dict):
             raise ValueError("no JSON object")
-        return ToolCall(valid_text(name.strip()), _to_plain_json(arguments or {}))
+        return ToolCall(replace_surrogates(name.strip()), _to_plain_json(arguments or {}))
     except ValueError as error:
         return malformed_call(f"the arguments are {error}", name)
 
@@ -218,9 +218,9 @@ def _to_plain_json(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise ValueError("nested too deeply")
     if isinstance(value, str):
-        return valid_text(value)
+        return replace_surrogates(value)
     if isinstance(value, dict):
-        return {valid_text(str(key)): _to_plain_json(child, depth + 1) for key, child in value.items()}
+        return {replace_surrogates(str(key)): _to_plain_json(child, depth + 1) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [_to_plain_json(child, depth + 1) for child in value]
     return value
@@ -236,4 +236,4 @@ DECODER = json.JSONDecoder(strict=False, parse_constant=str, parse_float=_parse_
 
 
 def malformed_call(reason: str, name: str = "") -> ToolCall:
-    return ToolCall(valid_text(name.strip()), error=f"The tool call could not be read: {reason}.")
+    return ToolCall(replace_surrogates(name.strip()), error=f"The tool call could not be read: {reason}.")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from TrainingFactory.common.image_tokens import VIRTUAL, images_in
+from TrainingFactory.common.image_tokens import VIRTUAL, find_images
 from TrainingFactory.models.vision import IMAGE_DELIMITERS, QWEN, TILED, find_tower_parameters
 
 
@@ -38,9 +38,9 @@ class ImageUse(NamedTuple):
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[int]], rows_in_run: int) -> ImageUse:
         """Measure the images in these rows of token ids, for a run with `rows_in_run` such rows."""
-        images = {tokens.first: tokens for row in rows for tokens in images_in(row)}.values()
+        images = {tokens.first_id: tokens for row in rows for tokens in find_images(row)}.values()
         image_tokens = sum(token >= VIRTUAL for row in rows for token in row)
-        mean_tokens = sum(tokens.count for tokens in images) / max(1, len(images))
+        mean_tokens = sum(tokens.num_tokens for tokens in images) / max(1, len(images))
         token_share = image_tokens / max(1, sum(map(len, rows)))
         return cls(mean_tokens, token_share, len(images) * rows_in_run / max(1, len(rows)))
 

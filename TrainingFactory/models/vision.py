@@ -34,7 +34,7 @@ import numpy as np
 import torch
 import transformers
 
-from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, number_image, picture_of
+from TrainingFactory.common.image_tokens import VIRTUAL, ImageTokens, find_image, load_picture, number_image
 from TrainingFactory.models.composite import IMAGE_PROCESSOR, TRAINED_WITH_VISION
 from TrainingFactory.types import Image
 
@@ -222,9 +222,9 @@ class Vision:
                 continue
             image_tokens = find_image(int(ids[position]))
             grid = self.layout(image_tokens.image.width, image_tokens.image.height).grid
-            assert grid is not None and ids[position] == image_tokens.first, "a row begins inside an image"
+            assert grid is not None and ids[position] == image_tokens.first_id, "a row begins inside an image"
             rows, columns = grid
-            token_offsets = np.arange(min(image_tokens.count, len(ids) - position))
+            token_offsets = np.arange(min(image_tokens.num_tokens, len(ids) - position))
             image_range = slice(position, position + len(token_offsets))
             positions[0, image_range] = start
             positions[1, image_range] = start + token_offsets // columns
@@ -238,7 +238,7 @@ class Vision:
         ends = positions.copy()
         for index in np.flatnonzero(ids >= VIRTUAL).tolist():
             image_tokens = find_image(int(ids[index]))
-            ends[index] += image_tokens.first + image_tokens.count - 1 - ids[index]
+            ends[index] += image_tokens.first_id + image_tokens.num_tokens - 1 - ids[index]
         return ends
 
     # features
@@ -272,7 +272,7 @@ class Vision:
     def _encode_rows(self, model: Any, token_ids: np.ndarray, bypass_cache: bool) -> torch.Tensor:
         """Return the tower's output [n, 1 + L, D] for n token ids, which are image tokens or placeholders."""
         runs = list(_find_runs(token_ids))
-        images = {tokens.first: tokens for tokens, _, _ in runs if tokens is not None}
+        images = {tokens.first_id: tokens for tokens, _, _ in runs if tokens is not None}
         if bypass_cache:
             encoded_images = self._encode_by_shape(model, list(images.values()))
         else:
@@ -283,22 +283,22 @@ class Vision:
             placeholder[:, 0] = model.get_input_embeddings()(sampled_id).detach()
         return torch.cat(
             [
-                placeholder if tokens is None else encoded_images[tokens.first][begin:end]
+                placeholder if tokens is None else encoded_images[tokens.first_id][begin:end]
                 for tokens, begin, end in runs
             ]
         )
 
     def _encode_cached(self, model: Any, tokens: ImageTokens) -> torch.Tensor:
         with self._lock:
-            if (rows := self._cache.get(tokens.first)) is not None:
-                self._cache.move_to_end(tokens.first)
+            if (rows := self._cache.get(tokens.first_id)) is not None:
+                self._cache.move_to_end(tokens.first_id)
                 return rows
         # Not inference tensors, because the learner uses them in graphs.
         with torch.inference_mode(False), torch.no_grad():
-            (rows,) = self._encode(model, [tokens.count], [self._make_inputs(model, tokens)])
+            (rows,) = self._encode(model, [tokens.num_tokens], [self._make_inputs(model, tokens)])
         with self._lock:
-            if tokens.first not in self._cache:
-                self._cache[tokens.first] = rows
+            if tokens.first_id not in self._cache:
+                self._cache[tokens.first_id] = rows
                 self._cached_bytes += rows.nbytes
             while self._cached_bytes > self._cache_bytes and len(self._cache) > 1:
                 self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
@@ -316,20 +316,21 @@ class Vision:
         images_by_shape: dict[Any, list[tuple[ImageTokens, dict[str, torch.Tensor]]]] = {}
         for tokens in images:
             inputs = self._make_inputs(model, tokens)
-            shape = tokens.count, *(value.shape for value in inputs.values())
+            shape = tokens.num_tokens, *(value.shape for value in inputs.values())
             images_by_shape.setdefault(shape, []).append((tokens, inputs))
         encoded_images: dict[int, torch.Tensor] = {}
         for group in images_by_shape.values():
-            counts, inputs = [tokens.count for tokens, _ in group], [inputs for _, inputs in group]
+            counts = [tokens.num_tokens for tokens, _ in group]
+            inputs = [inputs for _, inputs in group]
             outputs = self._encode(model, counts, inputs)
-            encoded_images |= {tokens.first: rows for (tokens, _), rows in zip(group, outputs, strict=True)}
+            encoded_images |= {tokens.first_id: rows for (tokens, _), rows in zip(group, outputs, strict=True)}
         return encoded_images
 
     def _make_inputs(self, model: Any, tokens: ImageTokens) -> dict[str, torch.Tensor]:
         """Return the arguments of `get_image_features` for an image."""
         from PIL import Image as Pillow
 
-        with Pillow.open(io.BytesIO(picture_of(tokens).data), formats=("PNG",)) as picture:
+        with Pillow.open(io.BytesIO(load_picture(tokens).data), formats=("PNG",)) as picture:
             inputs = self._process_picture(picture.convert("RGB"))
         parameters = inspect.signature(model.model.get_image_features).parameters
         return {
@@ -391,8 +392,8 @@ def _find_runs(token_ids: np.ndarray) -> Iterator[tuple[ImageTokens | None, int,
             position += 1
             continue
         tokens = find_image(int(token_ids[position]))
-        begin = int(token_ids[position]) - tokens.first
-        remaining_ids = token_ids[position : position + tokens.count - begin]
+        begin = int(token_ids[position]) - tokens.first_id
+        remaining_ids = token_ids[position : position + tokens.num_tokens - begin]
         run_breaks = np.flatnonzero(np.diff(remaining_ids) != 1)
         length = int(run_breaks[0]) + 1 if len(run_breaks) else len(remaining_ids)
         yield tokens, begin, begin + length

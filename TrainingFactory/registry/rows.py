@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from TrainingFactory.common.options import did_you_mean, nearest
-from TrainingFactory.common.texts import message_of
+from TrainingFactory.common.texts import format_message
 from TrainingFactory.models.names import SUPPORTED_MODELS
 from TrainingFactory.registry.lineage import RUN_KEYS, LineageNode, list_ancestors
 
@@ -121,8 +121,8 @@ def _read_json(db: sqlite3.Connection, row: sqlite3.Row) -> dict[str, Any]:
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         [path] = [entry["file"] for entry in db.execute("PRAGMA database_list") if entry["name"] == "main"]
         raise ValueError(
-            f"version {row['number']} of {row['model']!r} in {path} is damaged: {message_of(error)}. Restore the file "
-            "from a backup, or delete this row from its table `versions`"
+            f"version {row['number']} of {row['model']!r} in {path} is damaged: {format_message(error)}. Restore the "
+            "file from a backup, or delete this row from its table `versions`"
         ) from error
     return {"base": base, "lineage": lineage}
 

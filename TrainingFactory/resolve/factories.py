@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from TrainingFactory.common.options import UnknownNameError, choice_error, did_you_mean, nearest
-from TrainingFactory.common.starters import docs_page
+from TrainingFactory.common.options import UnknownNameError, did_you_mean, nearest, show_choices
+from TrainingFactory.common.starters import find_docs
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.loading import load_config, read_yaml
 from TrainingFactory.config.problems import ConfigError, KeyLocations, Problem
@@ -46,7 +46,7 @@ def read_entries() -> EntriesByKind:
     problems: list[Problem] = []
     for kind, ids in read_yaml(path, locations, problems).items():
         if kind not in KEYS_BY_KIND:
-            problems.append(Problem((str(kind),), choice_error(kind, KEYS_BY_KIND)))
+            problems.append(Problem((str(kind),), show_choices(kind, KEYS_BY_KIND)))
         elif not isinstance(ids, Mapping | None):
             problems.append(Problem((kind,), "must be a mapping from ids to their targets", ids))
         else:
@@ -242,4 +242,4 @@ def make_id_error(kind: str, name: str, last_error: object) -> ValueError:
     if sibling := SIBLINGS.get(kind):
         reason = "unknown id" if sibling.installed else "not installed"
         note += f" and in {sibling.package} ({reason})"
-    return ValueError(f"{last_error}\nAlso searched for {name!r} {note}. See {docs_page('FACTORIES.md')}")
+    return ValueError(f"{last_error}\nAlso searched for {name!r} {note}. See {find_docs('FACTORIES.md')}")

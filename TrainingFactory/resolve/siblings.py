@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from TrainingFactory.common.starters import docs_page
+from TrainingFactory.common.starters import find_docs
 from TrainingFactory.common.texts import describe
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def get_rows(dataset: Any) -> Any:
     if not isinstance(rows, Iterable):
         raise ValueError(
             f"dataset {getattr(dataset, 'dataset_id', '')!r} is a {type(dataset).__name__}, which has no `path` (a "
-            f"file), no `rows` (dicts) and is not iterable. See {docs_page('FACTORIES.md')}"
+            f"file), no `rows` (dicts) and is not iterable. See {find_docs('FACTORIES.md')}"
         )
     return rows
 

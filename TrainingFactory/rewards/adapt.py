@@ -15,7 +15,7 @@ from pydantic import validate_call
 
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.common.options import STRICT, Positive
-from TrainingFactory.common.user_code import location_of
+from TrainingFactory.common.user_code import locate_error
 from TrainingFactory.protocols import Episode, GroupReward
 from TrainingFactory.tools.threads import in_thread
 from TrainingFactory.tools.timeouts import OutOfTime, SelfCancelled, run_within
@@ -149,7 +149,7 @@ class AdaptedReward:
                 return await coroutine
             except SystemExit as error:
                 raise RewardAborted(
-                    f"the reward {self.name}{location_of(error)} tried to end the program"
+                    f"the reward {self.name}{locate_error(error)} tried to end the program"
                 ) from error
 
         try:

@@ -14,7 +14,7 @@ from TrainingFactory.common.user_code import (
     as_value_error,
     import_named,
     is_file_name,
-    own_definitions,
+    list_definitions,
     split_name,
 )
 from TrainingFactory.rewards.adapt import AdaptedReward, as_reward
@@ -67,6 +67,6 @@ def _find_function(module: ModuleType, location: str, name: str) -> Any:
     members = vars(module)
     if name in members:
         return members[name]
-    functions = [member.__name__ for member in own_definitions(module) if inspect.isroutine(member)]
+    functions = [member.__name__ for member in list_definitions(module) if inspect.isroutine(member)]
     hint = did_you_mean(nearest(name, functions)) or f"; it has {', '.join(functions) or 'none'}"
     raise ValueError(f"{location} has no function {name!r}{hint}")

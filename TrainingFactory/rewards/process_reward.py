@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from TrainingFactory.common.options import STRICT, InvalidOption, OptionError, choice_error
+from TrainingFactory.common.options import STRICT, InvalidOption, OptionError, show_choices
 from TrainingFactory.common.user_code import describe_failure
 from TrainingFactory.protocols import Environment, Episode
 from TrainingFactory.rewards.adapt import (
@@ -216,7 +216,7 @@ class ProcessReward:
         self._weights = dict(STEP_REWARDS if self.step_rewards is None else self.step_rewards)
         for name in self._weights:
             if name not in available_rules:
-                raise OptionError(InvalidOption(f"step_rewards.{name}", choice_error(name, available_rules)))
+                raise OptionError(InvalidOption(f"step_rewards.{name}", show_choices(name, available_rules)))
         self._rules = {name: available_rules[name] for name in self._weights}
         positive_sum = sum(weight for weight in self._weights.values() if weight > 0)
         self._cap = positive_sum if self.cap is None else self.cap

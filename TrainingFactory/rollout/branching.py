@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from TrainingFactory.common.texts import describe
-from TrainingFactory.common.user_code import location_of
+from TrainingFactory.common.user_code import locate_error
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import Environment
 from TrainingFactory.rollout.episode import EpisodeRun, ForkFailed
@@ -151,7 +151,7 @@ class ForkPoint:
         except SamplersLost:
             raise
         except (Exception, SelfCancelled, SystemExit) as error:  # the environment is user code
-            location = location_of(error)
+            location = locate_error(error)
             raise ForkFailed(f"rebuilding the environment{location} raised {describe(error)}") from error
         return list(self.ids)
 
@@ -286,7 +286,7 @@ class EpisodeForest:
             return self.branching.forks_after(list(run.trajectory.turns))
         except Exception as error:  # the function is user code
             self.warn(
-                f"training.branching.function{location_of(error)} raised {describe(error)}. The episode is not forked"
+                f"training.branching.function{locate_error(error)} raised {describe(error)}. The episode is not forked"
             )
             return False
 
@@ -349,7 +349,7 @@ class EpisodeForest:
         except SamplersLost:
             raise
         except (Exception, SelfCancelled, SystemExit) as error:  # user code
-            raise ForkFailed(f"{label}{location_of(error)} raised {describe(error)}") from error
+            raise ForkFailed(f"{label}{locate_error(error)} raised {describe(error)}") from error
         is_shared = fork is environment or (
             isinstance(environment, ToolEnvironment)
             and (not isinstance(fork, ToolEnvironment) or fork.executor is environment.executor)

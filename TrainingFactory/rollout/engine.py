@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from TrainingFactory.common.event_loop import run
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.protocols import AnyReward, ChatFormat, Environment, Sampler
 from TrainingFactory.rewards.adapt import as_group_reward
 from TrainingFactory.rollout.branching import Branching, EpisodeForest, Player
@@ -99,7 +99,7 @@ class RolloutEngine:
         gate = self.gate or asyncio.Semaphore(self.max_concurrency or len(runs) or 1)
         if self.branching is not None:
             seeds = [
-                functools.partial(turn_seed, self.seed, step, name)
+                functools.partial(derive_seed, self.seed, step, name)
                 for name in names or _make_group_names(tasks)
             ]
             return await self._rollout_trees(self.branching, groups, seeds, gate)
@@ -213,7 +213,7 @@ class RolloutEngine:
         self, sampler: Sampler, task: Task, step: int, key: EpisodeKey, role: str | None = None
     ) -> EpisodeRun:
         trajectory = Trajectory(task, group=f"{step}/{key.task}", member=key.member, role=role)
-        seed_of = functools.partial(turn_seed, self.seed, step, key.task, key.member)
+        seed_of = functools.partial(derive_seed, self.seed, step, key.task, key.member)
         return self._make_run(trajectory, sampler, seed_of, key)
 
     def _make_run(self, trajectory: Trajectory, sampler: Sampler, *args: Any) -> EpisodeRun:

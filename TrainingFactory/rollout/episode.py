@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Protocol
 
 from TrainingFactory.common.images import LIMITS, as_text, shift_images
-from TrainingFactory.common.texts import describe, valid_text
-from TrainingFactory.common.user_code import location_of
+from TrainingFactory.common.texts import describe, replace_surrogates
+from TrainingFactory.common.user_code import locate_error
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction, SamplingSession
 from TrainingFactory.rollout import folding
@@ -104,7 +104,7 @@ class _user_code:  # three times as fast as a generator-based context manager
         # SamplersLost passes: an environment may use a sampler itself, and losing it ends the run.
         if isinstance(error, (self.caught_errors, SystemExit)) and not isinstance(error, SamplersLost):
             log.info("%s failed", self.subject, exc_info=True)
-            raise _Stop("error", f"{self.subject}{location_of(error)} raised {describe(error)}") from error
+            raise _Stop("error", f"{self.subject}{locate_error(error)} raised {describe(error)}") from error
 
 
 # Entered on every turn, so they are made once.
@@ -367,7 +367,7 @@ class EpisodeRun:
             if images and not chat.sees_images:
                 announce_placeholders()
                 text, images = as_text(text, images), []
-            short_text = chat.truncate(valid_text(text), max_tokens)
+            short_text = chat.truncate(replace_surrogates(text), max_tokens)
             truncated_replies.append(
                 reply.with_content(short_text, shift_images(images, text, short_text) if images else [])
             )

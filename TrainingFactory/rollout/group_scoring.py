@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from TrainingFactory.common.user_code import location_of
+from TrainingFactory.common.user_code import locate_error
 from TrainingFactory.protocols import GroupReward
 from TrainingFactory.rewards.adapt import Unscored
 from TrainingFactory.rollout.episode import EpisodeRun
@@ -88,7 +88,7 @@ async def _call_reward(reward: GroupReward, episodes: Sequence[OpenEpisode]) -> 
     try:
         rewards = list(await reward.group(episodes))
     except SystemExit as error:  # raised in a task, it would end the event loop
-        raise Unscored(f"the reward{location_of(error)} tried to end the program") from error
+        raise Unscored(f"the reward{locate_error(error)} tried to end the program") from error
     if len(rewards) != len(episodes):
         raise Unscored(f"the reward returned {len(rewards)} rewards for {len(episodes)} episodes")
     return rewards

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from TrainingFactory.common.event_loop import foreign_loop_hint
-from TrainingFactory.common.user_code import describe_failure, location_of
+from TrainingFactory.common.user_code import describe_failure, locate_error
 from TrainingFactory.protocols import ChatFormat, Environment, RewardFunction
 from TrainingFactory.rewards.adapt import Unscored, call_function, validate_reward
 from TrainingFactory.tools import AsyncToolExecutor
@@ -51,7 +51,7 @@ async def score(episode: OpenEpisode, reward_function: RewardFunction | None) ->
     try:
         reward = await call_function(reward_function, episode)
     except SystemExit as error:
-        raise Unscored(f"the reward {function_name}{location_of(error)} tried to end the program") from error
+        raise Unscored(f"the reward {function_name}{locate_error(error)} tried to end the program") from error
     return validate_reward(reward, episode.trajectory.turns, str(function_name))
 
 

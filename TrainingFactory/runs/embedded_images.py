@@ -6,7 +6,7 @@ import base64
 
 from markupsafe import Markup
 
-from TrainingFactory.common.images import label, split_text, thumbnail
+from TrainingFactory.common.images import label, make_thumbnail, split_text
 from TrainingFactory.common.texts import escape_control, pluralize
 from TrainingFactory.types import Image, Message
 
@@ -45,7 +45,7 @@ class EmbeddedImages:
 
     def _embed(self, image: Image) -> Markup | str:
         try:
-            jpeg = thumbnail(image)
+            jpeg = make_thumbnail(image)
         except ValueError as error:  # the file of the run is missing or damaged
             return f"{label(image)} ({error})"
         if not self._images_left or len(jpeg) > self._bytes_left:

@@ -44,7 +44,7 @@ from pydantic import TypeAdapter
 
 from TrainingFactory import __version__
 from TrainingFactory.common.images import IMAGES_FOLDER, ImageStore
-from TrainingFactory.common.texts import redact_environment, secrets_in
+from TrainingFactory.common.texts import iter_secrets, redact_environment
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.problems import Problem
 from TrainingFactory.data.disk import (
@@ -149,7 +149,7 @@ class RunFolder:
             resume_hint = f"resume it: {cls(path).resume_command}"
             remedy = resume_hint if is_run(path) else "remove the folder, which is not a run"
             raise ValueError(f"run {name} already exists in {path}. Choose another --name, or {remedy}")
-        if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in secrets_in(options)]:
+        if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in iter_secrets(options)]:
             raise config.wrong(problems)
         run = cls(path.with_name(f".{name}.part"))
         try:

@@ -13,7 +13,7 @@ from typing import Any, TypedDict, Unpack, overload
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_json
 
-from TrainingFactory.common.images import as_image, is_image, join_pieces, rejection_text
+from TrainingFactory.common.images import as_image, is_image, join_pieces, make_rejection_text
 from TrainingFactory.common.options import make_from
 from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.tools.schema import describe_errors, get_description, make_arguments_model, make_schema
@@ -89,7 +89,7 @@ def _to_text_or_image(value: Any) -> str | Image:
     try:
         return as_image(value)
     except ValueError as error:
-        return rejection_text(error)
+        return make_rejection_text(error)
 
 
 def _as_text(value: Any) -> str:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from TrainingFactory.common.images import map_text, shift_images
-from TrainingFactory.common.texts import describe, environment_secrets, redact, truncate_middle
+from TrainingFactory.common.texts import describe, find_environment_secrets, redact, truncate_middle
 from TrainingFactory.protocols import Tool
 from TrainingFactory.tools.calls import CallOutcome, PendingCall, ResultCache
 from TrainingFactory.tools.decorator import FunctionTool, as_result
@@ -57,7 +57,7 @@ class ToolRuntime:
     @cached_property
     def _secrets(self) -> list[str]:
         """Return the secrets to redact in results. Read at the first call, after all configs have been loaded."""
-        return environment_secrets()
+        return find_environment_secrets()
 
     def snapshot(self, selects: Callable[[Any], bool] = lambda _: True) -> dict[str, float]:
         """Return the metrics of the episodes whose key `selects` accepts; an empty dict if they called no tool."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from TrainingFactory.algorithms.kinds import KINDS
 from TrainingFactory.assembly.learner import importance_cap
-from TrainingFactory.cluster.launcher import launched_process
+from TrainingFactory.cluster.launcher import find_launched_process
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.not_yet import changed_keys, list_unimplemented
 from TrainingFactory.rewards.rules.code import ToolRule
@@ -66,7 +66,7 @@ def unused_options(config: TrainingConfig, *, has_episodes: bool = False, heldou
         lines.append((ray_keys, "only used with compute.backend=ray"))
         remote_keys = [f"tools.{number}.remote" for number, tool in enumerate(config.tools) if tool.remote]
         lines.append((remote_keys, "without compute.backend=ray tools run in the run's process"))
-    if config.compute.learners == 1 or (config.compute.learners is None and launched_process() is None):
+    if config.compute.learners == 1 or (config.compute.learners is None and find_launched_process() is None):
         offload_keys = [
             key for key in changed_keys(config, "optimization") if key == "optimization.offload_reference"
         ]

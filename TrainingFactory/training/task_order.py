@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 
 
 class TaskOrder:
@@ -28,7 +28,7 @@ class TaskOrder:
         if not self.shuffle:
             return list(range(position, min(position + num_indices, self.size)))
         if epoch != self._epoch:
-            seeds = [turn_seed(self.seed, epoch, f"{index}", -1, -1) for index in range(self.size)]
+            seeds = [derive_seed(self.seed, epoch, f"{index}", -1, -1) for index in range(self.size)]
             self._indices, self._epoch = sorted(range(self.size), key=lambda index: seeds[index]), epoch
         return self._indices[position : position + num_indices]
 

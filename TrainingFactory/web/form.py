@@ -16,8 +16,8 @@ from TrainingFactory.assembly.environment import check_environment_name, make_en
 from TrainingFactory.assembly.rewards import check_reward
 from TrainingFactory.common import catalog
 from TrainingFactory.common.options import show_value
-from TrainingFactory.common.starters import starter_root
-from TrainingFactory.common.texts import secrets_in, valid_text
+from TrainingFactory.common.starters import find_starter_root
+from TrainingFactory.common.texts import iter_secrets, replace_surrogates
 from TrainingFactory.config import TrainingConfig, load_config
 from TrainingFactory.config.loading import key_value
 from TrainingFactory.config.problems import ConfigError, Problem, dotted
@@ -146,7 +146,7 @@ def _make_option(key: str, schema: Mapping[str, Any]) -> Option:
 
 def starting_points(runs: Path) -> StartingPoints:
     """Return the starting points of a new run: templates, existing runs, and an empty config."""
-    folders, templates = dict.fromkeys((Path("configs").resolve(), starter_root() / "configs")), []
+    folders, templates = dict.fromkeys((Path("configs").resolve(), find_starter_root() / "configs")), []
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
@@ -155,7 +155,7 @@ def starting_points(runs: Path) -> StartingPoints:
         intro = " ".join(line.lstrip("# ") for line in text.splitlines() if line.startswith("#"))
         templates.append(ConfigTemplate(name=path.stem, what=intro.partition(". ")[0].rstrip("."), yaml=text))
     return StartingPoints(
-        templates=templates, runs=[valid_text(run.name) for run in reversed(list_runs(runs))]
+        templates=templates, runs=[replace_surrogates(run.name) for run in reversed(list_runs(runs))]
     )
 
 
@@ -166,7 +166,7 @@ def read_draft(draft: Draft) -> TrainingConfig:
         path = Path(folder) / "config.yaml"
         path.write_text(draft.yaml or "{}", encoding="utf-8")
         config = load_config(path, overrides)
-    if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in secrets_in(config.model_dump())]:
+    if problems := [Problem(key, SECRET_IN_CONFIG) for key, _ in iter_secrets(config.model_dump())]:
         raise config.wrong(problems)
     return config
 

@@ -16,10 +16,10 @@ from TrainingFactory.apps.serving.served import serving_config
 from TrainingFactory.assembly.environment import make_environment
 from TrainingFactory.assembly.rewards import check_group_size, make_reward, open_reward
 from TrainingFactory.assembly.run_tools import RunTools
-from TrainingFactory.common.image_parts import openai_content
+from TrainingFactory.common.image_parts import make_openai_content
 from TrainingFactory.common.images import shift_images
 from TrainingFactory.common.openai_format import message_to_dict
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.common.user_code import as_value_error
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
@@ -150,7 +150,7 @@ class PlayConversation(ABC):
         return EpisodeSettings(lambda _: self.environment, self.chat, params, self._reward, *limits)  # type: ignore[arg-type]
 
     def seed_of(self, seed: int, history: Sequence[Message]) -> Callable[[int], int]:
-        return partial(turn_seed, seed, 0, "play", len(history))
+        return partial(derive_seed, seed, 0, "play", len(history))
 
     async def score(
         self, answer: PlayedAnswer, start_index: int, was_stopped: bool
@@ -237,7 +237,7 @@ class PlayedAnswer(EpisodeRun):
 
 def _make_result_view(result: ToolResult) -> JobArguments:
     """Return a tool result as JSON. Its images are part of the content, as in messages."""
-    content = openai_content(Message("tool", result.content, images=result.images))
+    content = make_openai_content(Message("tool", result.content, images=result.images))
     return asdict(replace(result, images=[])) | {"content": content}
 
 

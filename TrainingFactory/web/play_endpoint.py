@@ -14,7 +14,7 @@ from TrainingFactory.assembly.endpoint_rollouts import (
     EndpointStopped,
     TextFormat,
 )
-from TrainingFactory.common.endpoints.budget import COUNTS, SpendingLog
+from TrainingFactory.common.endpoints.budget import COUNT_FIELDS, SpendingLog
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.endpoints.names import find_endpoint
 from TrainingFactory.common.openai_format import message_to_dict
@@ -125,15 +125,15 @@ def _find_ignored_settings(sampler: EndpointSampler) -> list[str]:
     """Return the sampling settings that do not change the request to this endpoint."""
     base = ModelRequest([Message("user", "x")], temperature=0.25, max_tokens=2)
     requests = {"temperature": replace(base, temperature=0.75), "max tokens": replace(base, max_tokens=3)}
-    body = sampler.endpoint.body
+    body = sampler.endpoint.make_body
     return [name for name, request in requests.items() if body(request) == body(base)]
 
 
 def _describe_spending(sampler: EndpointSampler) -> JobArguments:
     """Return the total usage and cost of all conversations with the endpoint, and the limits of its budget."""
     usages, budget = sampler.client.counted_usages, sampler.settings.budget
-    total_usage: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNTS}
-    total_usage["cost"] = total_usage["cost"] if budget.priced else None
+    total_usage: JobArguments = {name: sum(getattr(usage, name) for usage in usages) for name in COUNT_FIELDS}
+    total_usage["cost"] = total_usage["cost"] if budget.has_prices else None
     limits = {name: value for name, value in asdict(budget).items() if name in LIMITS and value is not None}
     return total_usage | {"limits": limits}
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from TrainingFactory.apps.views.shapes import Json
 from TrainingFactory.common.http.api import ApiError
 from TrainingFactory.common.http.site import Site
-from TrainingFactory.common.texts import secrets_in
+from TrainingFactory.common.texts import iter_secrets
 from TrainingFactory.config.problems import dotted
 from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.tasks import PROMPT_COLUMNS, load_tasks
@@ -107,7 +107,7 @@ class WizardRoutes:
         # Parsed as if read from its future path, so that the digests equal those of a run.
         servers = parse_config(server_config, "the pasted text", self._text_folder(text))
         text = "contains a secret, which would be saved to a file: write ${NAME}, and set that variable for tfactory ui"
-        return servers, [f"{dotted(key)} {text}" for key, _ in secrets_in(server_config)]
+        return servers, [f"{dotted(key)} {text}" for key, _ in iter_secrets(server_config)]
 
     def _text_folder(self, text: str) -> Path:
         """Return the folder for a pasted text, named by its digest, because the browser must not choose paths."""

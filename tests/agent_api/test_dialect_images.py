@@ -24,7 +24,7 @@ from TrainingFactory.apps.serving.server import make_server
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.endpoints.names import make_endpoint
 from TrainingFactory.common.http.api import ApiError
-from TrainingFactory.common.image_parts import data_of, data_url
+from TrainingFactory.common.image_parts import encode_image, make_data_url
 from TrainingFactory.common.images import split_text
 from TrainingFactory.common.openai_format import message_to_dict
 from TrainingFactory.config import TrainingConfig
@@ -84,11 +84,11 @@ def test_a_model_that_reads_text_rejects_them_in_the_form_of_the_dialect(name: s
 def test_invalid_images_name_their_place(name: str) -> None:
     text = json.dumps(BODIES[name])
     for data, says in (
-        (data_of(A)[:-40], "damaged"),
+        (encode_image(A)[:-40], "damaged"),
         ("PHN2Zz4=", "not a valid image"),
     ):
         with pytest.raises(ApiError, match=says) as info:
-            parsed(name, json.loads(text.replace(data_of(A), data)))
+            parsed(name, json.loads(text.replace(encode_image(A), data)))
         assert (
             info.value.status == 400 and info.value.code == "invalid_image" and "0" in str(info.value.param)
         )
@@ -110,7 +110,7 @@ def test_addresses_are_not_fetched() -> None:
 
 
 def test_numbers_of_images_are_limited() -> None:
-    part = {"type": "image_url", "image_url": {"url": data_url(A)}}
+    part = {"type": "image_url", "image_url": {"url": make_data_url(A)}}
     with pytest.raises(ApiError, match="has 9 images; at most 8"):
         parsed("chat", {"messages": [{"role": "user", "content": [part] * 9}]})
     eight = [{"role": "user", "content": [part] * 8}, {"role": "assistant", "content": "ok"}]
@@ -151,7 +151,7 @@ def conversation() -> list[Message]:
 
 def body_of(api: Any, messages: list[Message]) -> dict[str, Any]:
     endpoint = make_endpoint(model="m", api=api, base_url="http://127.0.0.1:9/v1")
-    return endpoint.body(ModelRequest(messages))
+    return endpoint.make_body(ModelRequest(messages))
 
 
 def test_bodies_equal_those_of_the_official_sdks() -> None:
@@ -171,7 +171,7 @@ def test_chat_completions_get_images_of_tools_from_the_user() -> None:
     messages = [*conversation(), Message("tool", "none", tool_call_id="call_1", name="look")]
     rows = body_of("openai", messages)["messages"][2:]
     assert [(row["role"], row["content"]) for row in rows[:2]] == [("tool", "[image 2x1]"), ("tool", "none")]
-    image = {"type": "image_url", "image_url": {"url": data_url(A)}}
+    image = {"type": "image_url", "image_url": {"url": make_data_url(A)}}
     assert rows[2:] == [
         {"role": "user", "content": [{"type": "text", "text": "Images of the result of look:"}, image]}
     ]
@@ -243,7 +243,7 @@ PATHS = {
 
 
 def asked(server: Any, name: str, image: Image) -> Any:
-    body = json.loads(json.dumps(BODIES[name]).replace(data_of(A), data_of(image)))
+    body = json.loads(json.dumps(BODIES[name]).replace(encode_image(A), encode_image(image)))
     if name == "gemini":
         body["generationConfig"] = {"maxOutputTokens": 4, "temperature": 0}
     else:

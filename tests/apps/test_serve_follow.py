@@ -176,7 +176,7 @@ def test_the_command_follows(
     def move() -> None:
         wait_until(lambda: bool(runners))
         try:
-            with httpx.Client(base_url=listen.address_of(bound), timeout=HANG, trust_env=False) as client:
+            with httpx.Client(base_url=listen.format_url(bound), timeout=HANG, trust_env=False) as client:
                 registry.set_alias("agent:2", "champion")
                 wait_until(lambda: health(client)["version"] == "agent:2")
         finally:

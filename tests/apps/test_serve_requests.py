@@ -207,8 +207,8 @@ def test_a_request_that_is_being_read_counts_as_waiting() -> None:
 def test_half_a_request_is_not_waited_for(
     sent: str, expected: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listen, "HEADER_TIMEOUT", 0.2)
-    monkeypatch.setattr(api, "BODY_TIMEOUT", 0.2)
+    monkeypatch.setattr(listen, "HEADER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(api, "BODY_TIMEOUT_SECONDS", 0.2)
     with live(script("ok").server()) as client:
         place = (client.base_url.host, client.base_url.port)
         with socket.create_connection(place, timeout=10) as connection:
@@ -238,7 +238,7 @@ def test_what_cannot_be_served_is_told(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("EMPTY_KEY", " ")
     for name in ("EMPTY_KEY", "NO_SUCH_KEY"):
         with pytest.raises(ValueError, match=name):
-            listen.api_key_from(name)
+            listen.read_api_key(name)
     with listen.bind("127.0.0.1", 0) as taken, pytest.raises(ValueError, match="--port 0"):
         listen.bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(ValueError, match="no-such-host"):

@@ -57,7 +57,7 @@ def test_tower_has_the_sizes_of_the_model(family: str) -> None:
     patch = loaded.model.config.vision_config.patch_size
     patches = len(pixels) if pixels.dim() == 2 else pixels.numel() / 3 / patch**2
     if family != "llava_onevision":  # unpads the tiles
-        assert patches == tokens.count * tower.patches
+        assert patches == tokens.num_tokens * tower.patches
 
 
 def test_a_trained_tower_keeps_what_is_estimated() -> None:
@@ -86,7 +86,7 @@ def test_a_trained_tower_keeps_what_is_estimated() -> None:
         for weight in trained:
             weight.requires_grad_(False)
     assert output.pooler_output
-    estimate = activation_bytes(tower, int(tokens.count * tower.patches), False, 4)
+    estimate = activation_bytes(tower, int(tokens.num_tokens * tower.patches), False, 4)
     assert 0.6 < sum(kept.values()) / estimate < 1.4
 
 

@@ -19,7 +19,7 @@ from TrainingFactory.training.ledger import wrong_in_ledger
 
 
 def actors() -> list[dict[str, Any]]:
-    return ray_session.status(ray_session.require_ray())["actors"]
+    return ray_session.read_cluster_status(ray_session.require_ray())["actors"]
 
 
 class Killer(Quiet):

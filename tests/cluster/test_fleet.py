@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from TrainingFactory.cluster.fleet import MAX_RETRIES, Fleet, restart_delays
+from TrainingFactory.cluster.fleet import MAX_RETRIES, Fleet, iterate_restart_delays
 from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.types import Completion, SamplersLost, SamplingParams, Weights
 
@@ -64,7 +64,7 @@ class Fakes:
         self.gate: asyncio.Event | None = None  # of those that are made anew
         self.closed = False
 
-    async def make(self, number: int) -> Fake:
+    async def launch_engine(self, number: int) -> Fake:
         if self.refuse:
             raise ValueError(self.refuse)
         life = sum(place.number == number for place in self.made)
@@ -151,7 +151,7 @@ def test_a_lost_turn_is_asked_again_with_the_same_seed_and_the_place_is_made_ane
 
 
 def test_delays_double_from_a_second_to_five_minutes() -> None:
-    assert [*islice(restart_delays(), 11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    assert [*islice(iterate_restart_delays(), 11)] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
 
 
 def test_a_lost_sampler_is_retried_until_its_machine_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_the_clock_of_episodes_stops_while_no_sampler_is_alive() -> None:
 def test_none_left_and_none_to_be_made_tells_all_who_wait() -> None:
     async def test() -> None:
         fakes = Fakes()
-        fleet = Fleet(fakes, 2, 64, patience=0.05)
+        fleet = Fleet(fakes, 2, 64, start_timeout=0.05)
         await fleet.update(Weights(1, "there"))
         for place in fakes.made:
             place.dead = True
@@ -249,7 +249,7 @@ def test_a_place_with_other_weights_than_the_learner_is_replaced_and_two_of_them
         assert [place.number for place in fakes.made] == [0, 1, 1] and fakes.made[1].closed
         fakes.each = lambda place: setattr(place, "scores", [float("nan"), 0.0])
         fakes.made[0].scores = fakes.made[2].scores = [0.0, 0.0]
-        fleet._patience = 0.3
+        fleet._start_timeout = 0.3
         with pytest.raises(SamplersLost, match=r"sampler \d, life \d does not have the learner's weights"):
             await fleet.update(Weights(3, "there", canary=CANARY))
         await fleet.close()
@@ -292,7 +292,7 @@ async def test_a_place_that_does_not_take_weights_is_lost() -> None:
         place.stuck = not fakes.made  # the first that is made
 
     fakes.each = stuck
-    fleet = Fleet(fakes, 2, 64, said.append, patience=0.05)
+    fleet = Fleet(fakes, 2, 64, said.append, start_timeout=0.05)
     await fleet.update(Weights(1, "x", canary=CANARY))
     assert fleet.policy_version == 1 and "within 0.05 s" in said[0]
     assert (await fleet.sample([1], SamplingParams(seed=5))).token_ids == [5]
@@ -303,7 +303,7 @@ async def test_the_start_of_one_that_fails_ends_the_others() -> None:
     ended: list[int] = []
 
     class Slow(Fakes):
-        async def make(self, number: int) -> Fake:
+        async def launch_engine(self, number: int) -> Fake:
             if number:
                 raise ValueError("no room")
             try:
@@ -348,6 +348,6 @@ def test_a_turn_under_way_at_the_end_makes_nothing_anew() -> None:
             with pytest.raises(SamplersLost):
                 await turn
         await closing
-        assert fakes.made == [one, two] and fakes.closed and not fleet._restarting
+        assert fakes.made == [one, two] and fakes.closed and not fleet._restart_tasks
 
     run(test())

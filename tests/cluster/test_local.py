@@ -49,8 +49,8 @@ def all_goes(log: Path) -> None:
 async def test_calls_side_by_side(tmp_path: Path) -> None:
     said: list[str] = []
     places = LocalEngineLauncher(SPEC, FAKE, notify=said.append, folder=tmp_path)
-    place = await places.make(3)
-    assert said[0].startswith("sampler 3, process ") and place.info["versions"]["vllm"] == "0"
+    place = await places.launch_engine(3)
+    assert said[0].startswith("sampler 3, process ") and place.engine_info["versions"]["vllm"] == "0"
     params = SamplingParams(stop_ids=(1,))
     waiting = [asyncio.create_task(place.call("sample", [9], params)) for _ in range(3)]
     assert await place.call("sample", [1, 2], params) == Completion([2], [-0.1], "length")
@@ -74,7 +74,7 @@ async def test_whoever_dies_is_lost_and_leaves_nothing(tmp_path: Path) -> None:
         waiting = asyncio.create_task(place.call("sample", [9], SamplingParams()))
         await asyncio.sleep(0)
         if token < 0:
-            os.kill(place.info["pid"], signal.SIGKILL)
+            os.kill(place.engine_info["pid"], signal.SIGKILL)
             token = 9
         with pytest.raises(EngineLost, match=words):
             await place.call("sample", [token], SamplingParams())
@@ -110,7 +110,7 @@ def test_the_watcher_hears_of_a_start_that_made_no_segments(monkeypatch: pytest.
             await asyncio.sleep(0)  # what was asked is answered first
 
     monkeypatch.setattr(local_child, "make_engine", lambda spec: Engine())
-    monkeypatch.setattr(local_child, "segment_inodes", lambda group: set())
+    monkeypatch.setattr(local_child, "find_segment_inodes", lambda group: set())
     lines, asks, answers, answer, told, tell = *os.pipe(), *os.pipe(), *os.pipe()
     asked = json.dumps(dataclasses.asdict(SPEC)), json.dumps(["0", "start", []]), ""
     os.write(asks, "\n".join(asked).encode())
@@ -130,7 +130,7 @@ from TrainingFactory.cluster.local import LocalEngineLauncher
 from TrainingFactory.types import EngineSpec
 async def main():
     spec = EngineSpec("vllm", "m", 64, pushed=False)
-    place = await LocalEngineLauncher(spec, {FAKE!r}, folder=Path({str(tmp_path)!r})).make(0)
+    place = await LocalEngineLauncher(spec, {FAKE!r}, folder=Path({str(tmp_path)!r})).launch_engine(0)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
 """
@@ -143,7 +143,7 @@ def test_one_that_cannot_start_says_why(tmp_path: Path) -> None:
     logs = tmp_path / "engines"
 
     async def make(spec: EngineSpec, seconds: float = 100.0) -> None:
-        await LocalEngineLauncher(spec, FAKE, seconds, folder=logs).make(0)
+        await LocalEngineLauncher(spec, FAKE, seconds, folder=logs).launch_engine(0)
 
     with pytest.raises(
         ValueError, match=r"Could not start sampler 0, .*: ValueError: Model architectures \['Odd'\] are not"

@@ -45,7 +45,7 @@ class Pair:
     """A group of two processes whose other one answers what the test puts into `answers`."""
 
     def __init__(self) -> None:
-        self.count, self.ended = 2, False
+        self.num_ranks, self.has_ended = 2, False
         self.calls: list[str] = []
         self.answers: queue.Queue[str] = queue.Queue()
 
@@ -75,7 +75,7 @@ async def test_a_cancelled_call_ends_before_the_next_one_begins() -> None:
         await asyncio.sleep(0.01)
     pair.answers.put("")  # of the checkpoint
     await saving
-    pair.ended = True
+    pair.has_ended = True
     pair.answers.put("")
     assert [*seen, pair.calls] == [["evaluate"], ["evaluate", "save"]]
 

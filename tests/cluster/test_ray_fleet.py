@@ -27,7 +27,7 @@ RAY = {"backend": "ray", "address": "auto", "samplers": 2, "cpus_per_sampler": 0
 
 
 def status() -> list[dict[str, Any]]:
-    return ray_session.status(ray_session.require_ray())["actors"]
+    return ray_session.read_cluster_status(ray_session.require_ray())["actors"]
 
 
 class Killer(Quiet):
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_told_in_seconds(ray_head: str, tmp_path: Path, tfacto
         ("ray://there:10001", "auto, or HOST:PORT"),
     ):
         with pytest.raises(ValueError, match=message):  # this process is connected already
-            ray_session._join(ray_session.require_ray(), address, {})
+            ray_session._join_cluster(ray_session.require_ray(), address, {})
     with pytest.raises(ConfigError, match=r"sampling\.deterministic: needs the native engine"):
         train(small(tmp_path, sampling=EXACT, compute=RAY), "wrong")
     with pytest.raises(ConfigError, match=r"compute\.samplers: is 2, .*compute.backend=ray"):
@@ -101,7 +101,7 @@ def test_a_placement_that_is_taken_is_told_when_the_time_is_over(ray_head: str) 
     async def test() -> None:
         session = RaySession(ray_head)
         await session.open()
-        cores = ray_session.status(ray_session.require_ray())["nodes"][0]["resources"]["CPU"]
+        cores = ray_session.read_cluster_status(ray_session.require_ray())["nodes"][0]["resources"]["CPU"]
         group = await session.allocate_group([{"CPU": cores}], "everything", 10)
         with pytest.raises(ValueError, match=r"place more within 0.5 s: requested 1 CPU"):
             await session.allocate_group([{"CPU": 1}], "more", 0.5)

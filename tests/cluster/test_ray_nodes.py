@@ -28,7 +28,7 @@ seen = []
 
 class Watcher(Quiet):
     def step(self, step, total, metrics):
-        seen.append(ray_session.status(ray_session.require_ray()))
+        seen.append(ray_session.read_cluster_status(ray_session.require_ray()))
 
 watcher = Watcher()
 compute = {"backend": "ray", "address": cluster.address, "samplers": 2, "cpus_per_sampler": 0.5}

@@ -132,7 +132,7 @@ REPLIES = {
 def test_calls_thoughts_and_counts_of_a_reply(api: Any):
     endpoint = make_endpoint(model="m", api=api, base_url="http://127.0.0.1:1/v1")
     asked = ModelRequest([Message("user", QUESTION)], [TOOL])
-    reply = endpoint.reply(json.loads(json.dumps(REPLIES[api])), asked)
+    reply = endpoint.parse_reply(json.loads(json.dumps(REPLIES[api])), asked)
     [call] = reply.message.tool_calls
     assert (call.name, call.arguments) == ("search", {"query": "x"}) and call.id
     assert (reply.input_tokens, reply.output_tokens, reply.fault) == (9, 4, None)
@@ -141,7 +141,7 @@ def test_calls_thoughts_and_counts_of_a_reply(api: Any):
     # The next request repeats the provider's own form, with its signature, and names the call that is answered.
     result = Message("tool", "found", tool_call_id=call.id, name="search")
     following = ModelRequest([*asked.messages, reply.message, result], [TOOL], originals={1: reply.original})
-    sent = json.dumps(endpoint.body(following))
+    sent = json.dumps(endpoint.make_body(following))
     assert sent.count(f'"{call.id}"') == 2 and ('"s1"' in sent) == (api != "openai")
 
 
@@ -163,7 +163,7 @@ def test_calls_thoughts_and_counts_of_a_reply(api: Any):
 )
 def test_truncated_and_refused_replies(api: Any, changed: dict[str, Any], fault: str):
     endpoint = make_endpoint(model="m", api=api, base_url="http://127.0.0.1:1/v1")
-    reply = endpoint.reply(changed, ModelRequest([Message("user", "x")]))
+    reply = endpoint.parse_reply(changed, ModelRequest([Message("user", "x")]))
     assert reply.fault == fault and reply.text in ("It", "") and reply.estimated == ("usage" not in changed)
 
 
@@ -174,14 +174,16 @@ def test_truncated_and_refused_replies(api: Any, changed: dict[str, Any], fault:
 def test_a_malformed_response_is_an_error_with_the_host(api: Any, data: bytes):
     endpoint = make_endpoint(model="m", api=api, base_url="http://127.0.0.1:1/v1")
     with pytest.raises(ModelError, match=r"127\.0\.0\.1:1 did not return a "):
-        endpoint.read(data, lambda answer: endpoint.reply(answer, ModelRequest([Message("user", "x")])))
+        endpoint.parse_response(
+            data, lambda answer: endpoint.parse_reply(answer, ModelRequest([Message("user", "x")]))
+        )
 
 
 def test_options_change_and_remove_fields():
     endpoint = make_endpoint(
         model="openai:m", options={"max_completion_tokens": 9, "temperature": None, "seed": 1}
     )
-    body = endpoint.body(ModelRequest([Message("user", "x")], number=2, temperature=1.0, max_tokens=64))
+    body = endpoint.make_body(ModelRequest([Message("user", "x")], number=2, temperature=1.0, max_tokens=64))
     assert body == {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],

@@ -12,7 +12,7 @@ from PIL import Image as Pillow
 
 from tests.kits.pictures import BLUE, GREEN, RED, SVG, animated, bomb, file_of, jpeg, picture
 from TrainingFactory.common import images
-from TrainingFactory.common.image_parts import openai_content, read_parts
+from TrainingFactory.common.image_parts import make_openai_content, read_parts
 from TrainingFactory.common.images import (
     ImageLimits,
     ImageStore,
@@ -166,12 +166,12 @@ def test_image_parts(name: str) -> None:
 
 def test_openai_parts_round_trip() -> None:
     content, placed = join_pieces(["see ", A, B, " and", C])
-    parts = openai_content(Message("user", content, images=placed))
+    parts = make_openai_content(Message("user", content, images=placed))
     assert [part["type"] for part in parts if isinstance(part, dict)] == [
         "text", "image_url", "image_url", "text", "image_url",
     ]  # fmt: skip
     assert read_parts(parts) == (content, placed)
-    assert openai_content(Message("user", "text")) == "text"
+    assert make_openai_content(Message("user", "text")) == "text"
 
 
 REJECTED_PARTS = {

@@ -19,7 +19,7 @@ from PIL import Image as Pillow
 
 from tests.kits.pictures import BLUE, GREEN, RED, SVG, bomb, jpeg, picture
 from TrainingFactory.assembly.datasets import write_rows
-from TrainingFactory.common.image_tokens import number_image, picture_of
+from TrainingFactory.common.image_tokens import load_picture, number_image
 from TrainingFactory.common.images import image_from_pillow, read_image, split_text
 from TrainingFactory.data.convert import convert, image_path, to_swift_row
 from TrainingFactory.data.datasets import DatasetRow, read_rows
@@ -400,7 +400,7 @@ def test_image_files_take_no_memory(tmp_path: Path) -> None:
     [(_, first)] = examples[0].conversations[0].messages[0].images
     assert first == image_from_pillow(Pillow.fromarray(noise[0])) and read_image(first.data) == first
     tokens = number_image(first, 3)
-    assert picture_of(tokens) is first
+    assert load_picture(tokens) is first
     Pillow.fromarray(noise[1]).save(tmp_path / "0.png")
     with pytest.raises(ValueError, match=r"0\.png has changed since it was read"):
         _ = first.data

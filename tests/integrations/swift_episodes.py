@@ -23,7 +23,7 @@ from swift.utils import import_external_file
 
 from TrainingFactory.envs.builtin.search import SearchEnvironment
 from TrainingFactory.integrations.swift import PLUGIN
-from TrainingFactory.integrations.swift.scheduler import task_of
+from TrainingFactory.integrations.swift.scheduler import read_task
 from TrainingFactory.models import chat_format
 from TrainingFactory.models.tiny import tiny_tokenizer
 from TrainingFactory.types import Message, ToolCall
@@ -48,14 +48,14 @@ requests.append(replace(requests[0], uuid="4", data_dict={"tf_task": json.dumps(
 scheduler = multi_turns["training_factory"](max_turns=4, tokenizer=tokenizer)
 invoke_async_hook(scheduler.on_trajectory_start(requests))
 prompts = [[dict(message) for message in request.messages] for request in requests]
-specs = [tool.spec for tool in SearchEnvironment(task_of(requests[0].data_dict)).tools]
+specs = [tool.spec for tool in SearchEnvironment(read_task(requests[0].data_dict)).tools]
 
 
 def turns_of(request):
     """The reference solution, a wrong answer, a solution that is cut off, calls without end, and
     the reference solution of a task that cannot be scored."""
     number = int(request.uuid)
-    solution = SearchEnvironment(task_of(request.data_dict)).expert()
+    solution = SearchEnvironment(read_task(request.data_dict)).expert()
     call = Message("assistant", tool_calls=[ToolCall("search", {"query": "Oslo <|im_end|>"})])
     return [solution, [Message("assistant", "nowhere")], solution, [call] * 5, solution][number]
 

@@ -15,7 +15,7 @@ from TrainingFactory.integrations.hello_agents import datasets, rl
 from TrainingFactory.integrations.hello_agents.rewards import create_combined_reward, make_reward
 from TrainingFactory.integrations.hello_agents.rl import TrainingConfig, format_training_time
 from TrainingFactory.integrations.hello_agents.tool import DEFAULTS
-from TrainingFactory.integrations.hello_agents.training import OPTIONS, SPECIAL
+from TrainingFactory.integrations.hello_agents.training import OPTIONS, SPECIAL_KEYS
 
 fresh = pytest.fixture(autouse=True)(without_hello)
 math = rl.MathRewardFunction()
@@ -71,7 +71,7 @@ def test_rewards_are_summed_up():
 
 
 def test_records_have_the_textbooks_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
-    monkeypatch.setenv(datasets.GSM8K, str(write_gsm8k(tmp_path)))
+    monkeypatch.setenv(datasets.GSM8K_VARIABLE, str(write_gsm8k(tmp_path)))
     [row] = rl.create_sft_dataset(1)
     prompt = "Question: She has 1 and gets 2. How many?\n\nLet's solve this step by step:\n"
     assert row["prompt"] == prompt and row["text"] == prompt + row["completion"]
@@ -81,7 +81,7 @@ def test_records_have_the_textbooks_form(tmp_path: Path, monkeypatch: pytest.Mon
     [row] = rl.create_rl_dataset(1, "test", "builtin:tiny")
     assert row["prompt"].startswith("<|im_start|>user\nQuestion: ") and row["prompt"].endswith("assistant\n")
     assert (row["ground_truth"], row["full_answer"]) == ("3", problems(1)[0]["answer"])
-    assert datasets.sft_record({"question": "q", "answer": "7"})["completion"] == "Final Answer: 7"
+    assert datasets.make_sft_row({"question": "q", "answer": "7"})["completion"] == "Final Answer: 7"
     assert (
         len(rl.GSM8KDataset("train[:2]")) == 2 and rl.GSM8KDataset("test", 1, "rl")[0]["ground_truth"] == "3"
     )
@@ -97,21 +97,21 @@ def test_records_have_the_textbooks_form(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_prompt_in_a_chat_template_is_taken_apart():
     """Trainers apply the template themselves; a second time it would be text."""
     written = "<|im_start|>user\nHow many?<|im_end|>\n<|im_start|>assistant\n"
-    [task] = datasets.tasks([{"prompt": written, "ground_truth": "4"}])
+    [task] = datasets.read_tasks([{"prompt": written, "ground_truth": "4"}])
     assert task["prompt"] == "How many?"
-    [task] = datasets.tasks(
+    [task] = datasets.read_tasks(
         [{"prompt": "<|im_start|>system\nBe brief.<|im_end|>\n" + written, "ground_truth": "4"}]
     )
     assert [each["role"] for each in task["prompt"]] == ["system", "user"]
-    [task] = datasets.tasks([{"question": "How many?", "answer": "It is\n#### 4"}])
+    [task] = datasets.read_tasks([{"question": "How many?", "answer": "It is\n#### 4"}])
     assert task["ground_truth"] == "4" and task["prompt"].startswith("Question: How many?")
-    [row] = datasets.examples([{"question": "How many?", "answer": "It is\n#### 4"}])
+    [row] = datasets.read_examples([{"question": "How many?", "answer": "It is\n#### 4"}])
     assert row["prompt"] == task["prompt"]  # learned and sampled under the same prompt
 
 
 def test_a_config_becomes_keys_of_the_tool(capsys: Any):
     config = TrainingConfig(output_dir="x", top_p=0.5, use_fp16=False)
-    keys = config.keys_for("grpo", is_evaluated=False)
+    keys = config.convert_keys("grpo", is_evaluated=False)
     assert (keys["num_epochs"], keys["batch_size"], keys["gradient_accumulation_steps"]) == (3, 4, 4)
     assert (keys["temperature"], keys["lora_r"], keys["dtype"], keys["warmup_ratio"]) == (
         0.7,
@@ -120,7 +120,9 @@ def test_a_config_becomes_keys_of_the_tool(capsys: Any):
         0.1,
     )
     assert "top_p 0.5 " in capsys.readouterr().out
-    plain = TrainingConfig(use_lora=False, use_bf16=True, warmup_steps=7).keys_for("sft", is_evaluated=True)
+    plain = TrainingConfig(use_lora=False, use_bf16=True, warmup_steps=7).convert_keys(
+        "sft", is_evaluated=True
+    )
     assert (plain["dtype"], plain["eval_steps"], plain["warmup_steps"]) == ("bfloat16", 500, 7)
     assert not {"temperature", "lora_r", "warmup_ratio"} & plain.keys()
 
@@ -142,7 +144,7 @@ def test_times_are_written_short():
 def test_a_program_finds_the_textbooks_names_and_its_own_arguments(
     tfactory: Run, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv(datasets.GSM8K, "")
+    monkeypatch.setenv(datasets.GSM8K_VARIABLE, "")
     Path("beside.py").write_text("value = 4\n")
     Path("program.py").write_text(
         "import sys, beside\nfrom hello_agents import SimpleAgent, ToolRegistry, HelloAgentsLLM\n"
@@ -171,5 +173,5 @@ def test_the_page_prints_commands_and_keys_that_exist():
     for action, defaults in DEFAULTS.items():
         [row] = [line for line in page.text.splitlines() if line.startswith(f"| `{action}` |")]
         assert [key for key in defaults if f"`{key}`" not in row and "reward" not in key] == []
-    missing = [key for key in (*OPTIONS, *SPECIAL) if f"`{key}`" not in page.text]
+    missing = [key for key in (*OPTIONS, *SPECIAL_KEYS) if f"`{key}`" not in page.text]
     assert missing == []

@@ -14,7 +14,7 @@ from tests.kits.judge import judging
 from TrainingFactory.evaluation.records import read_records
 from TrainingFactory.integrations.hello_agents import Result, RLTrainingTool
 from TrainingFactory.integrations.hello_agents.agents import HelloAgentsLLM, SimpleAgent, ToolRegistry
-from TrainingFactory.integrations.hello_agents.training import config_sections
+from TrainingFactory.integrations.hello_agents.training import make_config_sections
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_every_key_takes_effect():
         "lora_dropout": 0.1, "lora_target_modules": ["q_proj"], "max_length": 99, "seed": 5,
         "use_tensorboard": False, "grpo.scale_rewards": True,
     }  # fmt: skip
-    assert config_sections("grpo", keys, size=32) == {
+    assert make_config_sections("grpo", keys, num_rows=32) == {
         "training": {"num_epochs": 2, "batch_size": 8, "learning_rate": 1e-4, "weight_decay": 0.1, "warmup_steps": 4,
                      "optimizer": "adamw", "group_size": 4, "seed": 5},
         "logging": {"checkpoint_every": 7},

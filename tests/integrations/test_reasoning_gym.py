@@ -100,7 +100,7 @@ def test_a_scorer_that_pays_for_junk_is_replaced(caplog: pytest.LogCaptureFixtur
 
 def test_one_without_answers_that_pays_for_junk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     reasoning_gym.environment.cache_clear()
-    dataset = reasoning_gym._datasets()["graph_color"]
+    dataset = reasoning_gym._load_datasets()["graph_color"]
     monkeypatch.setattr(dataset, "score_answer", lambda self, answer, entry: 1.0)
     with pytest.raises(ValueError, match=r"graph_color .* its scorer gives 1.00 of 1 to an empty"):
         named("graph_color")
@@ -147,7 +147,7 @@ def test_a_step_of_training(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_every_dataset_makes_tasks_and_pays_for_its_answers() -> None:
     replaced = set()
-    for name in reasoning_gym._datasets():
+    for name in reasoning_gym._load_datasets():
         environment = named(name)
         replaced |= {name} if environment.exact else set()
         [task] = environment.tasks("heldout", 0, 1)

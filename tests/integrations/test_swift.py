@@ -18,7 +18,7 @@ from TrainingFactory.config.loading import ConfigLoader
 from TrainingFactory.envs import SearchEnvironment
 from TrainingFactory.integrations.swift import PLUGIN
 from TrainingFactory.integrations.swift.importing import SwiftTranslation, read_arguments
-from TrainingFactory.integrations.swift.scheduler import check_config, neutral_rewards, task_of
+from TrainingFactory.integrations.swift.scheduler import check_config, fill_missing_rewards, read_task
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVERS = ROOT / ".servers"
@@ -67,7 +67,7 @@ def test_export_writes_rows_arguments_and_script(exported: Path, tfactory: Run) 
     assert arguments == expected
     tasks = list(SearchEnvironment.tasks("train", 3, 4))
     rows = [json.loads(line) for line in (exported / "rows.jsonl").read_text().splitlines()]
-    assert [task_of(row) for row in rows] == tasks
+    assert [read_task(row) for row in rows] == tasks
     assert rows[0]["messages"] == [
         {"role": "system", "content": "Search, then answer with one word."},
         {"role": "user", "content": tasks[0].prompt},
@@ -153,11 +153,11 @@ def test_ms_swift_learns(tmp_path: Path) -> None:
 
 def test_unscored_episodes_get_no_advantage() -> None:
     infos: list[dict[str, Any]] = [{"total_reward": value} for value in (1.0, None, 0.5, None, 0.0)]
-    assert neutral_rewards(infos, ["a", "a", "a", "b", "c"]) == [1.0, 0.75, 0.5, 0.0, 0.0]
+    assert fill_missing_rewards(infos, ["a", "a", "a", "b", "c"]) == [1.0, 0.75, 0.5, 0.0, 0.0]
     with pytest.raises(ValueError, match="--multi_turn_scheduler training_factory"):
-        neutral_rewards([{"num_turns": 1}], ["a"])
+        fill_missing_rewards([{"num_turns": 1}], ["a"])
     with pytest.raises(ValueError, match=r"no column 'tf_task'.*tfactory swift export"):
-        task_of({"solution": "1"})
+        read_task({"solution": "1"})
 
 
 SCRIPT = r"""#!/bin/bash

@@ -73,7 +73,7 @@ def serving(
         thread = threading.Thread(target=lambda: asyncio.run(page.serve(bound, server)))
         thread.start()
         try:
-            served = Served(listen.address_of(bound), token, page)
+            served = Served(listen.format_url(bound), token, page)
             yield served
             served.client.close()
         finally:

@@ -77,7 +77,7 @@ def proxied(
     thread.start()
     started.wait(HANG)
     try:
-        with httpx.Client(base_url=listen.address_of(bound), timeout=HANG, trust_env=False) as client:
+        with httpx.Client(base_url=listen.format_url(bound), timeout=HANG, trust_env=False) as client:
             yield client
     finally:
         runner.should_exit = True

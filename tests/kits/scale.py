@@ -88,7 +88,7 @@ def vllm_place(scale: None) -> Iterator[Shared]:
     options = make_lora_options(4) | {"kv_cache_memory_bytes": 2**28, "distributed_executor_backend": IN_ONE}
     spec = EngineSpec("vllm", shared.model, 512, slots=16, dtype="float32", options=options)
     places = LocalEngineLauncher(spec, {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
-    shared.place = shared.run(places.make(0))
+    shared.place = shared.run(places.launch_engine(0))
     yield shared
     shared.run(places.close())
     publisher.close()

@@ -47,7 +47,7 @@ def live(server: ChatServer, key: str | None = None) -> Iterator[httpx.Client]:
     bound = listen.bind("127.0.0.1", 0)
     runner = listen.make_server(server.api(key).app)
     thread = threading.Thread(target=runner.run, kwargs={"sockets": [bound]})
-    address = listen.address_of(bound)
+    address = listen.format_url(bound)
     thread.start()
     try:
         with httpx.Client(base_url=address, timeout=HANG, trust_env=False) as client:

@@ -232,7 +232,7 @@ def own_inputs(loaded: LoadedModel, ids: Sequence[int]) -> dict[str, torch.Tenso
     """Return the inputs with which the model itself sees these ids: placeholders, and all pixels of their images."""
     vision = loaded.vision
     assert vision is not None
-    starts = [find_image(token) for token in ids if token >= VIRTUAL and find_image(token).first == token]
+    starts = [find_image(token) for token in ids if token >= VIRTUAL and find_image(token).first_id == token]
     pictures = [Pillow.open(io.BytesIO(tokens.image.data)) for tokens in starts]
     tokens = torch.tensor([[vision.placeholder_id if token >= VIRTUAL else token for token in ids]])
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}

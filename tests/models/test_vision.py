@@ -19,13 +19,13 @@ from TrainingFactory.common.image_tokens import (
     VIRTUAL,
     find_image,
     find_image_end,
-    from_disk,
+    find_images,
+    from_disk_ids,
     has_images,
-    images_in,
+    load_picture,
     number_image,
-    picture_of,
     renumber_images,
-    to_disk,
+    to_disk_ids,
 )
 from TrainingFactory.models.chat import TemplateChatFormat, chat_format
 from TrainingFactory.models.loading import load_model
@@ -49,7 +49,9 @@ def call_turn(chat: TemplateChatFormat, ids: list[int]) -> Turn:
 
 
 def shown(ids: list[int]) -> list[Image]:
-    return [find_image(token).image for token in ids if token >= VIRTUAL and find_image(token).first == token]
+    return [
+        find_image(token).image for token in ids if token >= VIRTUAL and find_image(token).first_id == token
+    ]
 
 
 def test_images_stand_where_messages_have_them() -> None:
@@ -236,17 +238,17 @@ def test_the_builtin_weights_are_the_same_everywhere() -> None:
 def test_ids_on_disk_are_independent_of_the_process() -> None:
     first, second = number_image(picture(50), 3), number_image(picture(51), 2)
     ids = [7, *second.ids, 8, *first.ids, *second.ids, 9]
-    on_disk, images = to_disk(ids)
+    on_disk, images = to_disk_ids(ids)
     assert on_disk == [7, -1, -1, 8, -2, -2, -2, -1, -1, 9]
-    assert [(image.digest, image.tokens) for image in images] == [
+    assert [(image.digest, image.num_tokens) for image in images] == [
         (second.image.digest, 2), (first.image.digest, 3)
     ]  # fmt: skip
-    assert from_disk(on_disk, [(second.image, 2), (first.image, 3)]) == ids
+    assert from_disk_ids(on_disk, [(second.image, 2), (first.image, 3)]) == ids
     with pytest.raises(ValueError, match="shows 1 of them"):
-        from_disk(on_disk[:2], [(second.image, 2)])
+        from_disk_ids(on_disk[:2], [(second.image, 2)])
     with pytest.raises(ValueError, match="belongs to no image"):
         find_image(VIRTUAL + (1 << 29))
-    assert images_in(ids) == [second, first]
+    assert find_images(ids) == [second, first]
 
 
 def test_rows_are_sorted_by_digests() -> None:
@@ -263,10 +265,10 @@ def test_old_pictures_leave_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_tokens, "_image_ids", image_tokens._ImageIds())
     monkeypatch.setattr(image_tokens, "MAX_MEMORY_BYTES", 1)
     first, second = (number_image(picture(seed), 3) for seed in (80, 81))
-    assert find_image(first.first).image.data == b""
-    assert picture_of(find_image(first.first)).data == picture(80).data
-    assert number_image(picture(80), 3).first == first.first
-    assert find_image(second.first).image.data == picture(81).data
+    assert find_image(first.first_id).image.data == b""
+    assert load_picture(find_image(first.first_id)).data == picture(80).data
+    assert number_image(picture(80), 3).first_id == first.first_id
+    assert find_image(second.first_id).image.data == picture(81).data
 
 
 def test_a_part_of_a_row_ends_outside_images() -> None:

@@ -116,8 +116,8 @@ class Noting(ChatEndpoint):
         )
         self.usage: list[dict[str, int]] = []
 
-    async def exchange(self, body: dict[str, Any]) -> bytes:
-        data = await super().exchange(body)
+    async def post_body(self, body: dict[str, Any]) -> bytes:
+        data = await super().post_body(body)
         self.usage.append(json.loads(data)["usage"])
         return data
 

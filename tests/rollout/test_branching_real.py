@@ -18,7 +18,7 @@ from tests.rollout.test_rollout_real import (
 )
 from TrainingFactory.cluster.fleet import Fleet
 from TrainingFactory.cluster.places import EngineHandle
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.rollout import RolloutEngine
 from TrainingFactory.rollout.branching import Branching
@@ -127,7 +127,7 @@ def test_forks_differ_and_reproduce_when_played_alone():
         for number, turn in enumerate(trajectory.turns):
             if number < trajectory.fork_turn:
                 continue
-            seed = turn_seed(11, 0, trajectory.task.id, trajectory.member, number)
+            seed = derive_seed(11, 0, trajectory.task.id, trajectory.member, number)
             params = SamplingParams(max_tokens=24, seed=seed, stop_ids=chat().stop_ids)
             sampled.append((await session.sample(turn.prompt_ids, params)).token_ids)
         return sampled
@@ -157,7 +157,7 @@ class LocalPlaces:
     def __init__(self) -> None:
         self.requests: list[tuple[int, int]] = []  # place and session
 
-    async def make(self, number: int) -> EngineHandle:
+    async def launch_engine(self, number: int) -> EngineHandle:
         native, sessions, requests = engine(), {}, self.requests
 
         class Handle:

@@ -21,7 +21,7 @@ from tests.kits.rollout import (
     say_echo_then_ok,
     tasks,
 )
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.rollout import RolloutEngine, play, rollout_metrics
 from TrainingFactory.types import Message, Reward, SamplingParams, Step, ToolCall, Trajectory
 
@@ -51,7 +51,7 @@ def test_groups_in_order_and_in_tokens():
 
 def test_seeds_are_keyed_by_run_step_task_member_and_turn():
     keys = list(product((0, 1), (0, 1), ("a", "b", "a,0"), (0, 1), (0, 1)))
-    seeds = {turn_seed(*key) for key in keys}
+    seeds = {derive_seed(*key) for key in keys}
     assert len(seeds) == len(keys) and all(0 <= seed < 2**64 for seed in seeds)
 
     def used(**options: Any) -> list[tuple[int, int]]:
@@ -62,7 +62,7 @@ def test_seeds_are_keyed_by_run_step_task_member_and_turn():
     first = used(seed=5, step=2)
     assert first == used(seed=5, step=2) and len({seed for _, seed in first}) == 12
     assert not {seed for _, seed in first} & {seed for _, seed in used(seed=5, step=3)}
-    assert sorted(turn_seed(5, 2, "b", 1, turn) for turn in range(3)) == [
+    assert sorted(derive_seed(5, 2, "b", 1, turn) for turn in range(3)) == [
         s for number, s in first if number == 3
     ]
 

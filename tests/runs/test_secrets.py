@@ -13,7 +13,7 @@ import pytest
 from tests.kits import mcp as kit
 from tests.kits.run import Quiet
 from TrainingFactory.assembly import sampler
-from TrainingFactory.common.texts import secrets_in
+from TrainingFactory.common.texts import iter_secrets
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.models import chat_format
@@ -122,6 +122,6 @@ def test_what_is_secret_in_a_tree() -> None:
         "text": "see https://me:word@host/",
         "prompt": "Secret: you are a spy",
     }
-    assert [key for key, _ in secrets_in(tree)] == [
+    assert [key for key, _ in iter_secrets(tree)] == [
         ("a", "api_key"), ("token", 0), ("args", 1), ("args", 5), ("text",)
     ]  # fmt: skip

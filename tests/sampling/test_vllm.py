@@ -24,7 +24,7 @@ from tests.kits.engine import plain_logprobs
 from tests.kits.learner import make_learner
 from tests.kits.scale import SCALE, Shared
 from TrainingFactory.cluster.local import LocalEngineLauncher
-from TrainingFactory.cluster.local_child import segment_inodes
+from TrainingFactory.cluster.local_child import find_segment_inodes
 from TrainingFactory.cluster.places import EngineLost
 from TrainingFactory.learning.checkpoints import save_checkpoint
 from TrainingFactory.learning.learner import Learner
@@ -296,8 +296,8 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
     had: set[str] = set()
 
     async def kill(name: str, place: Any) -> list[psutil.Process]:
-        family = psutil.Process(place.info["pid"])
-        had.update(segment_inodes(family.pid))
+        family = psutil.Process(place.engine_info["pid"])
+        had.update(find_segment_inodes(family.pid))
         family = [family, *family.children(recursive=True)]
         victim = next(each for each in family if name in each.name() + str(each.cmdline()))
         params = SamplingParams(max_tokens=400)
@@ -312,7 +312,7 @@ def test_checkpoints_load_and_engines_die(scale: None, tmp_path: Path) -> None:
 
     async def everything() -> list[psutil.Process]:
         places = LocalEngineLauncher(EngineSpec("vllm", str(tmp_path / "c"), 512, slots=8, pushed=False))
-        one, two = await asyncio.gather(places.make(0), places.make(1))
+        one, two = await asyncio.gather(places.launch_engine(0), places.launch_engine(1))
         found = await one.call("sample", PROMPT, SamplingParams(max_tokens=24))
         assert distance(found.logprobs, plain_logprobs(loaded.model, PROMPT, found.token_ids)) < CLOSE
         family = [*await kill("EngineCore", one), *await kill("local_child", two)]

@@ -32,7 +32,7 @@ def test_the_text_part_scores_like_the_composite_model(scale: None, tmp_path: Pa
 
     async def score() -> Any:
         places = LocalEngineLauncher(spec, {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"})
-        place = await places.make(0)
+        place = await places.launch_engine(0)
         logprobs = await place.call("score", PROMPT)
         await places.close()
         return logprobs

@@ -20,7 +20,7 @@ from tests.kits.registry import made_run
 from TrainingFactory.apps.views.episodes import episode_view
 from TrainingFactory.apps.views.run_report import render_run_page
 from TrainingFactory.cli import show
-from TrainingFactory.common.images import thumbnail
+from TrainingFactory.common.images import make_thumbnail
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.embedded_images import EmbeddedImages
 from TrainingFactory.runs.folder import CONSUMED, TRAJECTORIES, RunFolder
@@ -148,7 +148,7 @@ def test_a_page_has_a_limited_number_of_images() -> None:
     shown = [images.render(one) for _ in range(4)]
     assert ["<img" in html for html in shown] == [True, True, False, False]
     assert shown[2].endswith("(left out)") and images.note.startswith("2 images left out")
-    size = len(thumbnail(one.images[0].image))
+    size = len(make_thumbnail(one.images[0].image))
     small = EmbeddedImages(max_bytes=size + 1)
     assert "<img" in small.render(one) and "<img" not in small.render(one) and small.num_omitted == 1
     assert not EmbeddedImages().note and EmbeddedImages().render("<b>") == "&lt;b&gt;"

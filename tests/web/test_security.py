@@ -22,7 +22,7 @@ from tests.kits.waiting import wait_until
 from TrainingFactory.apps.views import shapes
 from TrainingFactory.cli import ui
 from TrainingFactory.common.http import api
-from TrainingFactory.common.http.site import POLICY, event, to_json
+from TrainingFactory.common.http.site import CONTENT_POLICY, event, to_json
 from TrainingFactory.runs.folder import METRICS
 from TrainingFactory.web import site
 
@@ -154,12 +154,12 @@ def test_the_policy_is_on_every_answer(page: Served) -> None:
         page.client.post("/api/check"),
     ]
     for answer in answers:
-        assert answer.headers["content-security-policy"] == POLICY, answer.url
+        assert answer.headers["content-security-policy"] == CONTENT_POLICY, answer.url
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["x-frame-options"] == "DENY"
         assert answer.headers["referrer-policy"] == "no-referrer"
         assert "access-control-allow-origin" not in answer.headers
-    assert "unsafe" not in POLICY
+    assert "unsafe" not in CONTENT_POLICY
 
 
 def test_pages_have_nothing_that_the_policy_forbids() -> None:
@@ -246,7 +246,7 @@ def test_the_token_is_taken_from_the_environment_or_kept_in_a_file(
 
 
 def test_a_read_that_never_ends_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("TrainingFactory.common.http.site.READ_TIMEOUT", 0.05)
+    monkeypatch.setattr("TrainingFactory.common.http.site.READ_TIMEOUT_SECONDS", 0.05)
     with serving(tmp_path / "runs") as page:
         assert page.page is not None
         free = threading.Event()

@@ -28,7 +28,7 @@ from pydantic import (
 from TrainingFactory.agent_api.turns.requests import MIN_TEMPERATURE, ParsedRequest
 from TrainingFactory.agent_api.turns.responses import EventWriter, SampledChoice
 from TrainingFactory.common.http.api import ApiError, StreamEvent
-from TrainingFactory.common.image_parts import image_of_part
+from TrainingFactory.common.image_parts import decode_image_part
 from TrainingFactory.common.images import LIMITS, join_pieces
 from TrainingFactory.types import Image, Message, Role, SamplingParams
 
@@ -186,7 +186,7 @@ class ImageParts:
         if self._num_images > MAX_IMAGES:
             raise ApiError(f"there are more than {MAX_IMAGES} images; shorten the messages", param)
         try:
-            return image_of_part(part)
+            return decode_image_part(part)
         except ValueError as error:
             raise ApiError(f"{param}: {error}", param, code="invalid_image") from None
 

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 from statistics import fmean
 from typing import Any
 
-from TrainingFactory.common.image_tokens import images_in
+from TrainingFactory.common.image_tokens import find_images
 from TrainingFactory.common.texts import pluralize
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.config.schema import ContextSection
@@ -141,14 +141,14 @@ def check_episodes(
 
 def describe_images(diagnosis: Diagnosis, rows: Sequence[Sequence[int]]) -> None:
     """Report the images in rows of token ids, and the number of tokens of each."""
-    images_by_row = [images_in(row) for row in rows]
-    images = {tokens.first: tokens for row in images_by_row for tokens in row}.values()
+    images_by_row = [find_images(row) for row in rows]
+    images = {tokens.first_id: tokens for row in images_by_row for tokens in row}.values()
     if not images:
         diagnosis.facts["images"] = f"none in {pluralize(len(rows), 'row')} of the dry run"
         return
-    largest = max(images, key=lambda tokens: tokens.count)
-    min_tokens = min(tokens.count for tokens in images)
-    counts = f"{min_tokens} to {largest.count}" if min_tokens < largest.count else f"{min_tokens}"
+    largest = max(images, key=lambda tokens: tokens.num_tokens)
+    min_tokens = min(tokens.num_tokens for tokens in images)
+    counts = f"{min_tokens} to {largest.num_tokens}" if min_tokens < largest.num_tokens else f"{min_tokens}"
     diagnosis.facts["images"] = (
         f"{len(images)} different ones of {counts} tokens, the largest {largest.image.width}x{largest.image.height}; "
         f"at most {max(map(len, images_by_row))} in a row; {ImageUse.of_rows(rows, 0).share:.0%} of all tokens"

@@ -78,7 +78,7 @@ async def audit(
     if metrics.judgements:  # failed judgements count in the cost as well
         usage = _usage_so_far(judge)
         metrics.tokens_per_judgement = (usage[0] - tokens_before) / metrics.judgements
-        if judge.client.budget.priced:
+        if judge.client.budget.has_prices:
             metrics.cost_per_thousand = 1000 * (usage[1] - cost_before) / metrics.judgements
     return metrics
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from TrainingFactory.common.image_tokens import VIRTUAL, images_in
+from TrainingFactory.common.image_tokens import VIRTUAL, find_images
 from TrainingFactory.config.algorithms import BranchingSection
 from TrainingFactory.data.trajectories import load_trajectories
 from TrainingFactory.runs.folder import TRAJECTORIES, RunFolder
@@ -139,7 +139,7 @@ def workload_from_groups(
         tool_waits = _sum_draws(tool_seconds, num_calls, np.random.default_rng(0))
     in_prompts = np.array([_count_image_tokens(episode.turns[0].prompt_ids) for episode in episodes], float)
     image_token_counts = np.array([_count_image_tokens(turn.prompt_ids) for turn in last_turns], float)
-    image_sizes = [tokens.count for turn in last_turns for tokens in images_in(turn.prompt_ids)]
+    image_sizes = [tokens.num_tokens for turn in last_turns for tokens in find_images(turn.prompt_ids)]
     taught_flags = [len({str(episode.reward) for episode in group}) > 1 for group in groups]
     return Workload(
         prompt=float(prompts.mean()),

@@ -19,7 +19,7 @@ from TrainingFactory.assembly.fleet import await_engines, join_cluster, max_open
 from TrainingFactory.assembly.sampler import make_rollouts, make_sampler
 from TrainingFactory.common.http import listen
 from TrainingFactory.common.http.api import ApiError, HandlerResult
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.common.texts import describe
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.tasks import load_tasks
@@ -92,7 +92,7 @@ class Proxy:
         self.num_started += 1
         rules = replace(self._rules, environment=lambda task: RemoteEpisode(task, self.endpoint, request.key))
         trajectory = Trajectory(task, group=f"proxy/{task.id}", member=index)
-        run = ProgramRun(rules, trajectory, self._sampler, partial(turn_seed, self._seed, 0, task.id, index))
+        run = ProgramRun(rules, trajectory, self._sampler, partial(derive_seed, self._seed, 0, task.id, index))
         episode_task = asyncio.create_task(self._play(run))
         self._episode_tasks.add(episode_task)
         episode_task.add_done_callback(self._episode_tasks.discard)
@@ -139,7 +139,7 @@ async def serve_proxy(
         rollouts = make_rollouts(config, ToolEnvironment, chat, reward=reward)
         proxy = Proxy(rollouts, sampler, output_file, trained_model)
         stack.push_async_callback(proxy.close)
-        address = f"{listen.address_of(server_socket)}/v1"
+        address = f"{listen.format_url(server_socket)}/v1"
         notify(
             f"proxy at {address} (POST {address}/episodes begins an episode; Ctrl-C stops); saving to {output_file}"
         )

@@ -108,7 +108,7 @@ class RewardService:
         api = Api(key, local)
         for path in SCORING_PATHS:
             api.post(path, self.answer)
-        api.get("/health", self.health, keyed=False)
+        api.get("/health", self.health, needs_key=False)
         return api
 
     def health(self) -> dict[str, Any]:

@@ -29,9 +29,9 @@ from TrainingFactory.agent_api.turns.responses import (
 )
 from TrainingFactory.apps.serving.served import Notify, ServedModel, load_served_model
 from TrainingFactory.common.http.api import Api, ApiError, HandlerResult
-from TrainingFactory.common.seeds import turn_seed
+from TrainingFactory.common.seeds import derive_seed
 from TrainingFactory.common.texts import describe
-from TrainingFactory.common.user_code import location_of
+from TrainingFactory.common.user_code import locate_error
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.rollout.folding import KEY as FOLD_KEY
 from TrainingFactory.rollout.folding import Context, FoldError, Folding, fold, with_summary, with_user_text
@@ -70,7 +70,7 @@ class ChatServer:
         for route in ROUTES:
             api.post(route.path, partial(self.answer, route), route.dialect)
         api.get("/v1/models", self.models)
-        api.get("/health", self.health, keyed=False)
+        api.get("/health", self.health, needs_key=False)
         return api
 
     async def answer(self, route: Route, body: bytes, model: str | None = None) -> HandlerResult:
@@ -163,7 +163,7 @@ class ChatServer:
         except ApiError:
             raise
         except Exception as error:  # the fold function is user code
-            problem = f"{FOLD_KEY}.function{location_of(error)} raised {describe(error)}"
+            problem = f"{FOLD_KEY}.function{locate_error(error)} raised {describe(error)}"
             raise ApiError(problem, "messages", status=500) from error
         if folded_context is context:
             return prompt
@@ -176,7 +176,7 @@ class ChatServer:
         if (max_tokens := model.sampler.max_length - len(prompt_ids)) < 1:
             text = f"the messages and the request for a summary take {len(prompt_ids)} tokens; shorten them"
             raise ApiError(text, "messages", code="context_length_exceeded")
-        seed = turn_seed(request.seed, 0, "summary", 0, 0)
+        seed = derive_seed(request.seed, 0, "summary", 0, 0)
         params = dataclasses.replace(
             request.params, seed=seed, max_tokens=min(folding.summary_tokens, max_tokens)
         )
@@ -219,7 +219,7 @@ class ChatServer:
         choice_index: int,
         on_partial: OnPartial | None,
     ) -> SampledChoice:
-        seed = request.seed if choice_index == 0 else turn_seed(request.seed, 0, "choice", choice_index, 0)
+        seed = request.seed if choice_index == 0 else derive_seed(request.seed, 0, "choice", choice_index, 0)
         params = dataclasses.replace(request.params, seed=seed)
         async with model.semaphore:
             with contextlib.closing(model.sampler.session()) as session:

@@ -160,7 +160,7 @@ class Teaching(Rollouts):
             "output_tokens": usage.output_tokens,
             "estimated": usage.estimated,
         }
-        if budget.priced:
+        if budget.has_prices:
             report |= {
                 "cost": usage.cost,
                 "input_price": budget.input_price,

@@ -25,7 +25,7 @@ from TrainingFactory.apps.views.files import (
     read_last_lines,
     read_new_lines,
 )
-from TrainingFactory.common.texts import pluralize, valid_text
+from TrainingFactory.common.texts import pluralize, replace_surrogates
 from TrainingFactory.config import TrainingConfig
 from TrainingFactory.data.disk import read_small_file
 from TrainingFactory.evaluation.records import read_records
@@ -137,7 +137,7 @@ def stat_file(path: Path) -> tuple[int, int]:
 def _make_run_row(run: RunFolder, cached_run: _CachedRun, updated_at: float) -> shapes.RunRow:
     """Summarise one run for the list. If a file cannot be read, `problem` names it, and the data of the other files is
     still shown."""
-    row = shapes.RunRow(name=valid_text(run.name), state="unreadable", updated=updated_at)
+    row = shapes.RunRow(name=replace_surrogates(run.name), state="unreadable", updated=updated_at)
     if row.name != run.name:
         row.problem = "Run folder name is not valid UTF-8. Rename the folder."
         return row

@@ -13,7 +13,7 @@ from pydantic.dataclasses import dataclass
 from TrainingFactory.common.endpoints.messages import ModelReply
 from TrainingFactory.common.options import STRICT, NotNegative
 
-COUNTS = ("requests", "retries", "cached", "input_tokens", "output_tokens", "estimated", "cost")
+COUNT_FIELDS = ("requests", "retries", "cached", "input_tokens", "output_tokens", "estimated", "cost")
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -27,11 +27,11 @@ class Budget:
     output_price: NotNegative = 0.0
 
     def __post_init__(self) -> None:
-        if self.max_cost is not None and not self.priced:
+        if self.max_cost is not None and not self.has_prices:
             raise ValueError("max_cost is set without prices; set input_price and output_price")
 
     @property
-    def priced(self) -> bool:
+    def has_prices(self) -> bool:
         return self.input_price + self.output_price > 0
 
     def cost_of(self, input_tokens: float, output_tokens: float) -> float:
@@ -57,7 +57,7 @@ class Usage:
     failures: Counter[str] = field(default_factory=Counter[str])  # by kind
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        counts = {f"{prefix}/{name}": float(getattr(self, name)) for name in COUNTS}
+        counts = {f"{prefix}/{name}": float(getattr(self, name)) for name in COUNT_FIELDS}
         return counts | {f"{prefix}/failed_{kind}": float(count) for kind, count in self.failures.items()}
 
 

@@ -65,7 +65,7 @@ class ModelReply:
         return cls(message, prompt_tokens, output_tokens, row["estimated"], row["fault"], row.get("original"))
 
 
-def reply_with_usage(
+def make_reply(
     request: ModelRequest,
     message: Message,
     prompt_tokens: Any,
@@ -78,11 +78,11 @@ def reply_with_usage(
         call.id = call.id or call_id(request, index)
     if isinstance(prompt_tokens, int) and isinstance(output_tokens, int):
         return ModelReply(message, prompt_tokens, output_tokens, fault=fault, original=original)
-    prompt_chars = sum(len(entry.content) for entry in request.messages)
-    prompt_chars += sum(len(entry.images) for entry in request.messages) * TOKENS_PER_IMAGE * CHARS_PER_TOKEN
+    prompt_chars = sum(len(turn.content) for turn in request.messages)
+    prompt_chars += sum(len(turn.images) for turn in request.messages) * TOKENS_PER_IMAGE * CHARS_PER_TOKEN
     reply_chars = len(message.content) + sum(len(str(call.arguments)) for call in message.tool_calls)
-    estimates = prompt_chars // CHARS_PER_TOKEN + 1, reply_chars // CHARS_PER_TOKEN + 1
-    return ModelReply(message, *estimates, estimated=True, fault=fault, original=original)
+    token_estimates = prompt_chars // CHARS_PER_TOKEN + 1, reply_chars // CHARS_PER_TOKEN + 1
+    return ModelReply(message, *token_estimates, estimated=True, fault=fault, original=original)
 
 
 def call_id(request: ModelRequest, index: int) -> str:
@@ -90,5 +90,5 @@ def call_id(request: ModelRequest, index: int) -> str:
     return f"call_{len(request.messages)}_{index}"
 
 
-def without_nulls(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
+def drop_nulls(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in options.items() if value is not None}

@@ -44,8 +44,8 @@ APIS: dict[Api, WireFormat] = {
     "anthropic": WireFormat(MessagesEndpoint, "https://api.anthropic.com/v1"),
     "gemini": WireFormat(GeminiEndpoint, "https://generativelanguage.googleapis.com/v1"),
 }
-NAME = re.compile(rf"(?P<api>{'|'.join(APIS)}):(?P<model>.+?)(?:@(?P<base_url>https?://.+))?")
-FILE_ENDINGS = (".yaml", ".yml")
+ADDRESS_PATTERN = re.compile(rf"(?P<api>{'|'.join(APIS)}):(?P<model>.+?)(?:@(?P<base_url>https?://.+))?")
+SETTINGS_SUFFIXES = (".yaml", ".yml")
 MAX_FILE_BYTES = 64 << 10  # of a file that may have endpoint options
 
 
@@ -108,8 +108,8 @@ def make_endpoint(
     provider."""
     parsed_address = None if base_url else _parse_address(model)
     address = parsed_address or ModelAddress(api, model, base_url)
-    kind = APIS[address.api].endpoint_class
-    return kind(address.base_url, address.model, api_key_env=api_key_env, timeout=timeout, options=options)
+    cls = APIS[address.api].endpoint_class
+    return cls(address.base_url, address.model, api_key_env=api_key_env, timeout=timeout, options=options)
 
 
 def check_key(endpoint: Endpoint) -> None:
@@ -144,13 +144,13 @@ def find_endpoint(name: str, **options: Any) -> EndpointSettings:
     settings: EndpointSettings = make_from(EndpointSettings, file_options, f"the endpoint in {path}")
     if settings.cache is not None and ":" not in settings.cache:
         settings = replace(settings, cache=str(path.parent / Path(settings.cache).expanduser()))
-    return make_from(EndpointSettings, options_of(settings) | options, f"the endpoint {name}")
+    return make_from(EndpointSettings, list_options(settings) | options, f"the endpoint {name}")
 
 
 def endpoint_files(folder: Path) -> list[Path]:
     """Return the YAML files in a folder that look like endpoint options: with a model's name, and an address unless the
     name is such as openai:MODEL."""
-    paths = sorted(path for path in folder.iterdir() if path.suffix in FILE_ENDINGS)
+    paths = sorted(path for path in folder.iterdir() if path.suffix in SETTINGS_SUFFIXES)
     return [path for path in paths if _has_endpoint_options(path)]
 
 
@@ -165,12 +165,12 @@ def _has_endpoint_options(path: Path) -> bool:
     return isinstance(model, str) and ("base_url" in options or _parse_address(model) is not None)
 
 
-def options_of(settings: EndpointSettings) -> dict[str, Any]:
+def list_options(settings: EndpointSettings) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in EndpointSettings.__dataclass_fields__}
 
 
 def _parse_address(name: str) -> ModelAddress | None:
-    match = NAME.fullmatch(name)
+    match = ADDRESS_PATTERN.fullmatch(name)
     if match is None:
         return None
     api: Any = match["api"]
@@ -178,4 +178,4 @@ def _parse_address(name: str) -> ModelAddress | None:
 
 
 def _is_settings_file(name: str) -> bool:
-    return name.endswith(FILE_ENDINGS) and Path(name).expanduser().is_file()
+    return name.endswith(SETTINGS_SUFFIXES) and Path(name).expanduser().is_file()

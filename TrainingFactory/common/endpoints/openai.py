@@ -7,13 +7,7 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from TrainingFactory.common.endpoints.messages import (
-    Fault,
-    ModelReply,
-    ModelRequest,
-    reply_with_usage,
-    without_nulls,
-)
+from TrainingFactory.common.endpoints.messages import Fault, ModelReply, ModelRequest, drop_nulls, make_reply
 from TrainingFactory.common.endpoints.transport import Endpoint
 from TrainingFactory.common.images import as_text, join_pieces
 from TrainingFactory.common.openai_format import message_from_dict, message_to_dict, spec_to_dict
@@ -24,40 +18,38 @@ OPENAI_HOST = "api.openai.com"  # deprecates max_tokens, which other servers exp
 
 class ChatEndpoint(Endpoint):
     PATH = "/chat/completions"
-    CONTENT = "a chat completion"
+    EXPECTED_CONTENT = "a chat completion"
 
-    def headers(self, key: str | None) -> dict[str, str]:
+    def make_headers(self, key: str | None) -> dict[str, str]:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
-    def body(self, request: ModelRequest) -> dict[str, Any]:
+    def make_body(self, request: ModelRequest) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [chat_message(message) for message in with_images_of_tools(request.messages)],
+            "messages": [make_chat_message(message) for message in move_tool_images(request.messages)],
         }
         if request.tools:
             body["tools"] = [spec_to_dict(spec) for spec in request.tools]
         limit_key = "max_completion_tokens" if self.host == OPENAI_HOST else "max_tokens"
         fields = {"temperature": request.temperature, limit_key: request.max_tokens}
-        body |= without_nulls(without_nulls(fields) | self.options)
+        body |= drop_nulls(drop_nulls(fields) | self.options)
         if isinstance(body.get("seed"), int):  # a fixed seed would make all samples of a prompt equal
             body["seed"] += request.number
         return body
 
-    def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
-        [choice, *_] = answer["choices"]
-        row, finish_reason = choice["message"], choice.get("finish_reason")
-        message = message_from_dict({"role": "assistant"} | row)
+    def parse_reply(self, response: Any, request: ModelRequest) -> ModelReply:
+        [choice, *_] = response["choices"]
+        message_row, finish_reason = choice["message"], choice.get("finish_reason")
+        message = message_from_dict({"role": "assistant"} | message_row)
         fault: Fault | None = "cut" if finish_reason == "length" else None
-        if finish_reason == "content_filter" or row.get("refusal"):
+        if finish_reason == "content_filter" or message_row.get("refusal"):
             fault = "refused"
-            message.content = message.content or str(row.get("refusal") or "")
-        usage = answer.get("usage") or {}
-        return reply_with_usage(
-            request, message, usage.get("prompt_tokens"), usage.get("completion_tokens"), fault
-        )
+            message.content = message.content or str(message_row.get("refusal") or "")
+        usage = response.get("usage") or {}
+        return make_reply(request, message, usage.get("prompt_tokens"), usage.get("completion_tokens"), fault)
 
 
-def with_images_of_tools(messages: Sequence[Message]) -> Iterator[Message]:
+def move_tool_images(messages: Sequence[Message]) -> Iterator[Message]:
     """Yield the messages, with the images of tool results moved to a user message after the results, because chat
     completions accept images from users only."""
     for is_result, group in groupby(messages, lambda message: message.role == "tool"):
@@ -75,11 +67,11 @@ def with_images_of_tools(messages: Sequence[Message]) -> Iterator[Message]:
         yield Message("user", content, images=images)
 
 
-def chat_message(message: Message) -> dict[str, Any]:
+def make_chat_message(message: Message) -> dict[str, Any]:
     """Convert a message to the dict of a chat completion. Omit the keys that strict endpoints reject."""
-    row = message_to_dict(message)
-    row.pop("reasoning_content", None)
-    row.pop("name", None)
-    for call in row.get("tool_calls", ()):
+    message_row = message_to_dict(message)
+    message_row.pop("reasoning_content", None)
+    message_row.pop("name", None)
+    for call in message_row.get("tool_calls", ()):
         call.pop("error", None)
-    return row
+    return message_row

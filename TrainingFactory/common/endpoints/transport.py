@@ -21,7 +21,7 @@ from pydantic import validate_call
 
 from TrainingFactory.common.endpoints.messages import ModelReply, ModelRequest
 from TrainingFactory.common.options import STRICT, Positive
-from TrainingFactory.common.texts import SECRET_VARIABLES, describe, redact, secrets_in
+from TrainingFactory.common.texts import SECRET_VARIABLES, describe, iter_secrets, redact
 from TrainingFactory.types import Message, ToolSpec
 
 T = TypeVar("T")
@@ -31,9 +31,9 @@ KEEP_ALIVE_SECONDS = (
     2.0  # keep-alive of idle connections: shorter than the server's, which must not close first
 )
 MIN_SECRET_CHARS = 8  # shorter keys are placeholders such as 0, x or none, for servers that need no key
-KEY_BY_HOST = "by host"  # the key in `KEYS` of the URL's host; not a valid variable name
+KEY_BY_HOST = "by host"  # the key in `KEY_VARIABLES` of the URL's host; not a valid variable name
 # The variables that may hold the key for a host; the first one that is set counts.
-KEYS = {
+KEY_VARIABLES = {
     "https://api.openai.com": ("OPENAI_API_KEY",),
     "https://api.anthropic.com": ("ANTHROPIC_API_KEY",),
     "https://generativelanguage.googleapis.com": ("GOOGLE_API_KEY", "GEMINI_API_KEY"),
@@ -53,11 +53,11 @@ class ModelError(Exception):
 
 class Endpoint(ABC):
     """Client of a model behind HTTP; a subclass per wire format. Every call reads the key from the environment variable
-    `api_key_env`, and nothing stores it; by default only the hosts in `KEYS` get a key. `options` are added to the
-    request unchanged (temperature, max_tokens, ...); null removes a field. Connections stay open until `close`."""
+    `api_key_env`, and nothing stores it; by default only the hosts in `KEY_VARIABLES` get a key. `options` are added to
+    the request unchanged (temperature, max_tokens, ...); null removes a field. Connections stay open until `close`."""
 
     PATH: ClassVar[str]  # of a request, after the base URL
-    CONTENT: ClassVar[str]  # what a valid response contains, for errors
+    EXPECTED_CONTENT: ClassVar[str]  # what a valid response contains, for errors
 
     @validate_call(config=STRICT)
     def __init__(
@@ -70,36 +70,36 @@ class Endpoint(ABC):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         check_base_url(base_url)
-        address = urlsplit(base_url)
+        url = urlsplit(base_url)
         if api_key_env == KEY_BY_HOST:
-            api_key_env = _find_key_variable(f"{address.scheme}://{address.hostname}")
-        if api_key_env is not None and not _is_variable(api_key_env):
+            api_key_env = _find_key_variable(f"{url.scheme}://{url.hostname}")
+        if api_key_env is not None and not _is_variable_name(api_key_env):
             raise ValueError(
                 "api_key_env must be the name of the environment variable that holds the key, such as OPENAI_API_KEY, "
                 "not the key itself"
             )
         path = self.PATH.format(model=quote(model, safe=""))
         self.url = base_url.rstrip("/").removesuffix(path) + path
-        self.host = address.netloc
+        self.host = url.netloc
         self.model, self.api_key_env, self.timeout = model, api_key_env, timeout
         self.options = dict(options or {})
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # the client's event loop
         if api_key_env is not None:
             SECRET_VARIABLES.add(api_key_env)
-        for key, _ in secrets_in(self.options):
-            name = ".".join(map(str, key))
+        for option_key, _ in iter_secrets(self.options):
+            name = ".".join(map(str, option_key))
             raise ValueError(f"options.{name} would appear in logs; name the key's variable in api_key_env")
 
     @abstractmethod
-    def headers(self, key: str | None) -> dict[str, str]: ...
+    def make_headers(self, key: str | None) -> dict[str, str]: ...
 
     @abstractmethod
-    def body(self, request: ModelRequest) -> dict[str, Any]:
+    def make_body(self, request: ModelRequest) -> dict[str, Any]:
         """Return the request in the endpoint's wire format."""
 
     @abstractmethod
-    def reply(self, answer: Any, request: ModelRequest) -> ModelReply:
+    def parse_reply(self, response: Any, request: ModelRequest) -> ModelReply:
         """Parse a response. Any LookupError, TypeError or ValueError means that it has another structure."""
 
     @property
@@ -109,62 +109,63 @@ class Endpoint(ABC):
         return json.dumps([self.url, self.model, self.options], sort_keys=True, default=str)
 
     async def ask(self, request: ModelRequest) -> ModelReply:
-        response_body = await self.exchange(self.body(request))
-        return self.read(response_body, lambda answer: self.reply(answer, request))
+        response_body = await self.post_body(self.make_body(request))
+        return self.parse_response(response_body, lambda answer: self.parse_reply(answer, request))
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Message:
         return (await self.ask(ModelRequest(messages, tools))).message
 
-    async def exchange(self, body: dict[str, Any]) -> bytes:
+    async def post_body(self, body: dict[str, Any]) -> bytes:
         """Send a request and return the response body. Raise ModelError unless the status is 200."""
-        key = self._read_key()
+        api_key = self._read_key()
         try:
-            status, headers, response_body = await self._post(body, key)
+            status, headers, response_body = await self._post(body, api_key)
         except (httpx.TimeoutException, TimeoutError):
-            text = f"{self.host} did not answer within {self.timeout:g} s"
-            raise ModelError(text, temporary=True) from None
+            error_text = f"{self.host} did not answer within {self.timeout:g} s"
+            raise ModelError(error_text, temporary=True) from None
         except httpx.HTTPError as error:
-            text = f"{self.host} could not be reached ({type(error).__name__})"
-            raise ModelError(text, temporary=True) from None
+            error_text = f"{self.host} could not be reached ({type(error).__name__})"
+            raise ModelError(error_text, temporary=True) from None
         if status != 200:
-            text = " ".join(response_body.decode("utf-8", errors="replace").split())
-            message = redact(text, _echoed_forms(key))[:MAX_ERROR_CHARS]
-            temporary = status in (408, 409, 425, 429) or status >= 500
+            error_text = " ".join(response_body.decode("utf-8", errors="replace").split())
+            message = redact(error_text, _list_echoed_forms(api_key))[:MAX_ERROR_CHARS]
+            is_temporary = status in (408, 409, 425, 429) or status >= 500
             retry_after = parse_retry_after(headers.get("retry-after"))
-            text = f"{self.host} answered with status {status}: {message}{self._hint(status)}"
-            raise ModelError(text, temporary, retry_after, denied=status in (401, 402, 403, 404))
+            error_text = f"{self.host} answered with status {status}: {message}{self._make_hint(status)}"
+            raise ModelError(error_text, is_temporary, retry_after, denied=status in (401, 402, 403, 404))
         return response_body
 
-    def _hint(self, status: int) -> str:
+    def _make_hint(self, status: int) -> str:
         if status in (401, 403):
-            variable = self.api_key_env or "none; name its variable with api_key_env"
-            return f" (key sent: {variable})"
+            key_variable = self.api_key_env or "none; name its variable with api_key_env"
+            return f" (key sent: {key_variable})"
         return f" (model {self.model}; check its name and base_url)" if status == 404 else ""
 
-    def read(self, response_body: bytes, extract: Callable[[Any], T]) -> T:
+    def parse_response(self, response_body: bytes, parse: Callable[[Any], T]) -> T:
         """Remove the key from a response and parse the response with `extract`. Raise ModelError if it has another
         structure."""
         try:
-            key = os.environ.get(self.api_key_env) if self.api_key_env else None
-            return extract(redact(json.loads(response_body), _echoed_forms(key)))
+            api_key = os.environ.get(self.api_key_env) if self.api_key_env else None
+            return parse(redact(json.loads(response_body), _list_echoed_forms(api_key)))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            text = f"{self.host} did not return {self.CONTENT} ({describe(error)[:100]})"
-            raise ModelError(text) from None
+            error_text = f"{self.host} did not return {self.EXPECTED_CONTENT} ({describe(error)[:100]})"
+            raise ModelError(error_text) from None
 
     def _read_key(self) -> str | None:
         if self.api_key_env is None:
             return None
-        if not (key := os.environ.get(self.api_key_env)):
+        if not (api_key := os.environ.get(self.api_key_env)):
             raise ModelError(
                 f"the environment variable {self.api_key_env} (key for {self.host}) is not set", denied=True
             )
-        return key
+        return api_key
 
     async def _post(self, body: dict[str, Any], key: str | None) -> tuple[int, httpx.Headers, bytes]:
+        headers = self.make_headers(key)
         async with (
             asyncio.timeout(self.timeout),  # of the whole request; httpx's timeouts apply between bytes
             # Redirects are not followed, because they would receive the key.
-            self._open_client().stream("POST", self.url, json=body, headers=self.headers(key)) as response,
+            self._open_client().stream("POST", self.url, json=body, headers=headers) as response,
         ):
             response_body = bytearray()
             async for chunk in response.aiter_bytes():
@@ -192,8 +193,8 @@ class Endpoint(ABC):
 def check_base_url(base_url: str) -> None:
     """Raise ValueError for an invalid URL, and for one that may contain a key, which logs would show."""
     try:
-        parts = urlsplit(base_url)
-        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or True)
+        url = urlsplit(base_url)
+        is_valid = url.scheme in ("http", "https") and bool(url.hostname) and (url.port or True)
     except ValueError:
         raise ValueError("base_url is not a valid URL; write it like https://host/v1") from None
     if any(character in base_url for character in "?#@"):
@@ -210,27 +211,27 @@ def parse_retry_after(retry_after: str | None) -> float | None:
     try:
         seconds = float(retry_after or "")
     except ValueError:
-        date = parsedate_tz(retry_after or "")
-        seconds = mktime_tz(date) - time.time() if date else math.nan
+        date_parts = parsedate_tz(retry_after or "")
+        seconds = mktime_tz(date_parts) - time.time() if date_parts else math.nan
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
-def _is_variable(name: str) -> bool:
+def _is_variable_name(name: str) -> bool:
     """Return whether a text is a variable name and does not look like a key: long, with lower case and digits."""
     looks_like_a_key = len(name) >= 20 and re.search(r"\d", name) and re.search(r"[a-z]", name)
     return bool(re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII)) and not looks_like_a_key
 
 
-def _echoed_forms(key: str | None) -> list[str]:
+def _list_echoed_forms(api_key: str | None) -> list[str]:
     """Return the forms in which a server may echo the key: plain, JSON-escaped, URL-encoded."""
-    if key is None or len(key) < MIN_SECRET_CHARS:
+    if api_key is None or len(api_key) < MIN_SECRET_CHARS:
         return []
-    return [key, json.dumps(key)[1:-1], quote(key), quote_plus(key)]
+    return [api_key, json.dumps(api_key)[1:-1], quote(api_key), quote_plus(api_key)]
 
 
-def _find_key_variable(address: str) -> str | None:
+def _find_key_variable(base_address: str) -> str | None:
     """Return the name of the environment variable with the key for an address; None for addresses that get no key."""
-    variables = KEYS.get(address, (None,))
+    variables = KEY_VARIABLES.get(base_address, (None,))
     return next((name for name in variables if name and os.environ.get(name)), variables[-1])
 
 

@@ -21,7 +21,7 @@ from TrainingFactory.common.http.listen import is_loopback
 log = logging.getLogger(__name__)
 KEY_LOCATIONS = "authorization: Bearer KEY, x-api-key: KEY, x-goog-api-key: KEY or ?key=KEY"
 MAX_BODY_BYTES = 16 * 1024 * 1024  # bytes
-BODY_TIMEOUT = 60  # maximum seconds to receive a body
+BODY_TIMEOUT_SECONDS = 60  # maximum seconds to receive a body
 ERROR_HEADERS = {408: {"connection": "close"}, 429: {"retry-after": "1"}}
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
@@ -74,28 +74,28 @@ OPENAI_ERRORS = OpenAIErrors()
 
 
 class Api:
-    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_LOCATIONS`. With `local`, the API accepts only
-    requests to a loopback host name, which prevents DNS rebinding by web pages."""
+    """HTTP API. Clients must send `key`, if there is one, in one of `KEY_LOCATIONS`. With `local_only`, the API accepts
+    only requests to a loopback host name, which prevents DNS rebinding by web pages."""
 
-    def __init__(self, key: str | None = None, local: bool = True) -> None:
+    def __init__(self, key: str | None = None, local_only: bool = True) -> None:
         self.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
         self._routes: list[str] = []
-        self.app.add_exception_handler(HTTPException, partial(not_found_response, routes=self._routes))
-        self._key, self._local = key, local
+        self.app.add_exception_handler(HTTPException, partial(make_not_found_response, routes=self._routes))
+        self._key, self._local_only = key, local_only
         AppStatus.disable_automatic_graceful_drain()  # streams may finish within `SHUTDOWN_SECONDS` after Ctrl-C
 
-    def get(self, path: str, answer: Callable[[], dict[str, Any]], keyed: bool = True) -> None:
+    def get(self, path: str, make_answer: Callable[[], dict[str, Any]], needs_key: bool = True) -> None:
         async def handler(request: Request) -> Response:
             self._check_host(request)
-            if keyed and not self._is_valid_key(request):
-                raise _wrong_key_error()
-            return json_response(answer())
+            if needs_key and not self._is_valid_key(request):
+                raise _make_key_error()
+            return json_response(make_answer())
 
-        self._add("GET", path, handler)
+        self._add_route("GET", path, handler)
 
-    def post(self, path: str, answer: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
+    def post(self, path: str, handler: Handler, errors: ErrorFormat = OPENAI_ERRORS) -> None:
         """Add a POST route whose handler gets the JSON body. The handler is cancelled when the client disconnects."""
-        self._post(path, lambda request: answer if self._is_valid_key(request) else None, errors)
+        self._add_post_route(path, lambda request: handler if self._is_valid_key(request) else None, errors)
 
     def post_by_key(
         self, path: str, find_handler: Callable[[str], Handler | None], errors: ErrorFormat = OPENAI_ERRORS
@@ -103,26 +103,26 @@ class Api:
         """Add a route whose handler `find_handler` selects by the request's key; None for an unknown key."""
 
         def find(request: Request) -> Handler | None:
-            return find_handler(request.headers.get("x-tfactory-episode") or _key_of_request(request))
+            return find_handler(request.headers.get("x-tfactory-episode") or _find_request_key(request))
 
-        self._post(path, find, errors)
+        self._add_post_route(path, find, errors)
 
-    def _post(
+    def _add_post_route(
         self, path: str, find_handler: Callable[[Request], Handler | None], errors: ErrorFormat
     ) -> None:
         async def handler(request: Request) -> Response:
             self._check_host(request)
-            if (answer := find_handler(request)) is None:
-                raise _wrong_key_error()
-            handler_call = answer(await read_json_body(request), **request.path_params)
+            if (body_handler := find_handler(request)) is None:
+                raise _make_key_error()
+            handler_call = body_handler(await read_json_body(request), **request.path_params)
             result = await _run_unless_disconnected(request, handler_call)
             if result is None:
                 return Response(status_code=499)  # the client has disconnected
             return json_response(result) if isinstance(result, dict) else EventStreamResponse(result, errors)
 
-        self._add("POST", path, handler, errors)
+        self._add_route("POST", path, handler, errors)
 
-    def _add(
+    def _add_route(
         self,
         method: str,
         path: str,
@@ -134,7 +134,7 @@ class Api:
             try:
                 return await handler(request)
             except asyncio.CancelledError:  # only when `SHUTDOWN_SECONDS` have passed after Ctrl-C
-                error: BaseException = _stopping_error()
+                error: BaseException = _make_stopping_error()
             except Exception as exception:
                 error = exception
             response = as_api_error(error)
@@ -147,12 +147,12 @@ class Api:
     def _check_host(self, request: Request) -> None:
         host_match = re.match(r"\[([^\]]*)\]|([^:]*)", request.headers.get("host", ""))
         assert host_match is not None  # the pattern also matches an empty header
-        if self._local and not is_loopback(host_match[1] or host_match[2] or ""):
+        if self._local_only and not is_loopback(host_match[1] or host_match[2] or ""):
             text = "this server accepts only local requests; use the host name 127.0.0.1 or localhost"
             raise ApiError(text, "host", status=403, code="forbidden")
 
     def _is_valid_key(self, request: Request) -> bool:
-        key = _key_of_request(request).encode("latin-1")  # the bytes as sent
+        key = _find_request_key(request).encode("latin-1")  # the bytes as sent
         return self._key is None or hmac.compare_digest(key, self._key.encode())
 
 
@@ -168,13 +168,13 @@ class EventStreamResponse(EventSourceResponse):
         try:
             await super().__call__(scope, receive, send)
         except asyncio.CancelledError:
-            last_event = encode_events([self._errors.make_error_event(_stopping_error())])
+            last_event = encode_events([self._errors.make_error_event(_make_stopping_error())])
             await send({"type": "http.response.body", "body": last_event, "more_body": False})
         finally:
             await self._events.aclose()
 
 
-def _key_of_request(request: Request) -> str:
+def _find_request_key(request: Request) -> str:
     """Return the API key from the first of `KEY_LOCATIONS` in which the request has one, else ""."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     bearer_key = key.strip() if scheme.lower() == "bearer" else ""
@@ -183,12 +183,12 @@ def _key_of_request(request: Request) -> str:
     return bearer_key or header_key or query_key.decode("latin-1")  # as headers are decoded
 
 
-def _wrong_key_error() -> ApiError:
+def _make_key_error() -> ApiError:
     text = f"missing or invalid API key; send it as {KEY_LOCATIONS}"
     return ApiError(text, "authorization", status=401, code="invalid_api_key")
 
 
-def _stopping_error() -> ApiError:
+def _make_stopping_error() -> ApiError:
     return ApiError("the server is stopping", status=503, code="server_stopping")
 
 
@@ -204,7 +204,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 async def _run_unless_disconnected(
-    request: Request, handler: Awaitable[HandlerResult]
+    request: Request, handler_call: Awaitable[HandlerResult]
 ) -> HandlerResult | None:
     """Return the result of the handler. If the client disconnects first, cancel the handler and return None."""
 
@@ -212,7 +212,7 @@ async def _run_unless_disconnected(
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, disconnect_task = asyncio.ensure_future(handler), asyncio.create_task(wait_for_disconnect())
+    task, disconnect_task = (asyncio.ensure_future(handler_call), asyncio.create_task(wait_for_disconnect()))
     try:
         await asyncio.wait((task, disconnect_task), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -222,12 +222,12 @@ async def _run_unless_disconnected(
         await asyncio.gather(task, disconnect_task, return_exceptions=True)
 
 
-async def not_found_response(request: Request, error: Exception, routes: Sequence[str] = ()) -> Response:
+async def make_not_found_response(request: Request, error: Exception, routes: Sequence[str] = ()) -> Response:
     """Return a 404 response that lists the available `routes`."""
     assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path[:80]}: {error.detail}"
-    text += f"; available: {', '.join(routes)}" if routes else ""
-    response = ApiError(text, status=error.status_code, code="not_found")
+    error_text = f"{request.method} {request.url.path[:80]}: {error.detail}"
+    error_text += f"; available: {', '.join(routes)}" if routes else ""
+    response = ApiError(error_text, status=error.status_code, code="not_found")
     return json_response(response.body, response.status)
 
 
@@ -239,14 +239,14 @@ async def read_json_body(request: Request) -> bytes:
         raise ApiError(text, "content-type", status=415, code="unsupported_media_type")
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_TIMEOUT):
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > MAX_BODY_BYTES:
                     text = f"the body is longer than the limit of {MAX_BODY_BYTES} bytes"
                     raise ApiError(text, "body", status=413, code="request_too_large")
     except TimeoutError:
-        text = f"the body did not arrive within {BODY_TIMEOUT} seconds"
+        text = f"the body did not arrive within {BODY_TIMEOUT_SECONDS} seconds"
         raise ApiError(text, "body", status=408, code="request_timeout") from None
     except ClientDisconnect:
         log.debug("A client disconnected after %d bytes of its request.", len(body))
@@ -254,6 +254,6 @@ async def read_json_body(request: Request) -> bytes:
     return bytes(body)
 
 
-def json_response(data: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
     # ASCII, because a lone surrogate, which JSON from a client may contain, cannot be encoded as UTF-8.
-    return Response(json.dumps(data), status, headers, media_type="application/json")
+    return Response(json.dumps(body), status, headers, media_type="application/json")

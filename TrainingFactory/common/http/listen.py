@@ -13,7 +13,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SHUTDOWN_SECONDS = 5  # seconds that running requests may take to finish after Ctrl-C
-HEADER_TIMEOUT = 20  # maximum seconds until the request line and headers have arrived
+HEADER_TIMEOUT_SECONDS = 20  # maximum seconds until the request line and headers have arrived
 
 
 def is_loopback(host: str) -> bool:
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
         return host.lower() == "localhost"
 
 
-def api_key_from(variable: str | None) -> str | None:
+def read_api_key(variable: str | None) -> str | None:
     """Return the API key in an environment variable. None: no key is required."""
     if variable is None:
         return None
@@ -42,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise ValueError(text) from error
 
 
-def address_of(listener: socket.socket) -> str:
+def format_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
@@ -62,7 +62,7 @@ class _Connection(H11Protocol):
 
     def _wait_for_head(self) -> None:
         if self._header_timer is None and self.conn.their_state is h11.IDLE:
-            self._header_timer = self.loop.call_later(HEADER_TIMEOUT, self.timeout_keep_alive_handler)
+            self._header_timer = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self.timeout_keep_alive_handler)
         elif self._header_timer is not None and self.conn.their_state is not h11.IDLE:
             self._header_timer.cancel()
             self._header_timer = None

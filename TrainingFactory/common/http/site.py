@@ -29,20 +29,20 @@ from TrainingFactory.common.http.api import (
     EventStreamResponse,
     as_api_error,
     json_response,
-    not_found_response,
+    make_not_found_response,
     read_json_body,
 )
 from TrainingFactory.common.http.listen import is_loopback
 
 PAGE_HEADER = "x-tfactory-page"  # with any value: browsers do not send custom headers across sites
-READ_TIMEOUT = 60.0  # maximum seconds of a GET handler in a thread
+READ_TIMEOUT_SECONDS = 60.0  # maximum seconds of a GET handler in a thread
 SAFE_METHODS = ("GET", "HEAD")  # methods that change nothing
-POLICY = (
+CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
 )
 SECURITY_HEADERS = {
-    "content-security-policy": POLICY,
+    "content-security-policy": CONTENT_POLICY,
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
@@ -83,35 +83,35 @@ class Picture(NamedTuple):
 PICTURE_HEADERS = {"cache-control": "private, max-age=31536000, immutable", "content-disposition": "inline"}
 
 
-def event(name: str, data: BaseModel | dict[str, Any]) -> Event:
-    return {"event": name, "data": to_json(data)}
+def event(name: str, payload: BaseModel | dict[str, Any]) -> Event:
+    return {"event": name, "data": to_json(payload)}
 
 
-def to_json(data: BaseModel | dict[str, Any]) -> str:
+def to_json(payload: BaseModel | dict[str, Any]) -> str:
     """Serialize to JSON. NaN becomes null; lone surrogates, which file names may contain, are escaped."""
     with contextlib.suppress(PydanticSerializationError):
-        if isinstance(data, BaseModel):
-            return data.model_dump_json()
-    encoded = json.dumps(data.model_dump() if isinstance(data, BaseModel) else data)
+        if isinstance(payload, BaseModel):
+            return payload.model_dump_json()
+    encoded = json.dumps(payload.model_dump() if isinstance(payload, BaseModel) else payload)
     return json.dumps(json.loads(encoded, parse_constant=lambda _: None))
 
 
 class Site:
-    """Web site with static files from the folder `static`, listening on `host`. Every request must carry `token`, as a
-    cookie or header; None: no token is required."""
+    """Web site with static files from `static_folder`, listening on `host`. Every request must carry `token`,
+    as a cookie or header; None: no token is required."""
 
-    def __init__(self, title: str, version: str, static: Path, host: str, token: str | None) -> None:
-        self._static = static
+    def __init__(self, title: str, version: str, static_folder: Path, host: str, token: str | None) -> None:
+        self._folder = static_folder
         self._api = FastAPI(title=title, version=version, docs_url=None, redoc_url=None, openapi_url=None)
-        self._api.add_exception_handler(HTTPException, not_found_response)
+        self._api.add_exception_handler(HTTPException, make_not_found_response)
         self._api.add_exception_handler(RequestValidationError, _validation_response)
         self.app = _Guard(self._api, host, token)
 
     def add(self, method: Literal["GET", "POST"], path: str, answer: Callable[..., Any]) -> None:
         """Add a handler that returns a pydantic object or a generator of events. FastAPI fills its arguments from the
         path, the query string and, for a pydantic type, the JSON body. A handler that is not a coroutine function runs
-        in a thread, with a limit of `READ_TIMEOUT` seconds for GET."""
-        timeout = READ_TIMEOUT if method == "GET" else None
+        in a thread, with a limit of `READ_TIMEOUT_SECONDS` seconds for GET."""
+        timeout = READ_TIMEOUT_SECONDS if method == "GET" else None
         is_async = inspect.iscoroutinefunction(answer)
         handler = answer if is_async else functools.partial(_run_in_thread, timeout, answer)
 
@@ -122,10 +122,10 @@ class Site:
                 if isinstance(result, Picture):
                     return Response(result.content, media_type="image/png", headers=PICTURE_HEADERS)
                 if isinstance(result, AsyncGenerator):
-                    return EventStreamResponse(_with_error(result))
+                    return EventStreamResponse(_append_error_event(result))
                 return Response(to_json(result), media_type="application/json")
             except Exception as error:
-                response = _as_error(error)
+                response = _to_api_error(error)
                 return json_response(response.body, response.status, ERROR_HEADERS.get(response.status))
 
         return_type = get_type_hints(answer).get("return")
@@ -143,50 +143,50 @@ class Site:
         self._api.add_api_route("/api/openapi.json", lambda: self._api.openapi(), include_in_schema=False)
         self._api.add_api_route("/{path:path}", self._serve, methods=["GET", "HEAD"], include_in_schema=False)
         # Only files that exist at start-up are served, by exact name, which rules out path traversal.
-        files = [
-            path for path in self._static.rglob("*.*") if path.suffix in CONTENT_TYPES and path.is_file()
+        paths = [
+            path for path in self._folder.rglob("*.*") if path.suffix in CONTENT_TYPES and path.is_file()
         ]
-        self._files = {path.relative_to(self._static).as_posix(): _load_file(path) for path in files}
+        self._files = {path.relative_to(self._folder).as_posix(): _load_file(path) for path in paths}
 
     async def _serve(self, request: Request, path: str) -> Response:
-        name = {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
-        file = self._files.get(name)
-        if file is None:
+        file_name = {"": "index.html", "docs": "docs.html"}.get(path, path.removeprefix("static/"))
+        static_file = self._files.get(file_name)
+        if static_file is None:
             raise HTTPException(404, "page not found")
-        content, headers = file
+        content, headers = static_file
         if request.headers.get("if-none-match") == headers["etag"]:
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers)
 
 
-def _load_file(file: Path) -> tuple[bytes, dict[str, str]]:
+def _load_file(path: Path) -> tuple[bytes, dict[str, str]]:
     """Return a file's content and headers. Browsers revalidate it by ETag on every use and get 304 if unchanged."""
-    content = file.read_bytes()
+    content = path.read_bytes()
     etag = f'"{hashlib.blake2b(content, digest_size=12).hexdigest()}"'
-    return content, {"etag": etag, "cache-control": "no-cache", "content-type": CONTENT_TYPES[file.suffix]}
+    return content, {"etag": etag, "cache-control": "no-cache", "content-type": CONTENT_TYPES[path.suffix]}
 
 
-async def _run_in_thread(seconds: float | None, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+async def _run_in_thread(timeout: float | None, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
-        async with asyncio.timeout(seconds):
-            return await asyncio.to_thread(answer, *args, **kwargs)
+        async with asyncio.timeout(timeout):
+            return await asyncio.to_thread(call, *args, **kwargs)
     except TimeoutError:
-        text = f"Reading took longer than {seconds:g} seconds. Check the disk, then reload the page."
+        text = f"Reading took longer than {timeout:g} seconds. Check the disk, then reload the page."
         raise ApiError(text, status=504, code="timeout") from None
 
 
-async def _with_error(events: Events) -> AsyncGenerator[Any, None]:
+async def _append_error_event(events: Events) -> AsyncGenerator[Any, None]:
     """Yield the events. Convert an exception into a last event named error."""
     try:
         async for streamed_event in events:
             yield streamed_event
     except Exception as error:
-        yield event("error", _as_error(error).body)
+        yield event("error", _to_api_error(error).body)
     finally:
         await events.aclose()
 
 
-def _as_error(error: BaseException) -> ApiError:
+def _to_api_error(error: BaseException) -> ApiError:
     """Convert an exception into an error response. Messages of ValueError and OSError are written for users."""
     is_user_error = isinstance(error, ValueError | OverflowError | RecursionError | OSError)
     return ApiError(str(error)) if is_user_error else as_api_error(error)
@@ -195,8 +195,8 @@ def _as_error(error: BaseException) -> ApiError:
 async def _validation_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     detail = error.errors()[0]
-    field = ".".join(str(part) for part in detail["loc"][1:]) or str(detail["loc"][0])
-    response = ApiError(f"{field}: {detail['msg']}", field, status=422)
+    field_name = ".".join(str(key_part) for key_part in detail["loc"][1:]) or str(detail["loc"][0])
+    response = ApiError(f"{field_name}: {detail['msg']}", field_name, status=422)
     return json_response(response.body, response.status)
 
 
@@ -231,32 +231,32 @@ class _Guard:
         if not self._is_own_host(host):
             text = f"unknown host name {host[:80]!r}; open the address that tfactory ui printed"
             raise ApiError(text, "host", status=403, code="forbidden")
-        origin, site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
-        is_cross_site = site not in ("none", "same-origin") and request.url.path.startswith("/api/")
+        origin, fetch_site = request.headers.get("origin"), request.headers.get("sec-fetch-site", "none")
+        is_cross_site = fetch_site not in ("none", "same-origin") and request.url.path.startswith("/api/")
         if is_cross_site or origin not in (None, f"http://{host}"):
             raise ApiError("cross-site requests are not allowed", "origin", status=403, code="forbidden")
 
     def _is_own_host(self, host: str) -> bool:
         match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:]+))(?::\d+)?", host)
-        name = match and (match[1] or match[2])
-        if not match or not name or is_loopback(name) or name == self._host:
-            return bool(name)
+        host_name = match and (match[1] or match[2])
+        if not match or not host_name or is_loopback(host_name) or host_name == self._host:
+            return bool(host_name)
         # Listening on all interfaces: accept IP addresses and this machine's name. Others could belong to anybody.
-        address = match[1] or re.fullmatch(r"[\d.]+", name)
-        return self._host in ("0.0.0.0", "::") and bool(address or name == socket.gethostname().lower())
+        address = match[1] or re.fullmatch(r"[\d.]+", host_name)
+        return self._host in ("0.0.0.0", "::") and bool(address or host_name == socket.gethostname().lower())
 
     def _sign_in(self, request: Request) -> Response | None:
         """Check the token. Return None if it is valid, else a sign-in page or a hint; raise ApiError in the API."""
         authorization = request.headers.get("authorization", "")
-        if self._token is None or _is_equal(authorization, f"Bearer {self._token}"):
+        if self._token is None or _equals_secret(authorization, f"Bearer {self._token}"):
             return None
-        cookie = f"tfactory-{request.scope['server'][1]}"  # per port: browsers share cookies across ports
-        if request.url.path == "/" and _is_equal(request.query_params.get("token", ""), self._token):
+        cookie_name = f"tfactory-{request.scope['server'][1]}"  # browsers share cookies across ports
+        if request.url.path == "/" and _equals_secret(request.query_params.get("token", ""), self._token):
             # Not a redirect: browsers send no SameSite=strict cookie with a redirect that began on another site.
             response = Response(SIGN_IN_PAGE, media_type="text/html")
-            response.set_cookie(cookie, self._token, httponly=True, samesite="strict")
+            response.set_cookie(cookie_name, self._token, httponly=True, samesite="strict")
             return response
-        if _is_equal(request.cookies.get(cookie, ""), self._token):
+        if _equals_secret(request.cookies.get(cookie_name, ""), self._token):
             return None
         if request.url.path.startswith("/api/"):
             raise ApiError(NO_TOKEN_TEXT, "token", status=401, code="unauthorized")
@@ -275,5 +275,5 @@ class _Guard:
         return receive
 
 
-def _is_equal(value: str, secret: str) -> bool:
-    return hmac.compare_digest(value.encode("utf-8", "surrogateescape"), secret.encode())
+def _equals_secret(text: str, secret: str) -> bool:
+    return hmac.compare_digest(text.encode("utf-8", "surrogateescape"), secret.encode())

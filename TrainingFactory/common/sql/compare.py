@@ -30,12 +30,12 @@ class ResultRows:
     num_columns: int = 0
 
 
-async def rows_match(run_query: RunQuery, query: str, reference: str) -> bool:
+async def rows_match(run_query: RunQuery, query: str, reference_query: str) -> bool:
     """Return whether `query` returns the same rows as the query `reference`; in the same order if `reference` has an
     ORDER BY. Column names are ignored, and 2 equals 2.0. Return False for a query that fails, times out, or returns
     more than the tool shows. Raise ValueError if the reference query itself fails or its rows cannot be read
     completely."""
-    reference_result = await run_query(reference)  # first, because the other query may change the data
+    reference_result = await run_query(reference_query)  # first, because the other query may change the data
     if not reference_result.ok:
         raise ValueError(f"the reference query failed: {reference_result.content[:200]}")
     expected = parse_result_rows(reference_result.content)
@@ -43,13 +43,13 @@ async def rows_match(run_query: RunQuery, query: str, reference: str) -> bool:
         raise ValueError(UNREADABLE_ROWS)
     if expected.is_truncated:
         raise ValueError("the reference query returns more than the tool shows; raise max_rows or narrow it")
-    result = await run_query(query)
-    actual = parse_result_rows(result.content) if result.ok else None
+    query_result = await run_query(query)
+    actual = parse_result_rows(query_result.content) if query_result.ok else None
     if actual is None or actual.is_truncated:
         return False
     if actual.num_columns and expected.num_columns and actual.num_columns != expected.num_columns:
         return False
-    if orders_rows(reference):
+    if orders_rows(reference_query):
         return actual.rows == expected.rows
     return Counter(actual.rows) == Counter(expected.rows)
 
@@ -93,8 +93,8 @@ def _make_comparable(value: Any) -> Any:
     """Return the value with floats rounded, because sums in another order differ in their last digits."""
     if isinstance(value, float):
         if math.isfinite(value) and abs(value) < 2**53:
-            rounded = round(value)
-            if math.isclose(value, rounded, rel_tol=1e-12, abs_tol=1e-15):
-                return rounded
+            rounded_value = round(value)
+            if math.isclose(value, rounded_value, rel_tol=1e-12, abs_tol=1e-15):
+                return rounded_value
         return ("float", f"{value:.12g}")
     return value if value is None or type(value) is int else (type(value).__name__, json.dumps(value))

@@ -27,7 +27,7 @@ STEPS_PER_TIME_CHECK = 1000  # SQLite virtual machine instructions between two c
 
 READ_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 DENIED_ACTIONS = {sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH}  # other files; VACUUM INTO counts as ATTACH
-PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
+ALLOWED_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info", "foreign_key_list"}
 DENIED_FUNCTIONS = {"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"}  # denied
 
 
@@ -50,7 +50,7 @@ class SqlDatabase:
         self.path, self.write = path, write
         self.timeout, self.max_rows, self.format = timeout, max_rows, format
         self._connection: sqlite3.Connection | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._copy_folder: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.Lock()  # a connection runs one statement at a time
         self._closed = False
 
@@ -61,7 +61,7 @@ class SqlDatabase:
         with self._lock:
             deadline = math.inf
             try:
-                connection = self._connection or self._open()
+                connection = self._connection or self._open_connection()
                 deadline = time.monotonic() + self.timeout
                 connection.set_progress_handler(lambda: time.monotonic() > deadline, STEPS_PER_TIME_CHECK)
                 cursor = connection.execute(query)
@@ -71,20 +71,20 @@ class SqlDatabase:
                 num_changed = cursor.rowcount
                 cursor.close()
             except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
-                return self._failure_result(error, time.monotonic() > deadline)
+                return self._make_failure_result(error, time.monotonic() > deadline)
         if not column_names:
-            text = (
+            change_text = (
                 f"done, {num_changed} row{'' if num_changed == 1 else 's'} changed"
                 if num_changed >= 0
                 else "done"
             )
-            return ToolResult(text)
+            return ToolResult(change_text)
         is_truncated = len(rows) > self.max_rows
         render = as_table if self.format == "table" else as_json
         return ToolResult(render(column_names, rows[: self.max_rows], is_truncated))
 
-    def tables(self, limit: int) -> str:
-        """List tables and columns in at most `limit` characters. Raise ValueError if the file is not a database."""
+    def tables(self, max_chars: int) -> str:
+        """List tables and columns in at most `max_chars` characters. Raise ValueError if the file is not a database."""
         query = "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite_%'"
         try:
             with contextlib.closing(_open_read_only(self.path)) as connection:
@@ -96,8 +96,9 @@ class SqlDatabase:
         except sqlite3.Error as error:
             raise ValueError(f"{self.path} is not a readable SQLite file: {error}") from error
         text, count = "; ".join(tables), len(tables)
-        if len(text) > limit:
-            text = text[:limit] + f" ... ({count} tables in all; SELECT sql FROM sqlite_master shows them)"
+        if len(text) > max_chars:
+            text = text[:max_chars]
+            text += f" ... ({count} tables in all; SELECT sql FROM sqlite_master shows them)"
         return f"Tables: {text or 'none'}."
 
     def close(self) -> None:
@@ -107,13 +108,13 @@ class SqlDatabase:
         with self._lock:
             self._closed = True
             connection, self._connection = self._connection, None
-            folder, self._folder = self._folder, None
+            folder, self._copy_folder = self._copy_folder, None
         if connection is not None:
             connection.close()
         if folder is not None:
             folder.cleanup()
 
-    def _failure_result(self, error: BaseException, is_timeout: bool) -> ToolResult:
+    def _make_failure_result(self, error: BaseException, is_timeout: bool) -> ToolResult:
         if is_timeout and "interrupted" in str(error):
             text = f"stopped after {self.timeout:g} s; ask for less, for instance with LIMIT"
             # Not error="timeout": the database works, and a retry of the same statement would time out again.
@@ -123,16 +124,16 @@ class SqlDatabase:
             message += " (this is not allowed here)" if self.write else " (only reading is allowed)"
         return ToolResult(f"SQL error: {message}", ok=False, error="exception")
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_connection(self) -> sqlite3.Connection:
         if self._closed:
             raise ValueError("the episode is over")
         connection = _open_read_only(self.path)
         if self.write:
-            self._folder = tempfile.TemporaryDirectory(prefix="tf-sql-", ignore_cleanup_errors=True)
-            connection = _copy_to(connection, f"{self._folder.name}/copy.db")
+            self._copy_folder = tempfile.TemporaryDirectory(prefix="tf-sql-", ignore_cleanup_errors=True)
+            connection = _copy_to(connection, f"{self._copy_folder.name}/copy.db")
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, MAX_SQL_CHARS)
-        connection.text_factory = lambda data: data.decode("utf-8", errors="replace")
+        connection.text_factory = lambda raw_text: raw_text.decode("utf-8", errors="replace")
         connection.set_authorizer(_may_write if self.write else _may_read)
         self._connection = connection
         return connection
@@ -145,39 +146,39 @@ def _open_read_only(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _copy_to(connection: sqlite3.Connection, path: str) -> sqlite3.Connection:
-    copy = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+def _copy_to(connection: sqlite3.Connection, copy_path: str) -> sqlite3.Connection:
+    writable_copy = sqlite3.connect(copy_path, check_same_thread=False, isolation_level=None)
     with contextlib.closing(connection):
-        connection.backup(copy)  # includes the write-ahead log
-    copy.execute("PRAGMA journal_mode = MEMORY")
-    copy.execute("PRAGMA synchronous = OFF")  # the copy is temporary
-    num_pages = copy.execute("PRAGMA page_count").fetchone()[0]
-    copy.execute(f"PRAGMA max_page_count = {num_pages + GROWTH_PAGES}")
-    return copy
+        connection.backup(writable_copy)  # includes the write-ahead log
+    writable_copy.execute("PRAGMA journal_mode = MEMORY")
+    writable_copy.execute("PRAGMA synchronous = OFF")  # the copy is temporary
+    num_pages = writable_copy.execute("PRAGMA page_count").fetchone()[0]
+    writable_copy.execute(f"PRAGMA max_page_count = {num_pages + GROWTH_PAGES}")
+    return writable_copy
 
 
-def _may_read(action: int, name: str | None, detail: str | None, *_: Any) -> int:
+def _may_read(action: int, first_argument: str | None, second_argument: str | None, *_: Any) -> int:
     if action == sqlite3.SQLITE_PRAGMA or action in READ_ACTIONS:
-        return _may_write(action, name, detail)
+        return _may_write(action, first_argument, second_argument)
     return sqlite3.SQLITE_DENY
 
 
-def _may_write(action: int, name: str | None, detail: str | None, *_: Any) -> int:
-    denied = action in DENIED_ACTIONS or (
-        action == sqlite3.SQLITE_FUNCTION and (detail or "").lower() in DENIED_FUNCTIONS
+def _may_write(action: int, first_argument: str | None, second_argument: str | None, *_: Any) -> int:
+    is_denied = action in DENIED_ACTIONS or (
+        action == sqlite3.SQLITE_FUNCTION and (second_argument or "").lower() in DENIED_FUNCTIONS
     )
     if action == sqlite3.SQLITE_PRAGMA:
-        denied = (name or "").lower() not in PRAGMAS
-    return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
+        is_denied = (first_argument or "").lower() not in ALLOWED_PRAGMAS
+    return sqlite3.SQLITE_DENY if is_denied else sqlite3.SQLITE_OK
 
 
 def as_table(column_names: list[str], rows: list[list[Any]], is_truncated: bool) -> str:
     lines = [" | ".join(map(_format_cell, row)) for row in [column_names, *rows]]
-    count = len(rows)
+    num_rows = len(rows)
     footer = (
-        f"(the first {count} rows; there are more)"
+        f"(the first {num_rows} rows; there are more)"
         if is_truncated
-        else f"({count} row{'' if count == 1 else 's'})"
+        else f"({num_rows} row{'' if num_rows == 1 else 's'})"
     )
     return "\n".join([*lines, footer])
 
@@ -203,8 +204,8 @@ def _digest_long(value: Any) -> Any:
         return value
     if not isinstance(value, str | bytes):
         return value
-    data = value.encode() if isinstance(value, str) else value
-    return [type(value).__name__, hashlib.sha256(data).hexdigest()]
+    value_bytes = value.encode() if isinstance(value, str) else value
+    return [type(value).__name__, hashlib.sha256(value_bytes).hexdigest()]
 
 
 def _format_cell(value: Any) -> str:

@@ -24,16 +24,16 @@ def main() -> None:
         if setup["settings"] is not None:
             function = function(setup["settings"])
     except Exception as error:
-        return send(answers, ticket, None, explain(error))
-    send(answers, ticket, None, None)
+        return send_answer(answers, ticket, None, format_error(error))
+    send_answer(answers, ticket, None, None)
     for line in requests:
         ticket, message, wants_events = json.loads(line)
         try:
             callbacks = [lambda event, ticket=ticket: write(answers, [ticket, event])] if wants_events else []
-            answer, problem = function(message, *callbacks), None
+            answer, error_text = function(message, *callbacks), None
         except Exception as error:
-            answer, problem = None, explain(error)
-        send(answers, ticket, answer, problem)
+            answer, error_text = None, format_error(error)
+        send_answer(answers, ticket, answer, error_text)
 
 
 def take_pipes() -> tuple[BinaryIO, int]:
@@ -58,8 +58,8 @@ def kill_at_hangup(pipe: int, process_group: int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC | os.O_NONBLOCK)
 
 
-def send(answer_pipe: int, ticket: str, answer: Any, problem: str | None) -> None:
-    write(answer_pipe, [ticket, answer, problem])
+def send_answer(answer_pipe: int, ticket: str, answer: Any, error_text: str | None) -> None:
+    write(answer_pipe, [ticket, answer, error_text])
 
 
 def write(answer_pipe: int, message: list[Any]) -> None:
@@ -68,7 +68,7 @@ def write(answer_pipe: int, message: list[Any]) -> None:
         line = line[os.write(answer_pipe, line) :]
 
 
-def explain(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

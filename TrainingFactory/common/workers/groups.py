@@ -8,13 +8,13 @@ import os
 import psutil
 
 # Environment variables that foreign programs inherit: enough to start, and no secrets.
-INHERITED = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
-BYTES_KEPT, MAX_LINES, MAX_LINE_CHARS = 8000, 5, 500  # of stderr
+INHERITED_VARIABLES = "HOME LANG LC_ALL LD_LIBRARY_PATH LOGNAME PATH SHELL TERM TMPDIR TZ USER".split()
+MAX_STDERR_BYTES, MAX_LINES, MAX_LINE_CHARS = 8000, 5, 500  # of stderr
 
 
-def inherited_variables(extra_names: list[str]) -> dict[str, str]:
-    """Return the variables in `INHERITED` and `extra_names` that are set."""
-    return {name: os.environ[name] for name in (*INHERITED, *extra_names) if name in os.environ}
+def inherit_variables(extra_names: list[str]) -> dict[str, str]:
+    """Return the variables in `INHERITED_VARIABLES` and `extra_names` that are set."""
+    return {name: os.environ[name] for name in (*INHERITED_VARIABLES, *extra_names) if name in os.environ}
 
 
 def descendants(pid: int) -> list[psutil.Process]:
@@ -23,12 +23,12 @@ def descendants(pid: int) -> list[psutil.Process]:
     return []
 
 
-def signal_group(group: int, signal_number: int) -> None:
+def signal_group(process_group: int, signal_number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal_number)
+        os.killpg(process_group, signal_number)
 
 
-def stderr_text(stderr: bytes) -> str:
+def quote_stderr(stderr: bytes) -> str:
     """Return the last lines of stderr for an error message; empty if there are none."""
     lines = [line.rstrip()[:MAX_LINE_CHARS] for line in stderr.decode(errors="replace").split("\n")]
     last_lines = [line for line in lines if line][-MAX_LINES:]

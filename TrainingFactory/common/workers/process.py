@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-CHILD = Path(__file__).with_name("child.py")
+CHILD_SCRIPT = Path(__file__).with_name("child.py")
 START_SECONDS = 120.0  # long, because the function may import a lot
 EventCallback = Callable[[Any], None]
 EXIT_SECONDS = 1.0  # grace period for a process that has closed its pipe
@@ -47,13 +47,14 @@ class Worker:
         settings: Any = None,
         *,
         start_seconds: float = START_SECONDS,
-        path: Sequence[str] | None = None,  # prepended to the process's sys.path; None: the parent's sys.path
+        sys_path: Sequence[str] | None = None,  # prepended to the sys.path of the process; None: the parent's
         flags: Sequence[str] = (),  # of the Python interpreter
-        max_answer: int = MAX_ANSWER_BYTES,
+        max_bytes: int = MAX_ANSWER_BYTES,
         **popen_args: Any,  # arguments of subprocess.Popen: env, cwd, stderr
     ) -> None:
         self.target, self.settings, self.start_seconds = target, settings, start_seconds
-        self._path, self._flags, self._popen_args, self._max_answer = path, flags, popen_args, max_answer
+        self._sys_path, self._flags, self._max_bytes = sys_path, flags, max_bytes
+        self._popen_args = popen_args
         self._child: _Child | None = None
         self._end_child: Callable[[], Any] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -68,7 +69,7 @@ class Worker:
     def pid(self) -> int | None:
         return None if self._child is None else self._child.process.pid
 
-    async def ask(self, message: Any, seconds: float, on_event: EventCallback | None = None) -> Any:
+    async def ask(self, message: Any, timeout: float, on_event: EventCallback | None = None) -> Any:
         """Return the answer to a message. Raise WorkerError, or WorkerTooSlow or WorkerDied if the process has ended.
         With `on_event`, the worker's function gets a callback as its second argument, and the events that it reports
         are passed to `on_event` before the answer."""
@@ -79,36 +80,37 @@ class Worker:
                 raise WorkerDied("was closed")
             if self._child is None:
                 self._child = _Child(
-                    [sys.executable, "-P", *self._flags, str(CHILD)], self._popen_args, self._max_answer
+                    [sys.executable, "-P", *self._flags, str(CHILD_SCRIPT)], self._popen_args, self._max_bytes
                 )
                 self._end_child = weakref.finalize(self, self._child.kill_and_wait)
-                path = [p or os.getcwd() for p in sys.path] if self._path is None else list(self._path)
-                setup = {"target": self.target, "settings": self.settings, "path": path}
+                parent_path = [folder or os.getcwd() for folder in sys.path]
+                sys_path = parent_path if self._sys_path is None else list(self._sys_path)
+                setup = {"target": self.target, "settings": self.settings, "path": sys_path}
                 try:
-                    await self._answer(setup | {"life": self._child.life_pipe}, self.start_seconds)
+                    await self._get_answer(setup | {"life": self._child.life_pipe}, self.start_seconds)
                 except WorkerTooSlow:
                     raise WorkerDied(f"did not start within {self.start_seconds:g} s") from None
                 except WorkerError:
-                    self._drop()
+                    self._drop_child()
                     raise
-            return await self._answer(message, seconds, on_event)
+            return await self._get_answer(message, timeout, on_event)
 
-    async def _answer(self, message: Any, seconds: float, on_event: EventCallback | None = None) -> Any:
+    async def _get_answer(self, message: Any, timeout: float, on_event: EventCallback | None = None) -> Any:
         assert self._child is not None
         try:
-            async with asyncio.timeout(seconds):
-                answer, problem = await self._child.exchange(message, on_event)
+            async with asyncio.timeout(timeout):
+                answer, error_text = await self._child.exchange(message, on_event)
         except TimeoutError:
-            self._drop()
-            raise WorkerTooSlow(f"did not answer within {seconds:g} s") from None
+            self._drop_child()
+            raise WorkerTooSlow(f"did not answer within {timeout:g} s") from None
         except BaseException:
-            self._drop()
+            self._drop_child()
             raise
-        if problem is not None:
-            raise WorkerError(problem)
+        if error_text is not None:
+            raise WorkerError(error_text)
         return answer
 
-    def _drop(self) -> None:
+    def _drop_child(self) -> None:
         self._child = None
         self._end_child()
 
@@ -117,7 +119,7 @@ class Worker:
         if self._lock.locked() and self._child is not None:
             self._child.kill_group()  # the running call then drops it
         else:
-            self._drop()
+            self._drop_child()
 
     async def close(self) -> None:
         """Kill the process and do not restart it. Later calls raise WorkerDied."""
@@ -133,7 +135,7 @@ class Worker:
 class _Child:
     """A worker process and its pipes."""
 
-    def __init__(self, command: list[str], popen_args: Mapping[str, Any], max_answer: int) -> None:
+    def __init__(self, command: list[str], popen_args: Mapping[str, Any], max_bytes: int) -> None:
         child_commands, self.commands = os.pipe()
         self.answers, child_answers = os.pipe()
         self.life_pipe, self._own_life_end = os.pipe()  # the process is killed when the parent's end closes
@@ -154,7 +156,7 @@ class _Child:
                 os.close(pipe_end)
         os.set_blocking(self.commands, False)
         os.set_blocking(self.answers, False)
-        self._max_answer = max_answer
+        self._max_bytes = max_bytes
         self._unparsed = b""  # bytes after the last answer
 
     async def exchange(self, message: Any, on_event: EventCallback | None) -> tuple[Any, str | None]:
@@ -167,14 +169,14 @@ class _Child:
             # Check the ticket before parsing, which is slow for untrusted data.
             while (line := await self._read_line()).startswith(f'["{ticket}", '.encode()):
                 match json.loads(line):
-                    case [_, answer, problem]:
-                        return answer, problem
+                    case [_, answer, error_text]:
+                        return answer, error_text
                     case [_, event] if on_event is not None:
                         on_event(event)
                     case _:
                         break
         except BrokenPipeError:
-            raise WorkerDied(await self._exit_text()) from None
+            raise WorkerDied(await self._describe_exit()) from None
         except (ValueError, RecursionError):  # not JSON
             pass
         raise WorkerDied("was stopped, because its code wrote to the pipe for answers")
@@ -185,7 +187,7 @@ class _Child:
             try:
                 unsent = unsent[os.write(self.commands, unsent) :]
             except BlockingIOError:
-                await self._wait_ready(self.commands, writing=True)
+                await self._wait_ready(self.commands, for_writing=True)
 
     async def _read_line(self) -> bytes:
         chunks, num_bytes = [self._unparsed], len(self._unparsed)
@@ -195,21 +197,21 @@ class _Child:
             num_bytes += len(chunks[-1])
             if not chunks[-1]:
                 raise BrokenPipeError
-            if num_bytes > self._max_answer:
-                raise WorkerDied(f"was stopped, because it answered with more than {self._max_answer} bytes")
+            if num_bytes > self._max_bytes:
+                raise WorkerDied(f"was stopped, because it answered with more than {self._max_bytes} bytes")
         line_end, _, self._unparsed = chunks.pop().partition(b"\n")
         return b"".join([*chunks, line_end])
 
-    async def _wait_ready(self, pipe: int, writing: bool = False) -> None:
+    async def _wait_ready(self, pipe: int, for_writing: bool = False) -> None:
         loop = asyncio.get_running_loop()
         ready_event = asyncio.Event()
-        (loop.add_writer if writing else loop.add_reader)(pipe, ready_event.set)
+        (loop.add_writer if for_writing else loop.add_reader)(pipe, ready_event.set)
         try:
             await ready_event.wait()
         finally:
-            (loop.remove_writer if writing else loop.remove_reader)(pipe)
+            (loop.remove_writer if for_writing else loop.remove_reader)(pipe)
 
-    async def _exit_text(self) -> str:
+    async def _describe_exit(self) -> str:
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self.process.wait, EXIT_SECONDS)
         self.kill_group()

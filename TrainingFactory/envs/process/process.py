@@ -152,7 +152,7 @@ class EnvironmentProcess:
         if program.confined:
             settings = {"folder": self._folder, "readable": list(program.readable)}
             command = [sys.executable, "-I", "-S", str(LAUNCHER), json.dumps(settings), *command]
-        env = groups.inherited_variables(list(program.env)) | dict.fromkeys(("HOME", "TMPDIR"), self._folder)
+        env = groups.inherit_variables(list(program.env)) | dict.fromkeys(("HOME", "TMPDIR"), self._folder)
         read_fd, self._lifeline_fd = os.pipe()  # the kernel kills the process group when our end closes
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -189,7 +189,7 @@ class EnvironmentProcess:
         while chunk := await self._process.stderr.read(65536):
             if not self._stderr and chunk.startswith(UNRESTRICTED):
                 _warn_unrestricted(self.program.name, chunk.split(b"\n")[0][len(UNRESTRICTED) :].decode())
-            self._stderr = (self._stderr + chunk)[-groups.BYTES_KEPT :]
+            self._stderr = (self._stderr + chunk)[-groups.MAX_STDERR_BYTES :]
 
     def _append_to_line(self, chunk: bytes) -> None:
         self._line_buffer += chunk
@@ -228,7 +228,7 @@ class EnvironmentProcess:
         """Record the reason why the process is lost, fail its pending requests, and end it."""
         if self.error is None:
             note = f"; {self._num_invalid} lines on stdout are not answers" if self._num_invalid else ""
-            self.error = f"environment {self.program.name}: {reason}{note}{groups.stderr_text(self._stderr)}"
+            self.error = f"environment {self.program.name}: {reason}{note}{groups.quote_stderr(self._stderr)}"
         futures, self._pending_answers = self._pending_answers, {}
         for future in futures.values():
             if not future.done():

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, Self
 
-from TrainingFactory.common.workers.groups import inherited_variables, signal_group
+from TrainingFactory.common.workers.groups import inherit_variables, signal_group
 from TrainingFactory.types import ToolFailure
 
 BROWSER_PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -98,7 +98,7 @@ class Chromium:
             process = await asyncio.create_subprocess_exec(
                 *launcher, program, *flags, f"--user-data-dir={profile_folder.name}", stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL, start_new_session=True,
-                pass_fds=(commands_out, answers_in), env=inherited_variables([]),
+                pass_fds=(commands_out, answers_in), env=inherit_variables([])
             )  # fmt: skip
         finally:
             os.close(commands_out)

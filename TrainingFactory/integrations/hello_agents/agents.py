@@ -18,10 +18,10 @@ from TrainingFactory.common.endpoints.transport import KEY_BY_HOST
 from TrainingFactory.tools.builtin.agent import AgentTool
 from TrainingFactory.types import ToolResult
 
-OPENAI = "https://api.openai.com/v1"
-KEY_NAME, URL_NAME, MODEL_NAME = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
+OPENAI_URL = "https://api.openai.com/v1"
+KEY_VARIABLE, URL_VARIABLE, MODEL_VARIABLE = "LLM_API_KEY", "LLM_BASE_URL", "LLM_MODEL_ID"
 TIMEOUT = 30 * 24 * 3600.0  # seconds; long, because a whole training can be one tool call
-SYSTEM = "You are a helpful assistant. Answer in the user's language."
+SYSTEM_PROMPT = "You are a helpful assistant. Answer in the user's language."
 
 
 class ToolParameter(BaseModel):
@@ -94,22 +94,22 @@ class LLMConfig:
 
     def __post_init__(self) -> None:
         # LLM_API_KEY is sent only to the address in LLM_BASE_URL, or together with an explicit `api_key`.
-        use_key = self.api_key or self.base_url in (None, os.environ.get(URL_NAME))
+        uses_key = self.api_key or self.base_url in (None, os.environ.get(URL_VARIABLE))
         if self.api_key:
-            os.environ[KEY_NAME] = self.api_key
+            os.environ[KEY_VARIABLE] = self.api_key
             self.api_key = None  # keeps the key out of repr()
-        self._key_env = KEY_NAME if use_key and KEY_NAME in os.environ else KEY_BY_HOST
+        self._key_env = KEY_VARIABLE if uses_key and KEY_VARIABLE in os.environ else KEY_BY_HOST
 
     def endpoint(self) -> ChatEndpoint:
-        model = self.model or os.environ.get(MODEL_NAME)
-        base_url = self.base_url or os.environ.get(URL_NAME)
+        model = self.model or os.environ.get(MODEL_VARIABLE)
+        base_url = self.base_url or os.environ.get(URL_VARIABLE)
         if not model:
-            raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set {MODEL_NAME}.")
+            raise ValueError(f"no model is named. Pass LLMConfig(model=...) or set {MODEL_VARIABLE}.")
         fields = {"temperature": self.temperature, "max_tokens": self.max_tokens}
         options = {key: value for key, value in fields.items() if value is not None}
         timeout = float(self.timeout or 60)
         return ChatEndpoint(
-            base_url or OPENAI, model, api_key_env=self._key_env, timeout=timeout, options=options
+            base_url or OPENAI_URL, model, api_key_env=self._key_env, timeout=timeout, options=options
         )
 
 
@@ -126,7 +126,7 @@ class SimpleAgent:
     ) -> None:  # fmt: skip
         self.name = name
         self.llm = llm_config or llm or LLMConfig()
-        self.system_prompt = system_prompt or SYSTEM
+        self.system_prompt = system_prompt or SYSTEM_PROMPT
         self.max_turns = max_tool_iterations
         self.tool_registry = tool_registry or ToolRegistry()
         for tool in tools:
@@ -145,13 +145,13 @@ class SimpleAgent:
         limits: dict[str, Any] = {"max_turns": self.max_turns, "timeout": TIMEOUT, "tool_timeout": TIMEOUT}
         agent = AgentTool(self.name, "", self.llm.endpoint(), tools, system_prompt=prompt, **limits)
 
-        async def answer() -> ToolResult:
+        async def run_agent() -> ToolResult:
             try:
                 return await agent.run({"prompt": input_text})
             finally:
                 await agent.close()
 
-        result = running.run(answer)
+        result = running.run(run_agent)
         if not result.ok:
             raise ValueError(result.content)
         self._history += [f"user: {input_text}", f"assistant: {result.content}"]

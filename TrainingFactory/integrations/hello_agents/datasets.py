@@ -11,13 +11,13 @@ from typing import Any
 
 from TrainingFactory.data.datasets import FILE_SUFFIXES, DatasetRow, parse_rows, read_rows
 
-GSM8K = "TFACTORY_GSM8K"  # environment variable: a folder with train.jsonl and test.jsonl
-HUB = "openai/gsm8k"
-NAMES = ("gsm8k", HUB)
+GSM8K_VARIABLE = "TFACTORY_GSM8K"  # environment variable: a folder with train.jsonl and test.jsonl
+HUB_NAME = "openai/gsm8k"
+ALIASES = ("gsm8k", HUB_NAME)
 FORMATS = ("sft", "rl")
-SPLIT = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?")
+SPLIT_PATTERN = re.compile(r"(\w+)(?:\[(\d*):(\d*)\])?")
 Reader = Callable[..., list[dict]]  # (source, split, count) -> rows
-MESSAGE = re.compile(r"<\|im_start\|>(system|user|assistant)\n(.*?)<\|im_end\|>", re.DOTALL)
+MESSAGE_PATTERN = re.compile(r"<\|im_start\|>(system|user|assistant)\n(.*?)<\|im_end\|>", re.DOTALL)
 
 
 def read_gsm8k(
@@ -26,20 +26,20 @@ def read_gsm8k(
     """Return rows with `question` and `answer`, from `folder`, the folder in TFACTORY_GSM8K, or the hub.
 
     `split` is train or test, or a slice such as train[:1000]. `count` None: all rows."""
-    match = SPLIT.fullmatch(split)
+    match = SPLIT_PATTERN.fullmatch(split)
     if match is None:
         raise ValueError(f"split is {split!r}; it must be like train, test or train[:1000]")
-    name, start, stop = match[1], int(match[2] or 0), int(match[3]) if match[3] else None
+    split_name, start, stop = (match[1], int(match[2] or 0), int(match[3]) if match[3] else None)
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ValueError(f"max_samples is {count!r}; it must be 1 or more, or None for all")
-    path = folder or os.environ.get(GSM8K)
-    source = _split_file(Path(path).expanduser(), name) if path else f"{HUB}:main"
+    path = folder or os.environ.get(GSM8K_VARIABLE)
+    data_source = _split_file(Path(path).expanduser(), split_name) if path else f"{HUB_NAME}:main"
     try:
-        return list(islice(read_rows(source, name), start, stop))[:count]
+        return list(islice(read_rows(data_source, split_name), start, stop))[:count]
     except ValueError as error:
         raise ValueError(
-            f"GSM8K could not be loaded from {source}. Put its train.jsonl and test.jsonl into a folder and set the "
-            f"environment variable {GSM8K} or data.tasks=FOLDER. ({error})"
+            f"GSM8K could not be loaded from {data_source}. Put its train.jsonl and test.jsonl into a folder and set "
+            f"the environment variable {GSM8K_VARIABLE} or data.tasks=FOLDER. ({error})"
         ) from error
 
 
@@ -50,34 +50,34 @@ def _split_file(folder: Path, split: str) -> Path:
     return next((path for path in candidates if path.is_file()), folder / f"{split}.jsonl")
 
 
-def question_prompt(question: str) -> str:
+def make_question_prompt(question: str) -> str:
     return f"Question: {question}\n\nLet's solve this step by step:"
 
 
-def final_result(answer: Any) -> str:
+def extract_result(answer: Any) -> str:
     """Return the final result of an answer: the text after ####, or all of it."""
     return str(answer).rpartition("####")[2].strip()
 
 
-def sft_record(row: Mapping[str, Any]) -> dict[str, str]:
+def make_sft_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Return `prompt`, `completion` and `text`. An answer without #### has no reasoning."""
     reasoning = str(row["answer"]).rpartition("####")[0].strip()
-    prompt = question_prompt(row["question"]) + "\n"
-    completion = f"{reasoning}\n\nFinal Answer: {final_result(row['answer'])}".lstrip()
+    prompt = make_question_prompt(row["question"]) + "\n"
+    completion = f"{reasoning}\n\nFinal Answer: {extract_result(row['answer'])}".lstrip()
     return {"prompt": prompt, "completion": completion, "text": prompt + completion}
 
 
-def rl_record(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
+def make_rl_row(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
     """Return `question`, `prompt` (after the tokenizer's chat template, if given), `ground_truth` and `full_answer`."""
     question, answer = row["question"], str(row["answer"])
-    prompt = question_prompt(question)
+    prompt = make_question_prompt(question)
     if tokenizer is not None:
-        message = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return {
         "question": question,
         "prompt": prompt,
-        "ground_truth": final_result(answer),
+        "ground_truth": extract_result(answer),
         "full_answer": answer,
     }
 
@@ -85,53 +85,53 @@ def rl_record(row: Mapping[str, Any], tokenizer: Any = None) -> dict[str, str]:
 def format_rows(rows: Any, format_type: str, tokenizer: Any = None) -> list[dict]:
     """Convert rows with `question` and `answer` to records of the format `sft` or `rl`."""
 
-    def convert(row: DatasetRow, number: int) -> dict[str, Any]:
+    def convert(row: DatasetRow, row_number: int) -> dict[str, Any]:
         if missing := [key for key in ("question", "answer") if key not in row.columns]:
             raise ValueError(f"has no {' and no '.join(missing)}. Its keys are: {', '.join(row.columns)}")
-        return sft_record(row.columns) if format_type == "sft" else rl_record(row.columns, tokenizer)
+        return make_sft_row(row.columns) if format_type == "sft" else make_rl_row(row.columns, tokenizer)
 
     if format_type not in FORMATS:
         raise ValueError(f"format is {format_type!r}; it must be sft or rl")
     return parse_rows(rows, 'rows with "question" and "answer"', convert)
 
 
-def plain_rows(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
+def read_plain_rows(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
     return parse_rows(rows, "rows", lambda row, number: row.columns, split, count)
 
 
-def examples(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
+def read_examples(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
     """Return rows for offline algorithms; questions with answers become prompts with completions."""
 
-    def convert(row: DatasetRow, number: int) -> dict[str, Any]:
+    def convert(row: DatasetRow, row_number: int) -> dict[str, Any]:
         columns = row.columns
-        has_target = columns.keys() & {"completion", "messages", "chosen"}
-        if {"question", "answer"} <= columns.keys() and not has_target:
-            columns = sft_record(columns)
-        return _without_template(columns)
+        has_answer = columns.keys() & {"completion", "messages", "chosen"}
+        if {"question", "answer"} <= columns.keys() and not has_answer:
+            columns = make_sft_row(columns)
+        return _unwrap_template(columns)
 
     return parse_rows(rows, "examples", convert, split, count)
 
 
-def tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
+def read_tasks(rows: Any, split: str = "train", count: int | None = None) -> list[dict]:
     """Return tasks for algorithms that sample: the question as user message, and all columns for the reward."""
 
-    def convert(row: DatasetRow, number: int) -> dict[str, Any]:
+    def convert(row: DatasetRow, row_number: int) -> dict[str, Any]:
         columns = row.columns
         if "answer" in columns:
-            columns = {"ground_truth": final_result(columns["answer"])} | columns
+            columns = {"ground_truth": extract_result(columns["answer"])} | columns
         if "question" in columns:
-            return columns | {"prompt": question_prompt(columns["question"])}
-        return _without_template(columns)
+            return columns | {"prompt": make_question_prompt(columns["question"])}
+        return _unwrap_template(columns)
 
     return parse_rows(rows, "tasks", convert, split, count)
 
 
-def _without_template(columns: dict[str, Any]) -> dict[str, Any]:
+def _unwrap_template(columns: dict[str, Any]) -> dict[str, Any]:
     """Convert a prompt with a rendered chat template back to messages, because trainers apply the template."""
     prompt = columns.get("prompt")
     if not isinstance(prompt, str):
         return columns
-    messages = [{"role": role, "content": content} for role, content in MESSAGE.findall(prompt)]
+    messages = [{"role": role, "content": content} for role, content in MESSAGE_PATTERN.findall(prompt)]
     if [message["role"] for message in messages] == ["user"]:
         return columns | {"prompt": messages[0]["content"]}
     return columns | {"prompt": messages or prompt.strip()}
@@ -152,10 +152,10 @@ class GSM8KDataset:
         self._records = format_rows(rows, format_type, tokenizer)
 
     def format_for_sft(self, example: Mapping[str, Any]) -> dict[str, str]:
-        return sft_record(example)
+        return make_sft_row(example)
 
     def format_for_rl(self, example: Mapping[str, Any]) -> dict[str, str]:
-        return rl_record(example, self.tokenizer)
+        return make_rl_row(example, self.tokenizer)
 
     def get_dataset(self) -> Any:
         return _make_dataset(self._records)
@@ -172,7 +172,7 @@ def create_math_dataset(
     tokenizer: Any = None,
 ) -> Any:  # fmt: skip
     """Return GSM8K as a `datasets.Dataset`. Raise ValueError for any other name."""
-    if dataset_name not in NAMES:
+    if dataset_name not in ALIASES:
         raise ValueError(f"there is no dataset {dataset_name!r}. Use gsm8k, or format_math_dataset.")
     return GSM8KDataset(split, max_samples, format_type, tokenizer).get_dataset()
 
@@ -197,9 +197,9 @@ def format_math_dataset(dataset: Any, format_type: str = "sft", model_name: str 
 
 def preview_dataset(dataset: Any, num_samples: int = 3) -> None:
     """Print the first records, with values truncated to 200 characters."""
-    for number in range(min(num_samples, len(dataset))):
-        print(f"--- {number + 1} / {len(dataset)}")
-        for key, value in dataset[number].items():
+    for index in range(min(num_samples, len(dataset))):
+        print(f"--- {index + 1} / {len(dataset)}")
+        for key, value in dataset[index].items():
             text = str(value)
             print(f"{key}: {text[:200]}{'...' if len(text) > 200 else ''}")
 

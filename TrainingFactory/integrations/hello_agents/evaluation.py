@@ -17,40 +17,41 @@ from TrainingFactory.rewards.adapt import as_reward
 from TrainingFactory.rewards.rules.answers import find_marked_answer
 from TrainingFactory.types import Trajectory
 
-REWARD = f"{accuracy_of.__module__}:{accuracy_of.__name__}"
-METRICS = "accuracy accuracy_at_k average_reward average_length average_steps format_correctness".split()
+REWARD_NAME = f"{accuracy_of.__module__}:{accuracy_of.__name__}"
+METRIC_NAMES = "accuracy accuracy_at_k average_reward average_length average_steps format_correctness".split()
 
 
 def evaluate(
     model_path: str, tasks: Sequence[Mapping[str, Any]], reward: Callable[..., Sequence[float]],
-    options: Mapping[str, Any], metrics: Sequence[str], k: int, details: bool,
+    options: Mapping[str, Any], metrics: Sequence[str], k: int, with_details: bool
 ) -> dict[str, Any]:  # fmt: skip
     """Return the metrics of a model on tasks, with `k` attempts each. `options` are config values by full key."""
-    if unknown := [name for name in metrics if name not in METRICS]:
-        raise ValueError(f"there is no metric {unknown[0]!r}. Available: {', '.join(METRICS)}")
+    if unknown_metrics := [name for name in metrics if name not in METRIC_NAMES]:
+        raise ValueError(f"there is no metric {unknown_metrics[0]!r}. Available: {', '.join(METRIC_NAMES)}")
     if k > 1 and not options.get("sampling.temperature"):
         raise ValueError(f"k is {k}, but at temperature 0 all attempts are the same. Set temperature.")
     if not all("ground_truth" in task for task in tasks):
         raise ValueError("tasks have no ground_truth. Provide rows with question and answer.")
     record, episodes, adapter = _run_evaluation(model_path, tasks, {"training.group_size": k, **options})
-    texts = [episode.answer for episode in episodes]  # "" if the episode was truncated
-    rewards = reward(**as_reward(reward).columns(episodes) | {"completions": texts})
-    measured = record.metrics
+    answers = [episode.answer for episode in episodes]  # "" if the episode was truncated
+    rewards = reward(**as_reward(reward).columns(episodes) | {"completions": answers})
+    scores = record.metrics
     metric_values = {
-        "accuracy": measured["success"],
-        "accuracy_at_k": measured.get(f"pass@{k}", measured["success"]),
+        "accuracy": scores["success"],
+        "accuracy_at_k": scores.get(f"pass@{k}", scores["success"]),
         "average_reward": fmean(rewards),
-        "average_length": fmean(map(len, texts)),
-        "average_steps": fmean(map(count_lines, texts)),
-        "format_correctness": fmean(find_marked_answer(text) is not None for text in texts),
+        "average_length": fmean(map(len, answers)),
+        "average_steps": fmean(map(count_lines, answers)),
+        "format_correctness": fmean(find_marked_answer(text) is not None for text in answers),
     }
-    result: dict[str, Any] = {"num_samples": len(tasks), "truncated": int(measured["episodes/truncated"])}
+    result: dict[str, Any] = {"num_samples": len(tasks), "truncated": int(scores["episodes/truncated"])}
     result |= {name: metric_values[name] for name in metrics}
     if "accuracy" in result:
         result["accuracy_percent"] = f"{metric_values['accuracy']:.2%}"
-        result["interval_95"] = [measured["success_low"], measured["success_high"]]
-    if details:
-        result["details"] = [_episode_detail(*parts) for parts in zip(episodes, texts, rewards, strict=True)]
+        result["interval_95"] = [scores["success_low"], scores["success_high"]]
+    if with_details:
+        samples = zip(episodes, answers, rewards, strict=True)
+        result["details"] = [_make_episode_detail(*sample) for sample in samples]
         result["errors"] = [detail for detail in result["details"] if not detail["correct"]]
     return result | {"use_lora": adapter, "record": record.id}
 
@@ -60,11 +61,11 @@ def _run_evaluation(
 ) -> tuple[EvaluationRecord, list[Trajectory], bool]:
     """Run the evaluation and return its record, the episodes, and whether the model is an adapter."""
     with tempfile.TemporaryDirectory(prefix="tfactory-hello-") as folder:
-        file = Path(folder, "tasks.jsonl")
+        tasks_file = Path(folder, "tasks.jsonl")
         lines = (json.dumps(task, ensure_ascii=False) + "\n" for task in tasks)
-        file.write_text("".join(lines), encoding="utf-8")
-        config = {"data.tasks": str(file), "data.count": len(tasks), "reward.type": "function",
-                  "reward.options": {"function": REWARD}, "sampling.temperature": 0.0, "sampling.max_tokens": 512,
+        tasks_file.write_text("".join(lines), encoding="utf-8")
+        config = {"data.tasks": str(tasks_file), "data.count": len(tasks), "reward.type": "function",
+                  "reward.options": {"function": REWARD_NAME}, "sampling.temperature": 0.0, "sampling.max_tokens": 512,
                   **options}  # fmt: skip
         overrides = [key_value(key, value) for key, value in config.items()]
         evaluation = RecordedEvaluation(ask(model_path, overrides, "conversation"))
@@ -76,12 +77,12 @@ def _run_evaluation(
     return evaluation.record, report.trajectories, evaluation.config.model.adapter is not None
 
 
-def _episode_detail(episode: Trajectory, text: str, reward: float) -> dict[str, Any]:
+def _make_episode_detail(episode: Trajectory, answer: str, reward: float) -> dict[str, Any]:
     metadata = episode.task.metadata
     full_answer = str(metadata.get("full_answer") or episode.task.answer or "")
     return {
         "question": metadata.get("question", episode.task.prompt),
-        "prediction": text,
+        "prediction": answer,
         "ground_truth": metadata.get("ground_truth"),
         "ground_truth_steps": max(0, len(full_answer.splitlines()) - 1),
         "correct": episode.reward is not None and episode.reward.outcome > 0,

@@ -13,7 +13,7 @@ from TrainingFactory.rewards.rules.numeric import as_number
 from TrainingFactory.types import Trajectory
 
 RewardFn = Callable[..., list[float]]
-STEP_CAP = 0.5  # maximum sum of the step bonuses
+MAX_STEP_BONUS = 0.5  # maximum sum of the step bonuses
 
 
 class MathRewardFunction:
@@ -65,7 +65,7 @@ def create_length_penalty_reward(
     def length_penalty(completions: Sequence[Any], **kwargs: Any) -> list[float]:
         excess_fractions = [max(0, len(_as_text(text)) - max_length) / max_length for text in completions]
         pairs = zip(base_reward_fn(completions=completions, **kwargs), excess_fractions, strict=True)
-        return [max(0.0, base - penalty_weight * share) if share else float(base) for base, share in pairs]
+        return [max(0.0, base - penalty_weight * excess) if excess else float(base) for base, excess in pairs]
 
     return length_penalty
 
@@ -76,13 +76,13 @@ def create_step_reward(
     """Return a reward function: the base reward plus, if it is positive, a bonus for each non-empty line after the
     first. Wrong answers and empty lines earn no bonus. `max_steps` None: no limit on the counted lines."""
 
-    def bonus(completion: Any) -> float:
+    def compute_bonus(completion: Any) -> float:
         steps = max(0, count_lines(_as_text(completion)) - 1)
-        return min(step_bonus * (steps if max_steps is None else min(steps, max_steps)), STEP_CAP)
+        return min(step_bonus * (steps if max_steps is None else min(steps, max_steps)), MAX_STEP_BONUS)
 
     def step(completions: Sequence[Any], **kwargs: Any) -> list[float]:
         pairs = zip(base_reward_fn(completions=completions, **kwargs), completions, strict=True)
-        return [float(base + bonus(completion) if base > 0 else base) for base, completion in pairs]
+        return [float(base + compute_bonus(completion) if base > 0 else base) for base, completion in pairs]
 
     return step
 
@@ -98,8 +98,10 @@ def create_combined_reward(components: Sequence[Mapping[str, Any]]) -> RewardFn:
         functions.append((weight, make_reward(str(component.get("type")), options)))
 
     def combined(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-        weighted = [(weight, fn(completions=completions, **kwargs)) for weight, fn in functions]
-        return [sum(weight * values[n] for weight, values in weighted) for n in range(len(completions))]
+        weighted_rewards = [(weight, fn(completions=completions, **kwargs)) for weight, fn in functions]
+        return [
+            sum(weight * values[i] for weight, values in weighted_rewards) for i in range(len(completions))
+        ]
 
     return combined
 
@@ -113,25 +115,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def reward_options(kind: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def complete_options(reward_type: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return `options` completed with the defaults of a reward type. Raise ValueError for unknown ones."""
-    if kind not in OPTIONS:
-        raise ValueError(f"there is no reward {kind!r}. Available: {', '.join(OPTIONS)}")
+    if reward_type not in OPTIONS:
+        raise ValueError(f"there is no reward {reward_type!r}. Available: {', '.join(OPTIONS)}")
     options = {"max_length" if key == "target_length" else key: value for key, value in options.items()}
-    if unknown := options.keys() - OPTIONS[kind].keys():
-        known_names = ", ".join(OPTIONS[kind])
-        raise ValueError(f"reward {kind} has no option {min(unknown)!r}. Available: {known_names}")
-    return OPTIONS[kind] | options
+    if unknown_options := options.keys() - OPTIONS[reward_type].keys():
+        known_names = ", ".join(OPTIONS[reward_type])
+        raise ValueError(
+            f"reward {reward_type} has no option {min(unknown_options)!r}. Available: {known_names}"
+        )
+    return OPTIONS[reward_type] | options
 
 
-def make_reward(kind: str, options: Mapping[str, Any]) -> RewardFn:
+def make_reward(reward_type: str, options: Mapping[str, Any]) -> RewardFn:
     """Create the reward function of a type."""
-    full_options = reward_options(kind, options)
-    if kind == "combined":
+    full_options = complete_options(reward_type, options)
+    if reward_type == "combined":
         return create_combined_reward(full_options["components"])
-    base = create_accuracy_reward(full_options.pop("tolerance"))
+    accuracy_fn = create_accuracy_reward(full_options.pop("tolerance"))
     wrappers = {"length_penalty": create_length_penalty_reward, "step": create_step_reward}
-    return wrappers[kind](base, **full_options) if kind in wrappers else base
+    return wrappers[reward_type](accuracy_fn, **full_options) if reward_type in wrappers else accuracy_fn
 
 
 def evaluate_rewards(
@@ -141,9 +145,9 @@ def evaluate_rewards(
     if not completions:
         raise ValueError("completions is empty")
     rewards = reward_fn(completions=list(completions), ground_truth=list(ground_truths))
-    spread = {"std_reward": pstdev(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
+    reward_stats = {"std_reward": pstdev(rewards), "max_reward": max(rewards), "min_reward": min(rewards)}
     accuracy = fmean(reward > 0.5 for reward in rewards)
-    return {"mean_reward": fmean(rewards), **spread, "accuracy": accuracy, "num_samples": len(rewards)}
+    return {"mean_reward": fmean(rewards), **reward_stats, "accuracy": accuracy, "num_samples": len(rewards)}
 
 
 def count_lines(text: str) -> int:

@@ -29,8 +29,8 @@ from TrainingFactory.integrations.hello_agents.tool import Result
 TRL_AVAILABLE = True  # for programs that check it: everything that training needs is installed
 DetailedLoggingCallback = training.DetailedLoggingCallback
 # Config fields that the tool knows under another name.
-RENAMED = {"num_train_epochs": "num_epochs", "per_device_train_batch_size": "batch_size"}
-NOT_KEYS = {"model_name", "output_dir", "top_p", "use_fp16", "use_bf16"}
+RENAMED_KEYS = {"num_train_epochs": "num_epochs", "per_device_train_batch_size": "batch_size"}
+IGNORED_KEYS = {"model_name", "output_dir", "top_p", "use_fp16", "use_bf16"}
 
 
 @dataclass
@@ -70,21 +70,21 @@ class TrainingConfig:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def keys_for(self, algorithm: str, is_evaluated: bool) -> dict[str, Any]:
+    def convert_keys(self, algorithm: str, is_evaluated: bool) -> dict[str, Any]:
         """Return the config as keys of `RLTrainingTool`, without keys that the algorithm does not use. `is_evaluated`:
         the wrapper has an `eval_dataset`."""
-        keys = {RENAMED.get(key, key): value for key, value in self.to_dict().items()}
+        keys = {RENAMED_KEYS.get(key, key): value for key, value in self.to_dict().items()}
         keys["dtype"] = "bfloat16" if self.use_bf16 else "auto" if self.use_fp16 else "float32"
-        unused = NOT_KEYS | {key for key in keys if key.startswith("lora_") and not self.use_lora}
-        unused |= set() if KINDS[algorithm].samples else {"max_new_tokens", "temperature"}
-        unused |= set() if is_evaluated else {"eval_steps"}
-        unused |= {"use_tensorboard"} if self.use_tensorboard else set()  # used anyway if it is installed
+        unused_keys = IGNORED_KEYS | {key for key in keys if key.startswith("lora_") and not self.use_lora}
+        unused_keys |= set() if KINDS[algorithm].samples else {"max_new_tokens", "temperature"}
+        unused_keys |= set() if is_evaluated else {"eval_steps"}
+        unused_keys |= {"use_tensorboard"} if self.use_tensorboard else set()  # used if it is installed
         if self.warmup_steps == TrainingConfig.warmup_steps:
-            unused |= {"warmup_steps"}
+            unused_keys |= {"warmup_steps"}
             keys["warmup_ratio"] = 0.1
         if self.top_p != TrainingConfig.top_p:
             print(f"note: top_p {self.top_p} is ignored: training samples from the full distribution")
-        return {key: value for key, value in keys.items() if key not in unused}
+        return {key: value for key, value in keys.items() if key not in unused_keys}
 
 
 def setup_training_environment(config: TrainingConfig) -> None:
@@ -116,9 +116,9 @@ def format_training_time(seconds: float) -> str:
 def get_device_info() -> dict[str, Any]:
     from torch import cuda
 
-    name = cuda.get_device_name(0) if cuda.is_available() else None
-    count = cuda.device_count()
-    return {"cuda_available": count > 0, "cuda_device_count": count, "cuda_device_name": name}
+    gpu_name = cuda.get_device_name(0) if cuda.is_available() else None
+    num_gpus = cuda.device_count()
+    return {"cuda_available": num_gpus > 0, "cuda_device_count": num_gpus, "cuda_device_name": gpu_name}
 
 
 def print_training_summary(
@@ -136,7 +136,7 @@ class BaseTrainerWrapper:
         self, config: TrainingConfig | None = None, dataset: Any = None, reward_fn: Any = None, *,
         eval_dataset: Any = None, **options: Any,
     ) -> None:  # fmt: skip
-        field_names = {key: field_name for field_name, key in RENAMED.items()}
+        field_names = {key: field_name for field_name, key in RENAMED_KEYS.items()}
         fields = {field_names.get(key, key): value for key, value in options.items()}
         self.config = replace(config or TrainingConfig(), **fields)
         self.dataset, self.eval_dataset, self.reward_fn = dataset, eval_dataset, reward_fn
@@ -158,10 +158,10 @@ class BaseTrainerWrapper:
         if self.dataset is None:
             raise ValueError(f"{type(self).__name__} has no dataset. Pass dataset=.")
         if (self.reward_fn is not None) != KINDS[self.algorithm].samples:
-            problem = "has no reward. Pass" if self.reward_fn is None else "takes no reward. Remove"
-            raise ValueError(f"{type(self).__name__} {problem} reward_fn=.")
-        rows = training.row_reader(self.algorithm)(self.dataset)
-        keys = self.config.keys_for(self.algorithm, self.eval_dataset is not None)
+            error_text = "has no reward. Pass" if self.reward_fn is None else "takes no reward. Remove"
+            raise ValueError(f"{type(self).__name__} {error_text} reward_fn=.")
+        rows = training.pick_row_reader(self.algorithm)(self.dataset)
+        keys = self.config.convert_keys(self.algorithm, self.eval_dataset is not None)
         model, folder = self.config.model_name, self.config.output_dir
         self.trainer, self._training_result = training.train(
             self.algorithm, model, rows, folder, keys, self.reward_fn, self.eval_dataset

@@ -14,23 +14,23 @@ from typing import Any
 from TrainingFactory.integrations.hello_agents import agents, datasets, rewards, rl
 from TrainingFactory.integrations.hello_agents.tool import Result, RLTraining, RLTrainingTool
 
-RL = {"": rl, ".trainers": rl, ".utils": rl, ".datasets": datasets, ".rewards": rewards}
+RL_MODULES = {"": rl, ".trainers": rl, ".utils": rl, ".datasets": datasets, ".rewards": rewards}
 # module -> its names if the package is not installed
-NAMES = {
+EXPORTED_NAMES = {
     "": ("HelloAgentsLLM", "LLMConfig", "SimpleAgent", "ToolRegistry"),
     ".core": ("HelloAgentsLLM", "LLMConfig"),
     ".agents": ("SimpleAgent",),
     ".tools": ("Tool", "ToolParameter", "ToolRegistry"),
     ".tools.builtin": (),
 }
-TOOL = "hello_agents.tools.builtin.rl_training_tool"
+TOOL_MODULE = "hello_agents.tools.builtin.rl_training_tool"
 
 
 def install() -> None:
     """Register the modules `hello_agents` that the textbook imports, unless they are registered already."""
     package = sys.modules.get("hello_agents")
     if package is None and importlib.util.find_spec("hello_agents") is None:
-        for suffix, names in NAMES.items():
+        for suffix, names in EXPORTED_NAMES.items():
             _register_module(f"hello_agents{suffix}", {name: getattr(agents, name) for name in names})
         _add_our_modules(RLTrainingTool)
     elif package is None or not hasattr(package, "_tfactory"):
@@ -38,24 +38,24 @@ def install() -> None:
             tools_module = [import_module(f"hello_agents.{name}") for name in ("core", "tools")][-1]
         except ImportError as error:
             raise ValueError(f"hello_agents cannot be imported: {error}. Repair or uninstall it.") from error
-        _add_our_modules(tool_for(tools_module))
+        _add_our_modules(make_tool_class(tools_module))
 
 
-def _add_our_modules(tool: type) -> None:
+def _add_our_modules(tool_class: type) -> None:
     """Add `RLTrainingTool`, `rl` and a missing `LLMConfig` to the registered modules `hello_agents`."""
-    top, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
-    for name, module in RL.items():
+    package, core, tools = (sys.modules[f"hello_agents{name}"] for name in ("", ".core", ".tools"))
+    for name, module in RL_MODULES.items():
         sys.modules[f"hello_agents.rl{name}"] = module
-    tool_module = sys.modules.get(TOOL) or _register_module(TOOL, {})
+    tool_module = sys.modules.get(TOOL_MODULE) or _register_module(TOOL_MODULE, {})
     for module in (tools, tool_module):
-        vars(module)["RLTrainingTool"] = tool
+        vars(module)["RLTrainingTool"] = tool_class
     vars(core).setdefault("LLMConfig", agents.LLMConfig)
-    vars(top).update(rl=rl, _tfactory=True)
+    vars(package).update(rl=rl, _tfactory=True)
 
 
-def _register_module(name: str, names: dict[str, Any]) -> ModuleType:
+def _register_module(name: str, attributes: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, "A module of HelloAgents, provided by TrainingFactory.")
-    vars(module).update(names, __path__=[])  # __path__ makes it a package
+    vars(module).update(attributes, __path__=[])  # __path__ makes it a package
     sys.modules[name] = module
     parent, _, child_name = name.rpartition(".")
     if parent:
@@ -63,16 +63,16 @@ def _register_module(name: str, names: dict[str, Any]) -> ModuleType:
     return module
 
 
-def tool_for(tools: ModuleType) -> type:
+def make_tool_class(tools: ModuleType) -> type:
     """Return the RLTrainingTool class for an installed `hello_agents.tools`. In version 0.2 its `run` returns text. In
     1.0 it returns a ToolResponse that is also that text with the same keys, so that one program works with both
     versions."""
-    result = _response_class(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
-    members = {"parameter": tools.ToolParameter, "result": result}
-    return type("RLTrainingTool", (RLTraining, tools.Tool), members)
+    result_class = _make_response_class(tools) if hasattr(tools, "ToolResponse") else Result  # foreign module
+    class_members = {"parameter": tools.ToolParameter, "result": result_class}
+    return type("RLTrainingTool", (RLTraining, tools.Tool), class_members)
 
 
-def _response_class(tools: ModuleType) -> type:
+def _make_response_class(tools: ModuleType) -> type:
     statuses = {"success": tools.ToolStatus.SUCCESS, "error": tools.ToolStatus.ERROR}
 
     class Response(Result, tools.ToolResponse):

@@ -16,13 +16,13 @@ from TrainingFactory.integrations.hello_agents.agents import Tool, ToolParameter
 from TrainingFactory.integrations.hello_agents.texts import ToolMessages
 
 log = logging.getLogger(__name__)
-TASKS = "data.tasks"  # a folder with GSM8K
-REWARD = {"reward": None, "reward_type": None, "reward_config": None, "custom_reward": None}
+TASKS_KEY = "data.tasks"  # a folder with GSM8K
+NO_REWARD = {"reward": None, "reward_type": None, "reward_config": None, "custom_reward": None}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "train": {
         "algorithm": "sft", "model_name": "Qwen/Qwen2-0.5B-Instruct", "dataset": "gsm8k", "split": "train",
         "max_samples": None, "num_epochs": 3, "output_dir": "./output", "use_lora": True, "batch_size": 4,
-        "custom_dataset": None, "confirm": None, **REWARD,
+        "custom_dataset": None, "confirm": None, **NO_REWARD
     },
     "load_dataset": {
         "format": "sft", "split": "train", "max_samples": 100, "model_name": None, "dataset": "gsm8k",
@@ -30,14 +30,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "create_reward": {"reward_type": "accuracy"},
     "evaluate": {
         "model_path": None, "dataset": "gsm8k", "split": "test", "max_samples": 100, "use_lora": None,
-        "metrics": ("accuracy", "average_reward"), "k": 1, "return_details": False, "output_dir": "runs", **REWARD,
+        "metrics": ("accuracy", "average_reward"), "k": 1, "return_details": False, "output_dir": "runs", **NO_REWARD
     },
 }  # fmt: skip
 SAMPLING = {"max_new_tokens": "sampling.max_tokens", "temperature": "sampling.temperature", "top_p": "sampling.top_p",
             "batch_size": "sampling.slots", "thinking": "model.thinking"}  # fmt: skip
 # Keys of an action besides those with a default above.
-MORE_KEYS = {
-    "train": [*training.OPTIONS, *training.SPECIAL],
+ACTION_KEYS = {
+    "train": [*training.OPTIONS, *training.SPECIAL_KEYS],
     "load_dataset": ["format_type"],
     "create_reward": sorted({name for options in rewards.OPTIONS.values() for name in options}),
     "evaluate": list(SAMPLING),
@@ -120,14 +120,14 @@ class RLTraining:
 
     def get_parameters(self) -> list[Any]:
         return [
-            self.parameter(name=name, type=kind, description=text, required=False, default=None)
-            for name, (kind, text) in PARAMETERS.items()
+            self.parameter(name=name, type=type_name, description=description, required=False, default=None)
+            for name, (type_name, description) in PARAMETERS.items()
         ]
 
     def run(self, parameters: Mapping[str, Any] | str) -> Any:
         """Run an action from a mapping or its JSON text and return its result, a training plan, or an error."""
         try:
-            return self.result(self._run_action(self._parse(parameters)))
+            return self.result(self._run_action(self._parse_parameters(parameters)))
         except ValueError as error:
             message = str(error)
         except Exception as error:  # foreign code: datasets, rewards, the hub
@@ -136,61 +136,61 @@ class RLTraining:
         return self.result({"status": "error", "message": message})
 
     def _run_action(self, options: dict[str, Any]) -> dict[str, Any]:
-        action = self._check("action", str(options.pop("action", "train")).lower(), DEFAULTS)
-        known_names = dict.fromkeys([*DEFAULTS[action], *MORE_KEYS[action], TASKS])
+        action = self._choose("action", str(options.pop("action", "train")).lower(), DEFAULTS)
+        known_names = dict.fromkeys([*DEFAULTS[action], *ACTION_KEYS[action], TASKS_KEY])
         for key in options:
-            dotted = action == "train" and "." in key  # a full config key, validated by the config
-            if key not in known_names and not dotted:
-                hint, names = did_you_mean(nearest(key, known_names)), ", ".join(known_names)
-                raise ValueError(self.messages("key", action=action, value=key, near=hint, known=names))
+            is_config_key = action == "train" and "." in key  # a full config key, validated by the config
+            if key not in known_names and not is_config_key:
+                hint, name_list = did_you_mean(nearest(key, known_names)), ", ".join(known_names)
+                raise ValueError(self.messages("key", action=action, value=key, near=hint, known=name_list))
         methods = {"train": self._train, "load_dataset": self._load, "create_reward": self._create}
         return methods.get(action, self._evaluate)(options, DEFAULTS[action] | options)
 
-    def _parse(self, parameters: Any) -> dict[str, Any]:
+    def _parse_parameters(self, parameters: Any) -> dict[str, Any]:
         """Convert the parameters to their types. Agents write numbers as text, and tool registries put all parameters
         into `input`."""
         if not isinstance(parameters, str | Mapping):
             raise ValueError(self.messages("parameters", value=type(parameters).__name__))
         options = {"input": parameters} if isinstance(parameters, str) else dict(parameters)
-        text, section = options.pop("input", None), options.pop("data", None)
-        if isinstance(text, str) and text.lstrip().startswith("{"):
+        input_text, data_section = options.pop("input", None), options.pop("data", None)
+        if isinstance(input_text, str) and input_text.lstrip().startswith("{"):
             try:
-                options |= json.loads(text)
+                options |= json.loads(input_text)
             except json.JSONDecodeError as error:
                 raise ValueError(self.messages("json", line=error.lineno, column=error.colno)) from error
-        if isinstance(section, Mapping):
-            options |= {f"data.{key}": value for key, value in section.items()}
-        for key, (kind, _) in PARAMETERS.items():
-            if kind != "string" and isinstance(value := options.get(key), str):
+        if isinstance(data_section, Mapping):
+            options |= {f"data.{key}": value for key, value in data_section.items()}
+        for key, (type_name, _) in PARAMETERS.items():
+            if type_name != "string" and isinstance(value := options.get(key), str):
                 try:
                     options[key] = json.loads(value.lower())
                 except ValueError:
                     continue  # the config rejects it with its key
         return {key: value for key, value in options.items() if value is not None or key == "max_samples"}
 
-    def _check(self, subject: str, value: str, choices: Collection[str]) -> str:
+    def _choose(self, subject: str, value: str, choices: Collection[str]) -> str:
         if value not in choices:
             raise ValueError(
                 self.messages("choice", what=self.messages(subject), value=value, known=", ".join(choices))
             )
         return value
 
-    # Actions: `options` are the user's, `values` are completed with defaults.
+    # Actions: `options` are the user's, `config` is completed with defaults.
 
-    def _train(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        algorithm = self._check("algorithm", str(values["algorithm"]).lower(), KINDS)
-        samples = KINDS[algorithm].samples
-        if not samples and (unused := options.keys() & REWARD):
-            raise ValueError(self.messages("unread", value=min(unused), algorithm=algorithm))
-        reward_name, reward = self._find_reward(values) if samples else (None, None)
-        dotted = {key for key in options if "." in key and key != TASKS}
-        keys = {key: values[key] for key in values if key in MORE_KEYS["train"] or key in dotted}
+    def _train(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        algorithm = self._choose("algorithm", str(config["algorithm"]).lower(), KINDS)
+        is_online = KINDS[algorithm].samples
+        if not is_online and (unused_options := options.keys() & NO_REWARD):
+            raise ValueError(self.messages("unread", value=min(unused_options), algorithm=algorithm))
+        reward_name, reward = self._find_reward(config) if is_online else (None, None)
+        config_keys = {key for key in options if "." in key and key != TASKS_KEY}
+        keys = {key: config[key] for key in config if key in ACTION_KEYS["train"] or key in config_keys}
         # SFT's learning rate is too high for learning from rewards or preference pairs.
-        keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if values["use_lora"] else 1e-6)
+        keys.setdefault("learning_rate", 5e-5 if algorithm == "sft" else 1e-5 if config["use_lora"] else 1e-6)
         reward_arguments = {"reward": reward_name} if reward_name else {}
         if not options.get("confirm", {"algorithm", "model_name"} <= options.keys()):
             plan = (
-                {key: value for key, value in values.items() if isinstance(value, str | int)}
+                {key: value for key, value in config.items() if isinstance(value, str | int)}
                 | keys
                 | reward_arguments
             )
@@ -198,74 +198,75 @@ class RLTraining:
             message = self.messages("plan", known=", ".join(DEFAULTS))
             return {"status": "plan", "message": message, "plan": plan, "confirm": True}
         heldout_rows = None
-        if {"eval_steps", "training.eval_every"} & keys.keys() and values["dataset"] in datasets.NAMES:
-            heldout_rows = datasets.read_gsm8k("test", 64, options.get(TASKS))
-        model, folder = values["model_name"], values["output_dir"]
-        rows = self._load_rows(values, training.row_reader(algorithm))
+        if {"eval_steps", "training.eval_every"} & keys.keys() and config["dataset"] in datasets.ALIASES:
+            heldout_rows = datasets.read_gsm8k("test", 64, options.get(TASKS_KEY))
+        model, folder = config["model_name"], config["output_dir"]
+        rows = self._load_rows(config, training.pick_row_reader(algorithm))
         trainer, result = training.train(algorithm, model, rows, folder, keys, reward, heldout_rows)
         training.write_model(trainer, folder, result | reward_arguments)
         return result | reward_arguments
 
-    def _load_rows(self, values: Mapping[str, Any], read: datasets.Reader) -> list[dict]:
+    def _load_rows(self, config: Mapping[str, Any], read_dataset: datasets.Reader) -> list[dict]:
         """Return the rows of the requested dataset."""
-        name, split, count = values["dataset"], values["split"], values["max_samples"]
-        custom = values.get("custom_dataset")
-        source = self.custom_datasets.get(name, name) if custom is None else custom
-        if isinstance(source, str) and source in datasets.NAMES:
-            return read(datasets.read_gsm8k(split, count, values.get(TASKS)))
-        if isinstance(source, str) and "/" not in source and not Path(source).exists():
+        name, split, count = config["dataset"], config["split"], config["max_samples"]
+        custom_dataset = config.get("custom_dataset")
+        dataset = self.custom_datasets.get(name, name) if custom_dataset is None else custom_dataset
+        if isinstance(dataset, str) and dataset in datasets.ALIASES:
+            return read_dataset(datasets.read_gsm8k(split, count, config.get(TASKS_KEY)))
+        if isinstance(dataset, str) and "/" not in dataset and not Path(dataset).exists():
             known_names = ["gsm8k", *self.custom_datasets, "FILE.jsonl", "OWNER/NAME (hub)"]
-            self._check("dataset", source, known_names)
-        return read(source, split, count)
+            self._choose("dataset", dataset, known_names)
+        return read_dataset(dataset, split, count)
 
-    def _find_reward(self, values: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
+    def _find_reward(self, config: Mapping[str, Any]) -> tuple[str, Callable[..., Any]]:
         """Return the name of the reward and its function. The first of these applies: `custom_reward`; the reward named
         by `reward` or `reward_type`; the reward registered under the dataset's name; the only registered reward;
         accuracy."""
-        if (custom_reward := values["custom_reward"]) is not None:
+        if (custom_reward := config["custom_reward"]) is not None:
             return str(getattr(custom_reward, "__name__", type(custom_reward).__name__)), custom_reward
-        functions, options = self.custom_reward_functions, values["reward_config"]
-        name = values["reward"] or values["reward_type"]
+        functions, options = self.custom_reward_functions, config["reward_config"]
+        name = config["reward"] or config["reward_type"]
         if name is None:
-            same_name = [key for key in functions if key == values["dataset"]]
-            candidates = same_name or [*functions] or ["accuracy"]
+            dataset_rewards = [key for key in functions if key == config["dataset"]]
+            candidates = dataset_rewards or [*functions] or ["accuracy"]
             if len(candidates) > 1:
                 raise ValueError(self.messages("registered", known=", ".join(candidates)))
             name = candidates[0]
-        self._check("reward", name, [*functions, *rewards.OPTIONS])
+        self._choose("reward", name, [*functions, *rewards.OPTIONS])
         if name in functions:
             return name, functions[name]
         return name, rewards.make_reward(name, self._presets.get(name, {}) if options is None else options)
 
-    def _load(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        format_name = self._check("format", options.get("format_type", values["format"]), datasets.FORMATS)
-        rows = self._load_rows(values, datasets.plain_rows)
+    def _load(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        format_name = self._choose("format", options.get("format_type", config["format"]), datasets.FORMATS)
+        rows = self._load_rows(config, datasets.read_plain_rows)
         if {"question", "answer"} <= rows[0].keys():
-            tokenizer = datasets.load_model_tokenizer(values["model_name"]) if format_name == "rl" else None
+            tokenizer = datasets.load_model_tokenizer(config["model_name"]) if format_name == "rl" else None
             rows = datasets.format_rows(rows, format_name, tokenizer)
-        result = {"status": "success", "format": format_name, "split": values["split"]}
+        result = {"status": "success", "format": format_name, "split": config["split"]}
         return result | {"dataset_size": len(rows), "sample_keys": list(rows[0])}
 
-    def _create(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-        kind = self._check("reward", values.pop("reward_type"), rewards.OPTIONS)
-        completed = rewards.reward_options(kind, values)
-        rewards.make_reward(kind, values)
-        self._presets[kind] = values
-        text = self.messages(kind, **completed, cap=rewards.STEP_CAP)
-        completed_options = {name: value for name, value in completed.items() if value is not None}
-        return {"status": "success", "reward_type": kind, "description": text, **completed_options}
+    def _create(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+        reward_type = self._choose("reward", config.pop("reward_type"), rewards.OPTIONS)
+        full_options = rewards.complete_options(reward_type, config)
+        rewards.make_reward(reward_type, config)
+        self._presets[reward_type] = config
+        text = self.messages(reward_type, **full_options, cap=rewards.MAX_STEP_BONUS)
+        completed_options = {name: value for name, value in full_options.items() if value is not None}
+        return {"status": "success", "reward_type": reward_type, "description": text, **completed_options}
 
-    def _evaluate(self, options: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    def _evaluate(self, options: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         from TrainingFactory.integrations.hello_agents.evaluation import evaluate
         from TrainingFactory.models.dtypes import pick_device
 
-        if not (path := values["model_path"]):
+        if not (path := config["model_path"]):
             raise ValueError(self.messages("missing", value="model_path"))
-        name, reward = self._find_reward(values)
-        config = {SAMPLING[key]: options[key] for key in SAMPLING if key in options}
-        config["logging.output_dir"] = values["output_dir"]
-        metrics, k, details = values["metrics"], values["k"], values["return_details"]
-        scores = evaluate(path, self._load_rows(values, datasets.tasks), reward, config, metrics, k, details)
+        name, reward = self._find_reward(config)
+        overrides = {SAMPLING[key]: options[key] for key in SAMPLING if key in options}
+        overrides["logging.output_dir"] = config["output_dir"]
+        metrics, k, details = config["metrics"], config["k"], config["return_details"]
+        rows = self._load_rows(config, datasets.read_tasks)
+        scores = evaluate(path, rows, reward, overrides, metrics, k, details)
         result = {"status": "success", "model_path": path, "device": str(pick_device("auto")), "reward": name}
         return result | scores
 

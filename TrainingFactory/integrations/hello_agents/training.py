@@ -22,7 +22,7 @@ from TrainingFactory.trainers.trl_keywords import VALUE_MAP
 if TYPE_CHECKING:  # torch, which takes seconds
     from TrainingFactory.trainers.trainer import Trainer
 
-RECORD = "training_result.json"  # in output_dir; lists the files of the model
+RECORD_FILE = "training_result.json"  # in output_dir; lists the files of the model
 # Key of the textbook -> ours. `_convert_special` converts the keys that need more than another name.
 OPTIONS = {
     **{key: f"training.{key}" for key in ("num_epochs", "batch_size", "learning_rate", "warmup_steps", "weight_decay",
@@ -34,7 +34,7 @@ OPTIONS = {
     "max_length": "model.max_length", "model_revision": "model.revision", "thinking": "model.thinking",
     "dtype": "model.dtype", "save_steps": "logging.checkpoint_every",
 }  # fmt: skip
-SPECIAL = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef", "clip_range",
+SPECIAL_KEYS = ("optimizer", "warmup_ratio", "gradient_accumulation_steps", "kl_coef", "clip_range",
            "use_wandb", "use_tensorboard", "wandb_project", "logging_steps")  # fmt: skip
 OPTIMIZERS = VALUE_MAP["optim"][1]
 BATCH_SIZE = 4  # the textbook's default
@@ -57,32 +57,32 @@ class DetailedLoggingCallback(PlainLines):
             self.say(f"Epoch {epoch}/{epochs} | Step {step}/{total} | {metrics_line(metrics)}")
 
 
-def row_reader(algorithm: str) -> datasets.Reader:
+def pick_row_reader(algorithm: str) -> datasets.Reader:
     """Return the function that reads the rows of an algorithm."""
-    return datasets.tasks if KINDS[algorithm].samples else datasets.examples
+    return datasets.read_tasks if KINDS[algorithm].samples else datasets.read_examples
 
 
 def train(
     algorithm: str, model_name: str, rows: list[dict], output_dir: str | Path, keys: Mapping[str, Any],
-    reward: Callable[..., Any] | None = None, heldout: Any = None,
+    reward: Callable[..., Any] | None = None, heldout_rows: Any = None
 ) -> tuple[Trainer, dict[str, Any]]:  # fmt: skip
     """Train a run in the folder `runs` of `output_dir`. Return the trainer and the results.
 
     `keys` are the textbook's, or ours in full (`grpo.scale_rewards`); `heldout` are the rows for `eval_steps`."""
-    samples = KINDS[algorithm].samples
+    is_online = KINDS[algorithm].samples
     folder = Path(output_dir).expanduser()
     check_folder(folder)
-    options: dict[str, Any] = {**config_sections(algorithm, keys, len(rows))}
+    options: dict[str, Any] = {**make_config_sections(algorithm, keys, len(rows))}
     # The textbook points TensorBoard at the folder `runs`.
     options.setdefault("logging", {})["output_dir"] = str(folder / "runs")
-    model = model_section(model_name, options.setdefault("lora", {}), folder)
+    model = make_model_section(model_name, options.setdefault("lora", {}), folder)
     options["model"] = model | options.get("model", {})
-    options |= {"tasks": rows, "environment": "conversation"} if samples else {"dataset": rows}
-    if heldout is not None:
-        options["heldout"] = row_reader(algorithm)(heldout)
-    name = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
+    options |= {"tasks": rows, "environment": "conversation"} if is_online else {"dataset": rows}
+    if heldout_rows is not None:
+        options["heldout"] = pick_row_reader(algorithm)(heldout_rows)
+    prefix = "RewardModel" if algorithm == "reward_model" else algorithm.upper()
     watcher = DetailedLoggingCallback(None, keys.get("num_epochs"), keys.get("logging_steps") or 1)
-    trainer = getattr(services, f"{name}Trainer")(**options, reward_function=reward, watcher=watcher)
+    trainer = getattr(services, f"{prefix}Trainer")(**options, reward_function=reward, watcher=watcher)
     if trainer.notices:
         raise ValueError("; ".join(trainer.notices))
     report, config = trainer.train(), trainer.config
@@ -96,7 +96,7 @@ def train(
     }  # fmt: skip
 
 
-def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[str, dict[str, Any]]:
+def make_config_sections(algorithm: str, keys: Mapping[str, Any], num_rows: int) -> dict[str, dict[str, Any]]:
     """Convert the textbook's keys to sections of a config, which validates the values. `size`: number of rows."""
     options = {key: value for key, value in keys.items() if value is not None}
     if accumulation := options.get("gradient_accumulation_steps"):
@@ -105,7 +105,7 @@ def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[
         (OPTIONS.get(key, key), key, options[key]) for key in options if key in OPTIONS or "." in key
     ]
     sections: dict[str, dict[str, Any]] = {}
-    for full_key, key, value in (*option_rows, *_convert_special(algorithm, options, size)):
+    for full_key, key, value in (*option_rows, *_convert(algorithm, options, num_rows)):
         section, _, name = full_key.partition(".")
         current_value = sections.setdefault(section, {}).setdefault(name, value)
         if current_value != value:
@@ -113,14 +113,14 @@ def config_sections(algorithm: str, keys: Mapping[str, Any], size: int) -> dict[
     return sections
 
 
-def _convert_special(algorithm: str, options: Mapping[str, Any], size: int) -> Iterator[tuple[str, str, Any]]:
+def _convert(algorithm: str, options: Mapping[str, Any], num_rows: int) -> Iterator[tuple[str, str, Any]]:
     """Yield our key, the textbook's key and the converted value of each option that needs a conversion."""
     if "optimizer" in options:
         yield "training.optimizer", "optimizer", OPTIMIZERS.get(options["optimizer"], options["optimizer"])
     if "warmup_ratio" in options:
-        total = options.get("num_epochs", 1) * math.ceil(size / options.get("batch_size", BATCH_SIZE))
-        steps = math.ceil(options["warmup_ratio"] * options.get("max_steps", total))
-        yield "training.warmup_steps", "warmup_ratio", steps
+        num_steps = options.get("num_epochs", 1) * math.ceil(num_rows / options.get("batch_size", BATCH_SIZE))
+        warmup_steps = math.ceil(options["warmup_ratio"] * options.get("max_steps", num_steps))
+        yield "training.warmup_steps", "warmup_ratio", warmup_steps
     if "kl_coef" in options:
         yield f"{algorithm}.kl", "kl_coef", options["kl_coef"]
     if "clip_range" in options:
@@ -138,29 +138,29 @@ def _convert_special(algorithm: str, options: Mapping[str, Any], size: int) -> I
         yield "logging.wandb", "wandb_project", {"project": options["wandb_project"]}
 
 
-def model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, Any]:
+def make_model_section(name: str, lora: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the config section of the model to load. An adapter keeps its own LoRA settings: keys in `lora` with the
     same values are removed from it; the trainer rejects keys with other values."""
-    resolved = find_model(name)
-    if resolved.adapter is None or resolved.folder is None:
-        if resolve_model_name(resolved.name) == BUILTIN and lora.get("enabled"):
+    resolved_model = find_model(name)
+    if resolved_model.adapter is None or resolved_model.folder is None:
+        if resolve_model_name(resolved_model.name) == BUILTIN and lora.get("enabled"):
             return {"name": str(_save_builtin(folder / "base"))}
         # Further keys that factories.yaml has for a name are resolved later, from the name.
-        return resolved.section if resolved.query == name else {"name": name}
+        return resolved_model.section if resolved_model.query == name else {"name": name}
     if not lora.get("enabled", True):
         raise ValueError(
             f"use_lora is false, but {name} is an adapter. Remove use_lora, or merge the adapter first: "
             f"tfactory export {name} --out NEW --merge"
         )
-    adapter_config = json.loads((resolved.folder / ADAPTER).read_text(encoding="utf-8"))
+    adapter_config = json.loads((resolved_model.folder / ADAPTER).read_text(encoding="utf-8"))
     for key, peft_key in PEFT_KEYS.items():
-        if key in lora and _sorted_list(lora[key]) == _sorted_list(adapter_config.get(peft_key)):
+        if key in lora and _sort_list(lora[key]) == _sort_list(adapter_config.get(peft_key)):
             del lora[key]
-    return resolved.section | {"adapter": str(resolved.folder.resolve())}
+    return resolved_model.section | {"adapter": str(resolved_model.folder.resolve())}
 
 
-def _sorted_list(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value  # PEFT stores lists in any order
+def _sort_list(setting: Any) -> Any:
+    return sorted(setting) if isinstance(setting, list) else setting  # PEFT stores lists in any order
 
 
 def _save_builtin(folder: Path) -> Path:
@@ -176,10 +176,10 @@ def _save_builtin(folder: Path) -> Path:
 
 def check_folder(folder: Path) -> None:
     """Raise ValueError if the folder contains a model that was not written by `write_model`."""
-    existing = [name for name in ("config.json", ADAPTER) if (folder / name).is_file()]
-    if existing and not (folder / RECORD).is_file():
+    existing_files = [name for name in ("config.json", ADAPTER) if (folder / name).is_file()]
+    if existing_files and not (folder / RECORD_FILE).is_file():
         raise ValueError(
-            f"output_dir {folder} holds a model ({existing[0]}) that was not trained here. Choose another folder."
+            f"output_dir {folder} holds a model ({existing_files[0]}) that was not trained here. Choose another folder."
         )
 
 
@@ -187,16 +187,16 @@ def write_model(trainer: Trainer, output_dir: str | Path, model_info: Mapping[st
     """Write the trained model to a folder, in place of an earlier model; keep the runs' checkpoints."""
     folder = Path(output_dir).expanduser()
     check_folder(folder)
-    temp_folder, record_path = folder / ".model", folder / RECORD
+    temp_folder, record_path = folder / ".model", folder / RECORD_FILE
     shutil.rmtree(temp_folder, ignore_errors=True)  # left by a killed program
     trainer.save_model(temp_folder)
-    old_files = json.loads(record_path.read_text(encoding="utf-8"))["files"] if record_path.is_file() else []
-    files = sorted(path.name for path in temp_folder.iterdir())
+    old_names = json.loads(record_path.read_text(encoding="utf-8"))["files"] if record_path.is_file() else []
+    file_names = sorted(path.name for path in temp_folder.iterdir())
     record_path.write_text(
-        json.dumps({**model_info, "files": files}, indent=2, ensure_ascii=False), encoding="utf-8"
+        json.dumps({**model_info, "files": file_names}, indent=2, ensure_ascii=False), encoding="utf-8"
     )
-    for name in set(old_files) - set(files):
+    for name in set(old_names) - set(file_names):
         (folder / Path(name).name).unlink(missing_ok=True)
-    for name in files:
+    for name in file_names:
         os.replace(temp_folder / name, folder / name)
     temp_folder.rmdir()

@@ -31,7 +31,7 @@ class DataItem:
     `responses` contains the sampled tokens of all turns and no tool output, so that a reward cannot mistake tool output
     for the model's text. The whole conversation, tools included, is in `non_tensor_batch["messages"]`."""
 
-    def __init__(self, trajectory: Trajectory, heldout: bool = False) -> None:
+    def __init__(self, trajectory: Trajectory, is_heldout: bool = False) -> None:
         import torch  # already loaded by training
 
         prompts = torch.tensor(trajectory.turns[0].prompt_ids)
@@ -46,15 +46,15 @@ class DataItem:
         )
         # Copied because user code may modify it, and all episodes of a group share the task.
         columns, answer = copy.deepcopy((trajectory.task.metadata, trajectory.task.answer))
-        column = columns.get("reward_model")
-        reward_model = {"ground_truth": answer} | (column if isinstance(column, dict) else {})
+        reward_column = columns.get("reward_model")
+        reward_model = {"ground_truth": answer} | (reward_column if isinstance(reward_column, dict) else {})
         replies = [message for turn in trajectory.turns for message in (turn.message, *turn.replies)]
         messages = [message_to_dict(message) for message in (*trajectory.prompt, *replies)]
         self.non_tensor_batch = Columns({"data_source": "", "extra_info": {}} | columns)
         self.non_tensor_batch.update(reward_model=reward_model, messages=messages, uid=trajectory.group)
-        self.meta_info: dict[str, Any] = {"validate": heldout}
+        self.meta_info: dict[str, Any] = {"validate": is_heldout}
 
-    def texts(self, tokenizer: Any) -> list[str]:
+    def decode_turns(self, tokenizer: Any) -> list[str]:
         """Return the model's text of each turn."""
         return [tokenizer.decode(turn, skip_special_tokens=True) for turn in self._turns]
 
@@ -69,16 +69,16 @@ class DataItem:
 class EpisodeBatch(list[DataItem]):
     """A batch of one episode: tensors have a leading batch axis of length 1, other columns are arrays of length 1."""
 
-    def __init__(self, item: DataItem) -> None:
+    def __init__(self, data_item: DataItem) -> None:
         import numpy as np
 
-        super().__init__([item])
-        self.meta_info = item.meta_info
-        self.batch = Columns({name: tensor.unsqueeze(0) for name, tensor in item.batch.items()})
+        super().__init__([data_item])
+        self.meta_info = data_item.meta_info
+        self.batch = Columns({name: tensor.unsqueeze(0) for name, tensor in data_item.batch.items()})
         self.non_tensor_batch = Columns()
-        for name, value in item.non_tensor_batch.items():
+        for name, column in data_item.non_tensor_batch.items():
             self.non_tensor_batch[name] = np.empty(1, dtype=object)
-            self.non_tensor_batch[name][0] = value
+            self.non_tensor_batch[name][0] = column
 
     def add_step_rewards(self, rewards: list[float]) -> None:
         """Add the rewards that `get_step_reward` returned, one for each turn, as the column `tool_use_scores`."""
@@ -121,14 +121,14 @@ class JudgeWorkers:
 
     world_size = 1
 
-    def __init__(self, ask: AskJudge, tokenizer: MessageTokenizer) -> None:
-        self._ask, self._tokenizer, self._loop = ask, tokenizer, asyncio.get_running_loop()
+    def __init__(self, ask_judge: AskJudge, tokenizer: MessageTokenizer) -> None:
+        self._ask, self._tokenizer, self._loop = ask_judge, tokenizer, asyncio.get_running_loop()
 
-    def score(self, prompts: Sequence[str], read: Callable[[str], float] | None = None) -> list[float]:
+    def score(self, prompts: Sequence[str], read_reply: Callable[[str], float] | None = None) -> list[float]:
         """Return the score that `read` extracts from each judge reply, or the judge's own verdict without `read`."""
 
         async def ask_all() -> list[float]:
-            return await asyncio.gather(*(self._ask(_messages(prompt), read) for prompt in prompts))
+            return await asyncio.gather(*(self._ask(_to_messages(prompt), read_reply) for prompt in prompts))
 
         return asyncio.run_coroutine_threadsafe(ask_all(), self._loop).result()
 
@@ -138,23 +138,23 @@ class JudgeWorkers:
         import torch
 
         tokenizer = self._tokenizer
-        items = []
+        reply_items = []
         for row, mask in zip(data.batch["input_ids"], data.batch["attention_mask"], strict=True):
-            prompt = row[mask.bool()]
+            prompt_ids = row[mask.bool()]
             replies: list[str] = []
-            text = tokenizer.decode(prompt, skip_special_tokens=True)
+            prompt_text = tokenizer.decode(prompt_ids, skip_special_tokens=True)
 
             def store_reply(reply: str, replies: list[str] = replies) -> float:
                 replies.append(reply)
                 return 0.0
 
-            self.score([tokenizer.prompts.get(text) or text], store_reply)
-            response = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
-            attention = torch.ones(len(prompt) + len(response), dtype=torch.long)
-            batch = {"prompts": prompt, "responses": response, "attention_mask": attention}
-            items.append(SimpleNamespace(batch=batch))
-        return items
+            self.score([tokenizer.prompts.get(prompt_text) or prompt_text], store_reply)
+            reply_ids = torch.tensor(tokenizer(replies[0], add_special_tokens=False)["input_ids"])
+            attention_mask = torch.ones(len(prompt_ids) + len(reply_ids), dtype=torch.long)
+            batch = {"prompts": prompt_ids, "responses": reply_ids, "attention_mask": attention_mask}
+            reply_items.append(SimpleNamespace(batch=batch))
+        return reply_items
 
 
-def _messages(prompt: str) -> list[Message]:
+def _to_messages(prompt: str) -> list[Message]:
     return prompt.messages if isinstance(prompt, PromptText) else [Message("user", prompt)]

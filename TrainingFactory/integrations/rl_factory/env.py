@@ -89,8 +89,8 @@ class Env(ForeignEnvironment):
     def as_environment(self) -> type[ToolEnvironment]:
         """Check the subclass and return the environment class of this run."""
         self._check_methods()
-        base = JudgedEpisode if self._asks_judge else EnvEpisode
-        environment: Any = type(type(self).__name__, (base,), {"env": self})
+        base_class = JudgedEpisode if self._asks_judge else EnvEpisode
+        environment: Any = type(type(self).__name__, (base_class,), {"env": self})
         return environment
 
     def overrides(self, method: str) -> bool:
@@ -112,8 +112,8 @@ class Env(ForeignEnvironment):
 
     def is_enabled(self, switch: str) -> bool:
         """Return whether the method that belongs to a switch, such as `use_verify_tool`, is called."""
-        value = getattr(self, switch)
-        return self.overrides(SWITCH_METHODS[switch]) if value is None else bool(value)
+        setting = getattr(self, switch)
+        return self.overrides(SWITCH_METHODS[switch]) if setting is None else bool(setting)
 
     @property
     def tool_manager(self) -> EpisodeTools:
@@ -132,13 +132,15 @@ class Env(ForeignEnvironment):
     def _check_methods(self) -> None:
         name = type(self).__name__
         for method in dir(type(self)):  # a misspelled method would silently never be called
-            if not hasattr(Env, method) and (closest := nearest(method, METHODS, 0.85)):
-                raise ValueError(f"{name}.{method} is never called; did you mean {closest}?")
+            if not hasattr(Env, method) and (closest_method := nearest(method, METHODS, 0.85)):
+                raise ValueError(f"{name}.{method} is never called; did you mean {closest_method}?")
         for method in METHODS:
             if not self.accepts(method) and not (method == RULES and self.accepts(RULES, if_val=False)):
-                expected = ", ".join(["self", *(parameter.name for parameter in _parameters(method))])
-                actual = inspect.signature(getattr(self, method))
-                raise ValueError(f"{name}.{method}{actual} has a wrong signature. Use {method}({expected}).")
+                parameters = ", ".join(["self", *(parameter.name for parameter in _parameters(method))])
+                signature = inspect.signature(getattr(self, method))
+                raise ValueError(
+                    f"{name}.{method}{signature} has a wrong signature. Use {method}({parameters})."
+                )
         for switch, method in SWITCH_METHODS.items():
             if self.is_enabled(switch) and not self.overrides(method):
                 raise ValueError(f"{name}.{switch} is on, but {name} does not define {method}. Define it.")
@@ -165,11 +167,11 @@ class Env(ForeignEnvironment):
 
     def get_prompt_for_reward(self, reward_tokenizer: Any, data: Any) -> Any:
         """Return a list of judge prompts for each item of `data`: one for the episode, or one per turn."""
-        names = ("data_source", "response_str", "ground_truth", "extra_info")
+        input_names = ("data_source", "response_str", "ground_truth", "extra_info")
         prompts = []
         for item in data:
-            processed = self._process_data(item, reward_tokenizer)
-            source, text, truth, extra = (processed[name] for name in names)
+            inputs = self._process_data(item, reward_tokenizer)
+            source, text, truth, extra = (inputs[name] for name in input_names)
             prompts.append([self._get_single_prompt_str(source, text, truth, extra, reward_tokenizer)])
         return prompts
 
@@ -192,8 +194,8 @@ class Env(ForeignEnvironment):
         is_tool."""
         actions, results = self.tool_manager.execute_actions(responses)
         dones = [action == "answer" for action in actions]
-        prompt = self.tool_manager.get_prompt
-        next_obs = ["" if is_done else prompt(result) for is_done, result in zip(dones, results, strict=True)]
+        render = self.tool_manager.get_prompt
+        next_obs = ["" if is_done else render(result) for is_done, result in zip(dones, results, strict=True)]
         return next_obs, dones, [1] * len(dones), [int(not is_done) for is_done in dones]
 
     def compute_score(
@@ -219,24 +221,24 @@ class Env(ForeignEnvironment):
         for item, prompts in zip(data, self.get_prompt_for_reward(reward_tokenizer, data), strict=True):
             source, truth, extra = item.scoring_inputs
             method = self._compute_single_score_with_reward_rollout_wg
-            read = partial(_read_reply, method, source, truth, extra) if self.overrides(READ_REPLY) else None
-            scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, read))
+            parse = partial(_read_reply, method, source, truth, extra) if self.overrides(READ_REPLY) else None
+            scores.append(reward_rollout_wg.score([prompts] if isinstance(prompts, str) else prompts, parse))
         return scores
 
     def _process_data(self, data_item: DataItem, tokenizer: Any) -> dict[str, Any]:
         """Return the texts of prompt and response, and the task's columns. The response has no tool output."""
-        source, truth, extra = data_item.scoring_inputs
+        data_source, truth, extra_info = data_item.scoring_inputs
         return {
             "prompt_str": tokenizer.decode(data_item.batch["prompts"], skip_special_tokens=True),
-            "response_str": "\n".join(data_item.texts(tokenizer)),
+            "response_str": "\n".join(data_item.decode_turns(tokenizer)),
             "ground_truth": truth,
-            "data_source": source,
-            "extra_info": extra,
+            "data_source": data_source,
+            "extra_info": extra_info,
         }
 
 
-def _read_reply(method: Any, source: Any, truth: Any, extra: Any, reply: str) -> float:
-    return finite_float(method(source, reply, truth, extra), READ_REPLY)
+def _read_reply(method: Any, data_source: Any, truth: Any, extra_info: Any, reply: str) -> float:
+    return finite_float(method(data_source, reply, truth, extra_info), READ_REPLY)
 
 
 def _parameters(method: str) -> list[inspect.Parameter]:

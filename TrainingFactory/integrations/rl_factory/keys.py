@@ -4,10 +4,10 @@ Keys omit the prefix `actor_rollout_ref.`, whose sections are `actor`, `rollout`
 
 from __future__ import annotations
 
-from TrainingFactory.common.starters import docs_page
+from TrainingFactory.common.starters import find_docs
 
 # Values copied unchanged; `@` stands for the section of the algorithm, grpo or ppo.
-UNCHANGED = {
+UNCHANGED_KEYS = {
     "model.path": "model.name", "env.enable_thinking": "model.thinking", "model.lora_alpha": "lora.alpha",
     "model.enable_gradient_checkpointing": "training.gradient_checkpointing",
     "model.target_modules": "lora.target_modules", "actor.optim.lr": "training.learning_rate",
@@ -25,7 +25,7 @@ UNCHANGED = {
 # Defaults of RL-Factory's own config that differ from ours.
 RL_FACTORY_CONFIG, DEFAULTS = "rl_factory_ppo_trainer", {"rollout.max_turns": 2, "rollout.temperature": 0.7}
 # Values copied for one algorithm only.
-BY_ALGORITHM = {
+KEYS_BY_ALGORITHM = {
     "grpo": {
         "algorithm.norm_adv_by_std_in_grpo": "grpo.scale_rewards", "actor.clip_ratio_low": "grpo.clip_low",
         "actor.clip_ratio_high": "grpo.clip_high",
@@ -49,14 +49,14 @@ RENAMED_VALUES: dict[str, tuple[str, dict[str, str]]] = {
 }  # fmt: skip
 TRACKERS = ("wandb", "mlflow", "tensorboard")
 
-WITH_IMAGES = ("vision", "mmbase")  # RL-Factory's own environments whose tools return images
-IMAGES = "its tools return images, which environments of RL-Factory cannot have here; use an environment with texts"
+IMAGE_ENVIRONMENTS = ("vision", "mmbase")  # RL-Factory's own environments whose tools return images
+NO_IMAGES = "its tools return images, which environments of RL-Factory cannot have here; use an environment with texts"
 
 ALWAYS, NOT_NEEDED, BY_HAND, NO_COUNTERPART = "always so", "not needed", "by hand", "no counterpart"
-MEMORY = "it configures multi-GPU memory or another inference engine"
-SERVER = 'set it per server, in the mcpServers file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
-LIMITS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
-BUDGET = "training.token_budget sets the number of tokens per forward pass"
+MEMORY_REASON = "it configures multi-GPU memory or another inference engine"
+PER_SERVER = 'set it per server, in the mcpServers file: {"tfactory": {"timeout": S, "concurrency": N, "instances": N}}'
+LIMIT_KEYS = ("env.tool_timeout", "env.max_concurrency", "env.parallel_sse_tool_call", "env.enable_limiter")
+BUDGET_REASON = "training.token_budget sets the number of tokens per forward pass"
 # Reasons not to translate an override. The first prefix wins that matches the key, or the key without its section.
 REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("actor.state_masking", ALWAYS, "only sampled tokens are trained, never tool output"),
@@ -70,10 +70,10 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("env.mcp_mode", NOT_NEEDED, "the mcpServers file defines each server's transport"),
     (("env.tool_manager", "env.model_type"), NOT_NEEDED, "detected from the chat template, or model.family"),
     ("env.max_prompt_length", NOT_NEEDED, "the judge's own limit applies"),
-    (LIMITS, BY_HAND, SERVER),
+    (LIMIT_KEYS, BY_HAND, PER_SERVER),
     ("env.tool_name_selected", BY_HAND, "list the selected tools in `tools`"),
     ("env.use_process_reward", NOT_NEEDED, "there is no custom Env with a get_step_reward"),
-    ("env.mmtool", NO_COUNTERPART, IMAGES),
+    ("env.mmtool", NO_COUNTERPART, NO_IMAGES),
     ("env.load_custom_chat_template", BY_HAND, "set model.chat_template to the template file"),
     ("env.", BY_HAND, "the cache is optimization.tool_cache=true, for tools that are marked pure"),
     ("reward_rollout.", BY_HAND, "put other options of the judge's engine into reward.judge.engine_options"),
@@ -93,18 +93,18 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
     ("trainer.default_hdfs_dir", NO_COUNTERPART, "runs are written to a local folder"),
     ("trainer.critic_warmup", NOT_NEEDED, "grpo has no critic"),
     ("critic.", NOT_NEEDED, "the critic is a head on the model, with the model's own limits"),
-    (("ppo_micro_batch_size", "log_prob_m"), NOT_NEEDED, BUDGET),
+    (("ppo_micro_batch_size", "log_prob_m"), NOT_NEEDED, BUDGET_REASON),
     ("use_dynamic_bsz", ALWAYS, "rows are packed to training.token_budget"),
-    (("fsdp_config", "megatron", "rollout.", "ref."), NOT_NEEDED, MEMORY),
+    (("fsdp_config", "megatron", "rollout.", "ref."), NOT_NEEDED, MEMORY_REASON),
 ]
 
 
 def find_reason(key: str) -> tuple[str, str]:
     """Return the reason why a key is not translated, as (kind of reason, text)."""
-    for prefix, kind, text in REASONS:
+    for prefix, status, text in REASONS:
         if key.startswith(prefix) or key.partition(".")[2].startswith(prefix):
-            return kind, text
+            return status, text
     return (
         NO_COUNTERPART,
-        f"this translation does not know the key; {docs_page('RL_FACTORY.md')} lists the known ones",
+        f"this translation does not know the key; {find_docs('RL_FACTORY.md')} lists the known ones",
     )

@@ -9,18 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 LINE = re.compile(r"^(?![ \t]*#)(?:.*\\\n)*.*", re.MULTILINE)  # including its backslash continuations
-COMMAND = re.compile(r"verl[./]trainer[./]main_(\w*)")
+COMMAND_PATTERN = re.compile(r"verl[./]trainer[./]main_(\w*)")
 ASSIGNMENT = re.compile(r"(?:export\s+|declare\s+(?:-\w+\s+)?|readonly\s+|local\s+)?(\w+)=(.*)", re.DOTALL)
-OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
+OVERRIDE_PATTERN = re.compile(r"\+{0,2}([A-Za-z_][\w./@]*)=(.*)", re.DOTALL)
 STRAY = re.compile(r"\s*\+{0,2}(?:data|actor_rollout_ref|algorithm|trainer|critic|reward_\w+)\.[\w.]+=")
 # $NAME, ${NAME}, ${NAME:-default}, and what only a shell can evaluate: $(command), `command`, $((1 + 1)), other ${...}
 VARIABLE = r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\}|\(\(.*?\)\)|\([^)]*\)|\{[^}]*\}|[@*#?$!-])|`[^`]*`"
-UNQUOTED = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
-IN_QUOTES = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
+UNQUOTED_PATTERN = re.compile(rf"""'[^']*'|"(?:\\.|[^"\\])*"|\\.|{VARIABLE}""", re.DOTALL)
+QUOTED_PATTERN = re.compile(rf"\\.|{VARIABLE}", re.DOTALL)
 SHELL_ONLY = re.compile("\ue000(.*?)\ue000")  # a value that only the shell knows, between our own markers
-COMMAND_END = re.compile(r"\d?>|&?>>?|<|\||;|&")
+COMMAND_END_PATTERN = re.compile(r"\d?>|&?>>?|<|\||;|&")
 # Characters; RL-Factory's own scripts have 4,000. Nested ${A:-${B:-... takes quadratic time.
-MAX_SCRIPT = 16_000
+MAX_SCRIPT_CHARS = 16_000
 MAX_EXPANDED = 100_000  # total characters of all expanded variables of one script
 
 
@@ -42,9 +42,9 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if len(text) > MAX_SCRIPT:
+    if len(text) > MAX_SCRIPT_CHARS:
         raise ValueError(
-            f"{path} has {len(text):,} characters; the limit is {MAX_SCRIPT:,}. Remove lines that set no options."
+            f"{path} has {len(text):,} characters; the limit is {MAX_SCRIPT_CHARS:,}. Remove lines that set no options."
         )
     expansion = Expansion(dict(variables))
     commands: list[tuple[int, list[str]]] = []
@@ -53,10 +53,10 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
         line_number, line_start = line_number + text.count("\n", line_start, match.start()), match.start()
         line = match[0].replace("\\\n", "")
         try:
-            words = shlex.split(expansion.fill(line), comments=True)
+            words = shlex.split(expansion.expand_line(line), comments=True)
         except ValueError as error:
             raise ValueError(f"{path}:{line_number}: invalid shell command: {error}") from None
-        if any(map(COMMAND.search, words)):
+        if any(map(COMMAND_PATTERN.search, words)):
             commands.append((line_number, words))
         elif STRAY.match(line):
             raise ValueError(
@@ -64,8 +64,8 @@ def read_script(path: Path, variables: Mapping[str, str]) -> LaunchScript:
                 "backslash and nothing after it."
             )
         elif len(words) <= 2 and (assignment := ASSIGNMENT.fullmatch(" ".join(words))):
-            expansion.values[assignment[1]] = variables.get(assignment[1], assignment[2])
-    return _training_command(str(path), commands)
+            expansion.variables[assignment[1]] = variables.get(assignment[1], assignment[2])
+    return _parse_training_command(str(path), commands)
 
 
 @dataclass(slots=True)
@@ -73,49 +73,49 @@ class Expansion:
     """Expands variables outside single quotes and marks variables that are not set. One limit on the expanded
     characters holds for all lines of a script, because a line such as `A=$A$A` doubles a value each time."""
 
-    values: dict[str, str]
-    remaining: int = MAX_EXPANDED
+    variables: dict[str, str]
+    remaining_chars: int = MAX_EXPANDED
 
-    def fill(self, line: str) -> str:
-        return UNQUOTED.sub(self._expand, line)
+    def expand_line(self, line: str) -> str:
+        return UNQUOTED_PATTERN.sub(self._expand, line)
 
     def _expand(self, match: re.Match[str]) -> str:
-        name, default = match[1] or match[2], match[3]
+        variable, default = match[1] or match[2], match[3]
         if match[0][0] == '"':
-            return IN_QUOTES.sub(self._expand, match[0])
+            return QUOTED_PATTERN.sub(self._expand, match[0])
         if match[0][0] in "'\\":
             return match[0]
-        if name is None:
+        if variable is None:
             return "" if match[0] in ("$@", "$*") else "\ue000$(...)\ue000"
-        value = self.values.get(name)
+        value = self.variables.get(variable)
         if default is not None:
-            value = value or self.fill(default.strip("\"'"))
+            value = value or self.expand_line(default.strip("\"'"))
         elif value is None:
-            value = f"\ue000${{{name}}}\ue000"
-        self.remaining -= len(value)
-        if self.remaining < 0:
+            value = f"\ue000${{{variable}}}\ue000"
+        self.remaining_chars -= len(value)
+        if self.remaining_chars < 0:
             raise ValueError(f"variables expand to more than {MAX_EXPANDED} characters. Use shorter values.")
         return value
 
 
-def _training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> LaunchScript:
+def _parse_training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> LaunchScript:
     """Parse the words of the only training command."""
-    trainings = [(number, words) for number, words in commands if any(map(_is_training, words))]
+    trainings = [(line_number, words) for line_number, words in commands if any(map(_is_training, words))]
     if len(trainings) != 1:
-        problem = "no command `python3 -m verl.trainer.main_ppo key=value ...`. Use a script of RL-Factory."
+        reason = "no command `python3 -m verl.trainer.main_ppo key=value ...`. Use a script of RL-Factory."
         if trainings:
-            lines = ", ".join(str(number) for number, _ in trainings)
-            problem = f"starts {len(trainings)} trainings (lines {lines}). Keep only one of them in a copy."
+            lines = ", ".join(str(line_number) for line_number, _ in trainings)
+            reason = f"starts {len(trainings)} trainings (lines {lines}). Keep only one of them in a copy."
         elif commands:
-            problem = f"line {commands[0][0]} starts verl, but no training. Only verl.trainer.main_ppo is translated."
-        raise ValueError(f"{path}: {problem}")
+            reason = f"line {commands[0][0]} starts verl, but no training. Only verl.trainer.main_ppo is translated."
+        raise ValueError(f"{path}: {reason}")
     [(_, words)] = trainings
     script = LaunchScript(path)
     command_index = next(index for index, argument in enumerate(words) if _is_training(argument))
     for argument in words[command_index + 1 :]:
-        if COMMAND_END.match(argument):  # a pipe, a redirection, the next command
+        if COMMAND_END_PATTERN.match(argument):  # a pipe, a redirection, the next command
             break
-        if override := OVERRIDE.fullmatch(argument):
+        if override := OVERRIDE_PATTERN.fullmatch(argument):
             script.overrides[override[1]] = override[2]
         else:
             script.unparsed.append(argument)
@@ -125,5 +125,5 @@ def _training_command(path: str, commands: Sequence[tuple[int, list[str]]]) -> L
 
 
 def _is_training(argument: str) -> bool:
-    match = COMMAND.search(argument)
+    match = COMMAND_PATTERN.search(argument)
     return match is not None and "ppo" in match[1]

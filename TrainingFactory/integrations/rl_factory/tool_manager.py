@@ -16,7 +16,7 @@ from TrainingFactory.tools.options import ToolOptions
 from TrainingFactory.types import Message, ToolCall, ToolResult
 
 
-def tagged_text(message: Message) -> str:
+def format_tagged_text(message: Message) -> str:
     """Return a turn as text for RL-Factory's `step`, with its calls in <tool_call> tags."""
     thought = f"<think>\n{message.reasoning}\n</think>\n\n" if message.reasoning else ""
     calls = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
@@ -47,9 +47,9 @@ class EpisodeTools:
         self.tool_map: dict[str, EpisodeTool] = {}
         self._names_by_qualified: dict[str, str] = {}  # RL-Factory names a tool of a server SERVER-TOOL
         for tool in environment.tools:
-            name, options = tool.spec.name, getattr(tool, "options", ToolOptions())
-            self.tool_map[name] = EpisodeTool(self, name, tool.spec.description)
-            self._names_by_qualified[f"{options.server}-{name}"] = name
+            tool_name, options = tool.spec.name, getattr(tool, "options", ToolOptions())
+            self.tool_map[tool_name] = EpisodeTool(self, tool_name, tool.spec.description)
+            self._names_by_qualified[f"{options.server}-{tool_name}"] = tool_name
 
     def get_tool(self, name: str) -> EpisodeTool:
         tool = self.tool_map.get(self._names_by_qualified.get(name, name))
@@ -84,11 +84,11 @@ class EpisodeTools:
             {"name": "<error>", "args": call.error}
             if call.error is not None
             else {"name": call.name, "args": json.dumps(call.arguments, ensure_ascii=False)}
-            for call in self._calls(response_content)
+            for call in self._find_calls(response_content)
         ]
         return ("actions" if calls else "answer"), calls
 
-    def _calls(self, text: str) -> list[ToolCall]:
+    def _find_calls(self, text: str) -> list[ToolCall]:
         turn = self._turns.get(text)
         return read_tagged(text.rpartition("</think>")[2])[1] if turn is None else turn.tool_calls
 
@@ -97,7 +97,7 @@ class EpisodeTools:
         with calls "actions" and the tool messages."""
         actions, observations = [], []
         for text in responses:
-            calls = self._calls(text)
+            calls = self._find_calls(text)
             results = self._run_blocking(self._executor.batch_execute(calls)) if calls else []
             self.results += results
             actions.append("actions" if calls else "answer")

@@ -26,20 +26,24 @@ class Translation:
         self.script, self.folder = script, Path(script.path).parent
         self.sections: dict[str, Any] = {}
         self.notes: list[str] = []
-        self._remaining: dict[str, Any] = {}  # overrides that are not translated yet
+        self._overrides: dict[str, Any] = {}  # overrides that are not translated yet
         for key, text in script.overrides.items():
             if shell_syntax := SHELL_ONLY.search(text):
                 self.notes.append(
                     f"{key}: {BY_HAND}: it depends on {shell_syntax[1]}, which only the shell knows"
                 )
             else:
-                self._remaining[key.removeprefix(PREFIX)] = _parse_value(text)
-        for key in [key for key, value in self._remaining.items() if value is None]:
+                self._overrides[key.removeprefix(PREFIX)] = _parse_value(text)
+        for key in [key for key, value in self._overrides.items() if value is None]:
             self._skip_disabled(key)
-        for step in (self._algorithm, self._data, self._loss, self._environment, self._judge, self._trainer):
-            step()
-        for key in [*self._remaining]:
-            self._note(key, self._remaining[key], *keys.find_reason(key))
+        self._translate_algorithm()
+        self._translate_data()
+        self._translate_loss()
+        self._translate_environment()
+        self._translate_judge()
+        self._translate_trainer()
+        for key in [*self._overrides]:
+            self._note(key, self._overrides[key], *keys.find_reason(key))
         self.notes += [f"{argument}: {NOT_NEEDED}: it is not an override" for argument in script.unparsed]
 
     def text(self) -> str:
@@ -54,15 +58,15 @@ class Translation:
     def _pop(self, key: str, default: Any = None) -> Any:
         """Remove an override from the remaining ones and return its value. If the value disables its feature, add a
         note and return `default`."""
-        value = self._remaining.get(key, default)
-        if key in self._remaining and (not value or value == -1):
+        value = self._overrides.get(key, default)
+        if key in self._overrides and (not value or value == -1):
             self._skip_disabled(key)
             return default
-        self._remaining.pop(key, None)
+        self._overrides.pop(key, None)
         return value
 
     def _skip_disabled(self, key: str) -> None:
-        value = self._remaining.pop(key)
+        value = self._overrides.pop(key)
         self._note(key, value, NOT_NEEDED, "it is off in the script, and our default applies")
 
     def _pop_int(self, key: str, default: int = 0) -> int:
@@ -75,14 +79,14 @@ class Translation:
         section, _, name = key.replace("@", self.algorithm).partition(".")
         self.sections.setdefault(section, {})[name] = value
 
-    def _note(self, key: str, value: Any, kind: str, reason: str) -> None:
+    def _note(self, key: str, value: Any, status: str, reason: str) -> None:
         value = "***" if holds_secret(key.rsplit(".", 1)[-1].lower(), str(value)) else value
         prefix = PREFIX if f"{PREFIX}{key}" in self.script.overrides else ""
-        self.notes.append(f"{prefix}{key}={value}: {kind}: {reason}")
+        self.notes.append(f"{prefix}{key}={value}: {status}: {reason}")
 
-    def _algorithm(self) -> None:
+    def _translate_algorithm(self) -> None:
         estimator = str(self._pop("algorithm.adv_estimator", "gae"))  # verl's default
-        self.algorithm, advantage = keys.ESTIMATORS.get(estimator, ("grpo", ""))
+        self.algorithm, advantage_name = keys.ESTIMATORS.get(estimator, ("grpo", ""))
         self._set_key("training.algorithm", self.algorithm)
         if estimator not in keys.ESTIMATORS:
             known_names = ", ".join(keys.ESTIMATORS)
@@ -92,27 +96,27 @@ class Translation:
                 NO_COUNTERPART,
                 f"grpo is used instead; known: {known_names}",
             )
-        if advantage == "group":
+        if advantage_name == "group":
             self.sections["grpo"] = {"scale_rewards": True, "clip_high": 0.2}  # verl's defaults
-        elif advantage:
-            self._set_key("grpo.advantage", advantage)
+        elif advantage_name:
+            self._set_key("grpo.advantage", advantage_name)
         if any(keys.RL_FACTORY_CONFIG in argument for argument in self.script.unparsed):
-            self._remaining = keys.DEFAULTS | self._remaining
-        for key, config_key in {**keys.UNCHANGED, **keys.BY_ALGORITHM[self.algorithm]}.items():
-            if key in self._remaining:
-                self._set_key(config_key, self._remaining.pop(key))
-        if rank := self._pop("model.lora_rank"):
+            self._overrides = keys.DEFAULTS | self._overrides
+        for key, config_key in {**keys.UNCHANGED_KEYS, **keys.KEYS_BY_ALGORITHM[self.algorithm]}.items():
+            if key in self._overrides:
+                self._set_key(config_key, self._overrides.pop(key))
+        if lora_rank := self._pop("model.lora_rank"):
             self._set_key("lora.enabled", True)
-            self._set_key("lora.r", rank)
+            self._set_key("lora.r", lora_rank)
 
-    def _data(self) -> None:
+    def _translate_data(self) -> None:
         for key, config_key in {"data.train_files": "data.tasks", "data.val_files": "data.heldout"}.items():
             if files := self._pop(key):
-                first_file, *ignored = files if isinstance(files, list) else [files]
+                first_file, *ignored_files = files if isinstance(files, list) else [files]
                 self._set_key(config_key, first_file)
-                if ignored:
+                if ignored_files:
                     self._note(
-                        key, ignored, BY_HAND, "only one file is supported; merge the rows of all files"
+                        key, ignored_files, BY_HAND, "only one file is supported; merge the rows of all files"
                     )
         max_response = self._pop_int("data.max_response_length")
         if max_response:
@@ -127,17 +131,17 @@ class Translation:
             reason = f"it does not divide the batch size of {batch_size}"
             self._note("actor.ppo_mini_batch_size", minibatch, BY_HAND, reason)
 
-    def _loss(self) -> None:
+    def _translate_loss(self) -> None:
         kl_in_loss = self._pop("actor.use_kl_loss")
         if kl_in_loss:
-            self._set_key("@.kl", self._remaining.pop("actor.kl_loss_coef", 0.001))  # verl's default
+            self._set_key("@.kl", self._overrides.pop("actor.kl_loss_coef", 0.001))  # verl's default
         elif self.algorithm == "ppo" and self._pop("algorithm.use_kl_in_reward"):
             self._set_key("ppo.kl_in", "reward")
-            self._set_key("ppo.kl", self._remaining.pop("algorithm.kl_ctrl.kl_coef", 0.001))
+            self._set_key("ppo.kl", self._overrides.pop("algorithm.kl_ctrl.kl_coef", 0.001))
         for key, (config_key, names) in keys.RENAMED_VALUES.items():
-            if key not in self._remaining or (key.startswith("actor.kl") and not kl_in_loss):
+            if key not in self._overrides or (key.startswith("actor.kl") and not kl_in_loss):
                 continue
-            value = self._remaining.pop(key)
+            value = self._overrides.pop(key)
             if value in names and (self.algorithm == "grpo" or not config_key.startswith("grpo")):
                 self._set_key(config_key, names[value])
             else:
@@ -145,30 +149,30 @@ class Translation:
                 self._note(key, value, NO_COUNTERPART, reason)
         if self.sections.get("grpo", {}).get("ratio") == "sequence":
             self._set_key("grpo.normalization", "sequence")
-        if clip := self._pop("actor.clip_ratio"):  # for ppo it is translated already
-            self._set_key("grpo.clip_low", clip)
-            self._set_key("grpo.clip_high", clip)
+        if clip_ratio := self._pop("actor.clip_ratio"):  # for ppo it is translated already
+            self._set_key("grpo.clip_low", clip_ratio)
+            self._set_key("grpo.clip_high", clip_ratio)
 
-    def _environment(self) -> None:
+    def _translate_environment(self) -> None:
         if name := self._pop("env.name"):
             candidates = (f"{name}.py", f"envs/{name}.py")
-            existing = next((path for path in candidates if (self.folder / path).is_file()), None)
-            if name == "search" and existing is None:  # RL-Factory's own search environment
+            existing_file = next((path for path in candidates if (self.folder / path).is_file()), None)
+            if name == "search" and existing_file is None:  # RL-Factory's own search environment
                 self.sections["reward"] = {"type": "rule_based", "options": {"rule": "em", "extract": "tag"}}
                 self._note("env.name", name, NOT_NEEDED, "its reward is the rule em on <answer> tags")
-            elif name in keys.WITH_IMAGES and existing is None:
-                self._note("env.name", name, NO_COUNTERPART, keys.IMAGES)
+            elif name in keys.IMAGE_ENVIRONMENTS and existing_file is None:
+                self._note("env.name", name, NO_COUNTERPART, keys.NO_IMAGES)
             else:
-                path = existing or candidates[0]
-                steps = bool(self._remaining.pop("env.use_process_reward", False))
+                path = existing_file or candidates[0]
+                uses_step_rewards = bool(self._overrides.pop("env.use_process_reward", False))
                 self._set_key("environment.environment_id", path)
-                self._set_key("environment.options", {"use_process_reward": steps})
-                text = "must define your Env, imported from TrainingFactory.integrations.rl_factory"
-                self._note("env.name", name, BY_HAND, f"{path} {text}")
+                self._set_key("environment.options", {"use_process_reward": uses_step_rewards})
+                name_hint = "must define your Env, imported from TrainingFactory.integrations.rl_factory"
+                self._note("env.name", name, BY_HAND, f"{path} {name_hint}")
         if path := self._pop("env.config_path"):
-            self.sections["tools"] = self._tools(str(path))
+            self.sections["tools"] = self._translate_tools(str(path))
 
-    def _tools(self, path: str) -> list[dict[str, str]]:
+    def _translate_tools(self, path: str) -> list[dict[str, str]]:
         try:
             servers, names = read_config(path if Path(path).is_file() else self.folder / path)
         except ValueError:
@@ -176,37 +180,37 @@ class Translation:
             return [{"name": "tools", "config": path}]
         return [{"name": name, "config": path} for name in (*(server.name for server in servers), *names)]
 
-    def _judge(self) -> None:
+    def _translate_judge(self) -> None:
         if not self._pop("reward_rollout.if_use_reward_rollout"):
-            for key in [key for key in self._remaining if key.startswith("reward_rollout.")]:
-                self._note(key, self._remaining.pop(key), NOT_NEEDED, "the script uses no judge")
+            for key in [key for key in self._overrides if key.startswith("reward_rollout.")]:
+                self._note(key, self._overrides.pop(key), NOT_NEEDED, "the script uses no judge")
             return
         judge: dict[str, Any] = {"model": self._pop("reward_rollout.rollout.model_name", "NAME")}
-        if (gpus := self._pop_int("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
-            judge |= {"engine": "vllm", "gpus": gpus}
+        if (num_gpus := self._pop_int("reward_rollout.rollout.tensor_model_parallel_size", 1)) > 1:
+            judge |= {"engine": "vllm", "gpus": num_gpus}
         self.sections["reward"] = {"type": "model_judge", "judge": judge}
-        if limit := self._pop("reward_rollout.rollout.response_length"):
-            self.sections["reward"]["options"] = {"options": {"max_tokens": limit}}
+        if max_tokens := self._pop("reward_rollout.rollout.response_length"):
+            self.sections["reward"]["options"] = {"options": {"max_tokens": max_tokens}}
 
-    def _trainer(self) -> None:
+    def _translate_trainer(self) -> None:
         loggers = self._pop("trainer.logger", [])
         loggers = loggers if isinstance(loggers, list) else [loggers]
         if trackers := [name for name in loggers if name in keys.TRACKERS]:
             self._set_key("logging.trackers", trackers)
         if unsupported := [name for name in loggers if name not in keys.TRACKERS]:
-            text = f"steps are always printed; trackers are {', '.join(keys.TRACKERS)}"
-            self._note("trainer.logger", unsupported, NO_COUNTERPART, text)
+            reason = f"steps are always printed; trackers are {', '.join(keys.TRACKERS)}"
+            self._note("trainer.logger", unsupported, NO_COUNTERPART, reason)
         if "wandb" in trackers and (project := self._pop("trainer.project_name")):
             self._set_key("logging.wandb", {"project": str(project)})
         if save_every := self._pop_int("trainer.save_freq"):
             self._set_key("logging.checkpoint_every", save_every)
         if "heldout" in self.sections.get("data", {}) and (eval_every := self._pop_int("trainer.test_freq")):
             self._set_key("training.eval_every", eval_every)
-        machines = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._remaining]
-        if machines:
-            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in machines))
-        if self._remaining.get("rollout.mode") == "async":
-            self._set_key("optimization.async_rollout", bool(self._remaining.pop("rollout.mode")))
+        count_keys = [key for key in ("trainer.n_gpus_per_node", "trainer.nnodes") if key in self._overrides]
+        if count_keys:
+            self._set_key("compute.num_gpus", prod(self._pop_int(key, 1) for key in count_keys))
+        if self._overrides.get("rollout.mode") == "async":
+            self._set_key("optimization.async_rollout", bool(self._overrides.pop("rollout.mode")))
 
 
 def _parse_value(text: str) -> Any:

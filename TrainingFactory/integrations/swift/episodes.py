@@ -52,37 +52,37 @@ class SwiftEpisode(EpisodeRun):
         # The limits of an episode measure the environment, not the time in which ms-swift samples other episodes.
         self._clock = PausableClock()
         rules = dataclasses.replace(rules, chat=chat, clock=self._clock)
-        key = EpisodeKey(0, trajectory.task.id, trajectory.member)
-        super().__init__(rules, trajectory, ClosedSession(), MAX_LENGTH, lambda turn: 0, key)
+        episode_key = EpisodeKey(0, trajectory.task.id, trajectory.member)
+        super().__init__(rules, trajectory, ClosedSession(), MAX_LENGTH, lambda turn: 0, episode_key)
         self._chat = chat
-        self._turn_needed = asyncio.Event()
-        self._sampled: asyncio.Queue[SampledTurn] = asyncio.Queue()
-        self._task: asyncio.Task[Trajectory] | None = None
+        self._turn_needed_event = asyncio.Event()
+        self._turn_queue: asyncio.Queue[SampledTurn] = asyncio.Queue()
+        self._run_task: asyncio.Task[Trajectory] | None = None
 
     @property
     def is_over(self) -> bool:
-        return self._task is not None and self._task.done()
+        return self._run_task is not None and self._run_task.done()
 
     async def begin(self) -> None:
         """Reset the environment, which sets `trajectory.prompt` and `trajectory.tools`."""
-        self._task = asyncio.create_task(self.run())
-        await self._until_turn_needed(self._task)
+        self._run_task = asyncio.create_task(self.run())
+        await self._wait_until_turn_needed(self._run_task)
 
     async def advance(self, turn: SampledTurn) -> None:
         """Process a sampled turn in the environment, and score the episode if it ends."""
-        assert self._task is not None and not self._task.done()
-        self._turn_needed.clear()
-        self._sampled.put_nowait(turn)
-        await self._until_turn_needed(self._task)
+        assert self._run_task is not None and not self._run_task.done()
+        self._turn_needed_event.clear()
+        self._turn_queue.put_nowait(turn)
+        await self._wait_until_turn_needed(self._run_task)
 
     async def abandon(self) -> None:
         """Cancel an episode that ms-swift does not finish."""
-        if self._task is not None and not self._task.done():
-            self._task.cancel()
-            await asyncio.wait({self._task})
+        if self._run_task is not None and not self._run_task.done():
+            self._run_task.cancel()
+            await asyncio.wait({self._run_task})
 
-    async def _until_turn_needed(self, task: asyncio.Task[Trajectory]) -> None:
-        event_task = asyncio.create_task(self._turn_needed.wait())
+    async def _wait_until_turn_needed(self, task: asyncio.Task[Trajectory]) -> None:
+        event_task = asyncio.create_task(self._turn_needed_event.wait())
         await asyncio.wait({task, event_task}, return_when=asyncio.FIRST_COMPLETED)
         event_task.cancel()
         if task.done():
@@ -90,29 +90,29 @@ class SwiftEpisode(EpisodeRun):
 
     async def _play_turns(self, environment: Environment) -> None:
         await self._render_first_prompt(environment)
-        for number in range(self.rules.max_turns):
-            sampled = await self._next_turn()
+        for turn_number in range(self.rules.max_turns):
+            sample = await self._next_turn()
             tools = self.trajectory.tools
-            if sampled.token_ids:
-                message = self._chat.parse(sampled.token_ids, sampled.prefix_ids, tools)
+            if sample.token_ids:
+                message = self._chat.parse(sample.token_ids, sample.prefix_ids, tools)
             else:
-                message = self._chat.chat.parse_text(sampled.text, tools)
+                message = self._chat.chat.parse_text(sample.text, tools)
             for index, call in enumerate(message.tool_calls):
-                call.id = call.id or f"call_{number}_{index}"
+                call.id = call.id or f"call_{turn_number}_{index}"
             # ms-swift keeps the log-probs; nothing here reads them.
-            completion = Completion(sampled.token_ids, [0.0] * len(sampled.token_ids), sampled.finish)
-            turn = Turn(sampled.prefix_ids, completion, message)
+            completion = Completion(sample.token_ids, [0.0] * len(sample.token_ids), sample.finish)
+            turn = Turn(sample.prefix_ids, completion, message)
             self.trajectory.turns.append(turn)
-            if sampled.finish == "length":
+            if sample.finish == "length":
                 return self._end_episode("truncated", None)
             await self._step_environment(environment, turn)
         return self._end_episode("max_turns", None)
 
     async def _next_turn(self) -> SampledTurn:
         self._clock.pause()
-        self._turn_needed.set()
+        self._turn_needed_event.set()
         try:
-            return await self._sampled.get()
+            return await self._turn_queue.get()
         finally:
             self._clock.resume()
 

@@ -19,7 +19,7 @@ from TrainingFactory.data.disk import write_atomically
 from TrainingFactory.data.trajectories import task_to_dict
 from TrainingFactory.envs import ToolEnvironment
 from TrainingFactory.integrations.swift import CONFIG_VARIABLE, NAME, TASK_COLUMN
-from TrainingFactory.integrations.swift.keys import FOR_LORA, SAME_MEANING, VALUES
+from TrainingFactory.integrations.swift.keys import LORA_ARGUMENTS, SAME_MEANING, VALUES
 from TrainingFactory.integrations.swift.scheduler import as_swift_messages, check_config, swift_environment
 from TrainingFactory.models.names import BUILTINS, resolve_model_name
 from TrainingFactory.resolve import factories
@@ -27,17 +27,17 @@ from TrainingFactory.resolve.model_names import with_resolved_model
 from TrainingFactory.training.dataset import make_tasks
 from TrainingFactory.types import Task
 
-ROWS, CONFIG, ARGUMENTS, SCRIPT = "rows.jsonl", "config.yaml", "args.yaml", "run.sh"
+ROWS_FILE, CONFIG_FILE, ARGUMENTS_FILE, SCRIPT_FILE = "rows.jsonl", "config.yaml", "args.yaml", "run.sh"
 # Written even if the config does not set them, because ms-swift's defaults differ from ours.
-ALWAYS = (
+CORE_KEYS = (
     "model.name", "training.algorithm", "training.learning_rate", "training.num_epochs", "training.schedule",
     "training.weight_decay", "training.group_size", "training.seed", "sampling.max_tokens", "sampling.temperature",
     "environment.max_turns", "sampling.engine", "lora.enabled", "logging.output_dir", "grpo.kl", "grpo.normalization",
     "grpo.scale_rewards", "grpo.clip_low", "grpo.clip_high",
 )  # fmt: skip
-NOT_FOR_SWIFT = ("environment.system_prompt", "environment.max_turns", "data.seed")  # the plugin applies them
+PLUGIN_KEYS = ("environment.system_prompt", "environment.max_turns", "data.seed")  # the plugin applies them
 # Sections that the plugin reads from the config itself.
-READ_BY_PLUGIN = (
+PLUGIN_PREFIXES = (
     "environment",
     "tools",
     "reward",
@@ -55,100 +55,100 @@ def export_config(config: TrainingConfig, folder: Path, notify: Callable[[str], 
             "grpo, which plays an environment, is exported."
         )
     check_config(config)
-    config = map_files(config, _absolute)
-    resolved = factories.resolve_ids(config, notify)
-    tools = RunTools(resolved, (), None)
-    environment = swift_environment(resolved, tools)
-    tasks = make_tasks(resolved, environment)
-    rows = run(lambda: _dataset_rows(tools, environment, tasks))
-    arguments, remaining = swift_arguments(config, folder)
+    config = map_files(config, _make_absolute)
+    resolved_config = factories.resolve_ids(config, notify)
+    tools = RunTools(resolved_config, (), None)
+    environment = swift_environment(resolved_config, tools)
+    tasks = make_tasks(resolved_config, environment)
+    rows = run(lambda: _make_dataset_rows(tools, environment, tasks))
+    arguments, unsupported_keys = make_swift_arguments(config, folder)
     folder.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
-    write_atomically(folder / ROWS, "".join(lines))
+    write_atomically(folder / ROWS_FILE, "".join(lines))
     options = config.model_dump(mode="json", exclude_unset=True)
-    write_atomically(folder / CONFIG, yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
-    write_atomically(folder / ARGUMENTS, _arguments_text(arguments, remaining))
-    write_atomically(folder / SCRIPT, script_text())
-    (folder / SCRIPT).chmod(0o755)
-    return remaining
+    write_atomically(folder / CONFIG_FILE, yaml.safe_dump(options, sort_keys=False, allow_unicode=True))
+    write_atomically(folder / ARGUMENTS_FILE, _format_arguments(arguments, unsupported_keys))
+    write_atomically(folder / SCRIPT_FILE, make_script())
+    (folder / SCRIPT_FILE).chmod(0o755)
+    return unsupported_keys
 
 
-def swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
+def make_swift_arguments(config: TrainingConfig, folder: Path) -> tuple[dict[str, Any], list[str]]:
     """Return ms-swift's arguments, and the keys that the config sets but that have no counterpart."""
-    values = {key: _config_value(config, key) for key in {*_set_keys(config), *ALWAYS}}
+    options = {key: _read_value(config, key) for key in {*_list_set_keys(config), *CORE_KEYS}}
     arguments: dict[str, Any] = {}
     for name, key in SAME_MEANING.items():
         key = key.replace("@", "grpo.kl")
-        if key in NOT_FOR_SWIFT and name != "max_turns":
-            values.pop(key, None)
-        elif key in values and (value := values.pop(key)) is not None:
+        if key in PLUGIN_KEYS and name != "max_turns":
+            options.pop(key, None)
+        elif key in options and (value := options.pop(key)) is not None:
             arguments[name] = value
     for name, (key, translations) in VALUES.items():
-        if key in values:
-            value = values.pop(key)
+        if key in options:
+            value = options.pop(key)
             match = next((theirs for theirs, ours in translations.items() if ours == value), None)
             if match is None:
-                values[key] = value
+                options[key] = value
             else:
                 arguments[name] = {"True": True, "False": False}.get(match, match)
-    batch_size = values.pop("training.batch_size", config.training.batch_size)
+    batch_size = options.pop("training.batch_size", config.training.batch_size)
     # One group per device and pass; the passes of a step add up to batch_size groups.
     arguments["per_device_train_batch_size"] = config.training.group_size
     arguments["gradient_accumulation_steps"] = batch_size
-    modules = values.pop("lora.target_modules", None)
+    modules = options.pop("lora.target_modules", None)
     if not config.lora.enabled:
-        arguments = {name: value for name, value in arguments.items() if name not in FOR_LORA}
+        arguments = {name: value for name, value in arguments.items() if name not in LORA_ARGUMENTS}
     elif modules is not None:
         arguments["target_modules"] = modules
-    arguments |= _model_arguments(config)
+    arguments |= _make_model_arguments(config)
     arguments["output_dir"] = str(folder.resolve() / "output")
     arguments |= {
-        "dataset": str(folder.resolve() / ROWS),
+        "dataset": str(folder.resolve() / ROWS_FILE),
         "multi_turn_scheduler": NAME,
         "reward_funcs": NAME,
         "remove_unused_columns": False,
         "logging_steps": 1,
     }
-    values.pop("model.adapter", None)
-    unsupported_keys = [key for key in values if not key.startswith(READ_BY_PLUGIN)]
+    options.pop("model.adapter", None)
+    unsupported_keys = [key for key in options if not key.startswith(PLUGIN_PREFIXES)]
     return arguments, sorted(unsupported_keys)
 
 
-def script_text() -> str:
+def make_script() -> str:
     """Return the shell script that starts the training. It asks ms-swift's Python for the path of our plugin."""
     return f"""#!/bin/sh
-# Train with ms-swift in the environment of {CONFIG}. Arguments are passed on: sh {SCRIPT} --max_steps 8
+# Train with ms-swift in the environment of {CONFIG_FILE}. Arguments are passed on: sh {SCRIPT_FILE} --max_steps 8
 # TrainingFactory must be installed in ms-swift's environment: pip install --no-deps training-factory
 set -e
 HERE="$(cd "$(dirname "$0")" && pwd)"
-export {CONFIG_VARIABLE}="${{{CONFIG_VARIABLE}:-$HERE/{CONFIG}}}"
+export {CONFIG_VARIABLE}="${{{CONFIG_VARIABLE}:-$HERE/{CONFIG_FILE}}}"
 PLUGIN="$(python -m TrainingFactory.integrations.swift)"
-exec swift rlhf "$HERE/{ARGUMENTS}" --external_plugins "$PLUGIN" "$@"
+exec swift rlhf "$HERE/{ARGUMENTS_FILE}" --external_plugins "$PLUGIN" "$@"
 """
 
 
-def _model_arguments(config: TrainingConfig) -> dict[str, Any]:
+def _make_model_arguments(config: TrainingConfig) -> dict[str, Any]:
     """Return the arguments that load the config's model: a folder, a hub id, or an adapter of one."""
     section = with_resolved_model(config).model
-    name = resolve_model_name(section.name)
-    if name in BUILTINS or name.startswith("package:") or name.endswith(".gguf"):
+    model_name = resolve_model_name(section.name)
+    if model_name in BUILTINS or model_name.startswith("package:") or model_name.endswith(".gguf"):
         raise ValueError(
             f"model.name: ms-swift cannot load {section.name}. Name a folder or a hub id; `tfactory export` writes the "
             "folder of a trained model."
         )
-    arguments = {"model": _absolute(name)}
-    return arguments if section.adapter is None else arguments | {"adapters": _absolute(section.adapter)}
+    arguments = {"model": _make_absolute(model_name)}
+    return arguments if section.adapter is None else arguments | {"adapters": _make_absolute(section.adapter)}
 
 
-async def _dataset_rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[dict[str, Any]]:
+async def _make_dataset_rows(tools: RunTools, environment: Any, tasks: list[Task]) -> list[dict[str, Any]]:
     try:
         equipped_environment = await tools.equip(environment)
-        return [await _dataset_row(equipped_environment, task) for task in tasks]
+        return [await _make_dataset_row(equipped_environment, task) for task in tasks]
     finally:
         await tools.close()
 
 
-async def _dataset_row(environment: Any, task: Task) -> dict[str, Any]:
+async def _make_dataset_row(environment: Any, task: Task) -> dict[str, Any]:
     """Return the dataset row of a task with its prompt, its tools, and the task for the plugin."""
     episode_environment = environment(task)
     try:
@@ -159,16 +159,16 @@ async def _dataset_row(environment: Any, task: Task) -> dict[str, Any]:
         if isinstance(episode_environment, ToolEnvironment):
             await episode_environment.executor.close()
     try:
-        text = json.dumps(task_to_dict(task), ensure_ascii=False)
+        task_json = json.dumps(task_to_dict(task), ensure_ascii=False)
     except TypeError as error:
         raise ValueError(f"task {task.id}: answer and metadata must be JSON values ({error})") from error
     row: dict[str, Any] = {"messages": as_swift_messages(messages)}
     if tools:
         row["tools"] = json.dumps(tools, ensure_ascii=False)
-    return row | {TASK_COLUMN: text}
+    return row | {TASK_COLUMN: task_json}
 
 
-def _set_keys(config: TrainingConfig) -> list[str]:
+def _list_set_keys(config: TrainingConfig) -> list[str]:
     """Return the keys that the config sets: SECTION.KEY, or SECTION for lists."""
     keys: list[str] = []
     for name in config.model_fields_set:
@@ -178,19 +178,19 @@ def _set_keys(config: TrainingConfig) -> list[str]:
     return keys
 
 
-def _config_value(config: TrainingConfig, key: str) -> Any:
+def _read_value(config: TrainingConfig, key: str) -> Any:
     value: Any = config
-    for name in key.split("."):
-        value = getattr(value, name)
+    for field_name in key.split("."):
+        value = getattr(value, field_name)
     return value
 
 
-def _absolute(name: str) -> str:
+def _make_absolute(name: str) -> str:
     path = Path(name).expanduser()
     return os.path.abspath(path) if path.exists() else name
 
 
-def _arguments_text(arguments: dict[str, Any], remaining: list[str]) -> str:
+def _format_arguments(arguments: dict[str, Any], unsupported_keys: list[str]) -> str:
     text = yaml.safe_dump(arguments, sort_keys=False, allow_unicode=True)
-    notes = "".join(f"# {key} has no counterpart in ms-swift\n" for key in remaining)
-    return f"# swift rlhf {ARGUMENTS}; written by tfactory swift export\n{text}{notes}"
+    notes = "".join(f"# {key} has no counterpart in ms-swift\n" for key in unsupported_keys)
+    return f"# swift rlhf {ARGUMENTS_FILE}; written by tfactory swift export\n{text}{notes}"

@@ -18,17 +18,17 @@ from TrainingFactory.integrations.rl_factory.launch_script import ASSIGNMENT, LI
 from TrainingFactory.integrations.swift import keys
 from TrainingFactory.integrations.swift.keys import BY_HAND, NO_COUNTERPART, NOT_NEEDED
 
-COMMAND = re.compile(r"(?:^|/)swift$")
+COMMAND_PATTERN = re.compile(r"(?:^|/)swift$")
 METHODS = ("rlhf", "sft", "pt")
 MAX_BYTES = 1_000_000
-NAME_VALUE = re.compile(r"--([\w-]+)(?:=(.*))?", re.DOTALL)
-BATCH = (
+ARGUMENT_PATTERN = re.compile(r"--([\w-]+)(?:=(.*))?", re.DOTALL)
+BATCH_KEYS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "generation_batch_size",
     "steps_per_generation",
 )
-DATASETS = {
+DATASET_KEYS = {
     "dataset": "tasks",
     "val_dataset": "heldout",
 }  # -> key of the section data, for algorithms that sample
@@ -38,12 +38,12 @@ def read_arguments(path: Path, variables: Mapping[str, str]) -> tuple[dict[str, 
     """Return the arguments of a script, file or output folder, and whether they include all defaults."""
     if path.is_dir():
         candidates = [path / "args.json", *sorted(path.glob("*/args.json"))]
-        existing = next((candidate for candidate in candidates if candidate.is_file()), None)
-        if existing is None:
+        existing_file = next((candidate for candidate in candidates if candidate.is_file()), None)
+        if existing_file is None:
             raise ValueError(
                 f"{path} has no args.json. Name an output folder of ms-swift, such as output/v0-..."
             )
-        return _read_mapping(existing), True
+        return _read_mapping(existing_file), True
     if path.suffix in (".yaml", ".yml", ".json"):
         return _read_mapping(path), path.name == "args.json"
     return _read_script(path, variables), False
@@ -56,7 +56,7 @@ class SwiftTranslation:
         self.path, self.is_complete = path, is_complete
         self.sections: dict[str, Any] = {}
         self.notes: list[str] = []
-        self._remaining = {
+        self._arguments = {
             keys.OLD_NAMES.get(name, name): _parse_scalar(value)
             for name, value in arguments.items()
             if value is not None and value not in ([], "")
@@ -64,8 +64,12 @@ class SwiftTranslation:
         self._drop_shell_values()
         self._set_algorithm()
         self._add_defaults()
-        for method in (self._data, self._batch, self._reward, self._copy_keys, self._map_values, self._lora):
-            method()
+        self._translate_data()
+        self._translate_batch()
+        self._translate_reward()
+        self._copy_keys()
+        self._map_values()
+        self._translate_lora()
         self._note_remaining()
 
     def text(self) -> str:
@@ -83,88 +87,90 @@ class SwiftTranslation:
         section, _, name = key.partition(".")
         self.sections.setdefault(section, {})[name] = value
 
-    def _note(self, name: str, value: Any, kind: str, text: str) -> None:
+    def _note(self, name: str, value: Any, status: str, reason: str) -> None:
         shown_value = "***" if is_secret(name.lower(), str(value)) else str(value)[:200]
-        self.notes.append(f"--{name} {shown_value}: {kind}: {text}")
+        self.notes.append(f"--{name} {shown_value}: {status}: {reason}")
 
     def _drop_shell_values(self) -> None:
-        for name, value in [*self._remaining.items()]:
+        for name, value in [*self._arguments.items()]:
             if shell_syntax := SHELL_ONLY.search(str(value)):
-                del self._remaining[name]
+                del self._arguments[name]
                 self.notes.append(
                     f"--{name}: {BY_HAND}: it depends on {shell_syntax[1]}, which only the shell knows"
                 )
 
     def _set_algorithm(self) -> None:
-        kind = self._remaining.pop("rlhf_type", None)
+        rlhf_type = self._arguments.pop("rlhf_type", None)
         algorithms = keys.VALUES["rlhf_type"][1]
-        if kind is not None and kind not in algorithms:
-            names = ", ".join(algorithms)
+        if rlhf_type is not None and rlhf_type not in algorithms:
+            algorithm_list = ", ".join(algorithms)
             raise ValueError(
-                f"{self.path}: rlhf_type {kind} has no counterpart. Supported: {names}, and swift sft."
+                f"{self.path}: rlhf_type {rlhf_type} has no counterpart. Supported: {algorithm_list}, and swift sft."
             )
-        self.algorithm = str(algorithms[kind]) if kind is not None else "sft"
+        self.algorithm = str(algorithms[rlhf_type]) if rlhf_type is not None else "sft"
         self._set_key("training.algorithm", self.algorithm)
 
     def _add_defaults(self) -> None:
         defaults: dict[str, Any] = dict(keys.DEFAULTS)
         if self.algorithm == "grpo":
             defaults |= keys.GRPO_DEFAULTS
-        tuner = str(self._remaining.get("tuner_type", defaults["tuner_type"]))
+        tuner = str(self._arguments.get("tuner_type", defaults["tuner_type"]))
         defaults["learning_rate"] = keys.LEARNING_RATES.get(tuner, keys.LEARNING_RATES["full"])
         if tuner == "lora":
             defaults |= keys.LORA_DEFAULTS
-        if self._remaining.get("max_steps", -1) > 0:  # then ms-swift ignores the epochs
+        if self._arguments.get("max_steps", -1) > 0:  # then ms-swift ignores the epochs
             del defaults["num_train_epochs"]
-            self._remaining.pop("num_train_epochs", None)
-        self._remaining = defaults | self._remaining
+            self._arguments.pop("num_train_epochs", None)
+        self._arguments = defaults | self._arguments
 
-    def _data(self) -> None:
-        for name, sampled_key in DATASETS.items():
-            names = self._remaining.pop(name, None)
-            if not names:
+    def _translate_data(self) -> None:
+        for name, sampled_key in DATASET_KEYS.items():
+            files = self._arguments.pop(name, None)
+            if not files:
                 continue
-            first_name, *ignored = names if isinstance(names, list) else [names]
+            first_file, *ignored_files = files if isinstance(files, list) else [files]
             key = sampled_key if self.algorithm == "grpo" or name == "val_dataset" else "dataset"
-            file, _, count = str(first_name).rpartition("#")  # FILE#COUNT takes the first rows
-            if file and count.isdigit():
-                self._set_key("data.heldout_count" if key == "heldout" else "data.count", int(count))
+            file, _, num_rows = str(first_file).rpartition("#")  # FILE#COUNT takes the first rows
+            if file and num_rows.isdigit():
+                self._set_key("data.heldout_count" if key == "heldout" else "data.count", int(num_rows))
             else:
-                file = str(first_name)
+                file = str(first_file)
             self._set_key(f"data.{key}", file)
-            if ignored:
-                self._note(name, ignored, BY_HAND, "only one file is supported; merge the rows of all files")
+            if ignored_files:
+                self._note(
+                    name, ignored_files, BY_HAND, "only one file is supported; merge the rows of all files"
+                )
 
-    def _batch(self) -> None:
-        sizes = {name: self._pop_count(name) for name in BATCH if name in self._remaining}
+    def _translate_batch(self) -> None:
+        sizes = {name: self._pop_count(name) for name in BATCH_KEYS if name in self._arguments}
         size_text = ", ".join(f"{name} {value}" for name, value in sizes.items()) or "the default batch size"
         per_device = sizes.get("per_device_train_batch_size", 1)
         num_passes = sizes.get("gradient_accumulation_steps", 1)
         if self.algorithm != "grpo":
             self._set_key("training.batch_size", per_device * num_passes)
             return
-        members = self._pop_count("num_generations") if "num_generations" in self._remaining else 8
-        completions = sizes.get(
+        group_size = self._pop_count("num_generations") if "num_generations" in self._arguments else 8
+        num_completions = sizes.get(
             "generation_batch_size", per_device * sizes.get("steps_per_generation", num_passes)
         )
-        self._set_key("training.batch_size", max(1, completions // members))
-        self._set_key("training.group_size", members)
-        note = f"training.batch_size counts tasks: {completions} completions of {members} each, on one device"
-        if completions % members:
+        self._set_key("training.batch_size", max(1, num_completions // group_size))
+        self._set_key("training.group_size", group_size)
+        note = f"training.batch_size counts tasks: {num_completions} completions of {group_size} each, on one device"
+        if num_completions % group_size:
             note += "; it was rounded"
         self.notes.append(f"{size_text}: {BY_HAND}: {note}")
 
     def _pop_count(self, name: str) -> int:
         """Remove an argument and return its value, which must be a positive integer."""
-        value = self._remaining.pop(name)
+        value = self._arguments.pop(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{self.path}: {name} is {value!r}; it must be a positive integer")
         return value
 
-    def _reward(self) -> None:
-        functions = self._remaining.pop("reward_funcs", None)
+    def _translate_reward(self) -> None:
+        functions = self._arguments.pop("reward_funcs", None)
         if functions:
             self._note(
                 "reward_funcs", functions, BY_HAND,
@@ -173,14 +179,14 @@ class SwiftTranslation:
 
     def _copy_keys(self) -> None:
         for name, key in keys.SAME_MEANING.items():
-            if name not in self._remaining:
+            if name not in self._arguments:
                 continue
-            value = self._remaining.pop(name)
-            is_for_other = name in keys.FOR_GRPO and self.algorithm != "grpo"
-            is_for_other |= name == "beta" and self.algorithm not in keys.WITH_BETA
+            value = self._arguments.pop(name)
+            is_for_other = name in keys.GRPO_ARGUMENTS and self.algorithm != "grpo"
+            is_for_other |= name == "beta" and self.algorithm not in keys.BETA_ALGORITHMS
             is_disabled = value == -1 or (name in ("delta", "eval_steps") and not value)
             if is_for_other or is_disabled:
-                self._skip(name, value)
+                self._note_unused(name, value)
                 continue
             is_whole = (
                 isinstance(value, float)
@@ -197,39 +203,39 @@ class SwiftTranslation:
 
     def _map_values(self) -> None:
         for name, (key, translations) in keys.VALUES.items():
-            if name not in self._remaining:
+            if name not in self._arguments:
                 continue
-            value = self._remaining.pop(name)
+            value = self._arguments.pop(name)
             value = value[0] if isinstance(value, list) and len(value) == 1 else value
-            if name in keys.FOR_GRPO and self.algorithm != "grpo":
-                self._skip(name, value)
+            if name in keys.GRPO_ARGUMENTS and self.algorithm != "grpo":
+                self._note_unused(name, value)
             elif str(value) in translations:
                 self._set_key(key, translations[str(value)])
             else:
                 self._note(name, value, NO_COUNTERPART, f"{key} supports {', '.join(translations)}")
 
-    def _lora(self) -> None:
-        modules = self._remaining.pop("target_modules", None)
+    def _translate_lora(self) -> None:
+        modules = self._arguments.pop("target_modules", None)
         if not self.sections.get("lora", {}).get("enabled"):
             self.sections.pop("lora", None)
         elif modules:
             names = [modules] if isinstance(modules, str) else list(modules)
             self._set_key("lora.target_modules", names[0] if names == ["all-linear"] else names)
 
-    def _skip(self, name: str, value: Any) -> None:
+    def _note_unused(self, name: str, value: Any) -> None:
         if not self.is_complete:
             self._note(name, value, NOT_NEEDED, f"it has no effect with {self.algorithm}")
 
     def _note_remaining(self) -> None:
         unlisted: list[str] = []
-        for name, value in self._remaining.items():
-            kind, text = keys.find_reason(name)
-            if self.is_complete and (kind == NOT_NEEDED or not value):
+        for name, value in self._arguments.items():
+            status, reason = keys.find_reason(name)
+            if self.is_complete and (status == NOT_NEEDED or not value):
                 continue
-            if self.is_complete and kind == NO_COUNTERPART:
+            if self.is_complete and status == NO_COUNTERPART:
                 unlisted.append(name)
             else:
-                self._note(name, value, kind, text)
+                self._note(name, value, status, reason)
         if unlisted:
             self.notes.append(f"{NO_COUNTERPART}, mostly defaults of ms-swift: {', '.join(sorted(unlisted))}")
 
@@ -246,12 +252,12 @@ def _read_text(path: Path) -> str:
 def _read_mapping(path: Path) -> dict[str, Any]:
     text = _read_text(path)
     try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.load(text, ConfigLoader)
+        arguments = json.loads(text) if path.suffix == ".json" else yaml.load(text, ConfigLoader)
     except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    if not isinstance(content, dict):
+    if not isinstance(arguments, dict):
         raise ValueError(f"{path} has no arguments of ms-swift: it must be a mapping of names to values")
-    return {str(name).replace("-", "_"): value for name, value in content.items() if name != "ENV"}
+    return {str(name).replace("-", "_"): value for name, value in arguments.items() if name != "ENV"}
 
 
 def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
@@ -261,18 +267,18 @@ def _read_script(path: Path, variables: Mapping[str, str]) -> dict[str, Any]:
     for match in LINE.finditer(_read_text(path)):
         line = match[0].replace("\\\n", "")
         try:
-            words = shlex.split(expansion.fill(line), comments=True)
+            words = shlex.split(expansion.expand_line(line), comments=True)
         except ValueError as error:
             raise ValueError(f"{path}: invalid shell command in {line[:60]!r}: {error}") from None
-        start = next((index for index, word in enumerate(words) if COMMAND.search(word)), None)
+        start = next((index for index, word in enumerate(words) if COMMAND_PATTERN.search(word)), None)
         if start is not None and words[start + 1 : start + 2] and words[start + 1] in METHODS:
             commands.append(words[start + 1 :])
         elif len(words) <= 2 and (assignment := ASSIGNMENT.fullmatch(" ".join(words))):
-            expansion.values[assignment[1]] = variables.get(assignment[1], assignment[2])
+            expansion.variables[assignment[1]] = variables.get(assignment[1], assignment[2])
     if len(commands) != 1:
-        problem = f"has {len(commands)} training commands" if commands else "has no training command"
+        error_text = f"has {len(commands)} training commands" if commands else "has no training command"
         raise ValueError(
-            f"{path} {problem}. It must have one command: swift rlhf --rlhf_type grpo --model ..."
+            f"{path} {error_text}. It must have one command: swift rlhf --rlhf_type grpo --model ..."
         )
     [(method, *words)] = commands
     arguments = _parse_arguments(path, words)
@@ -285,23 +291,23 @@ def _parse_arguments(path: Path, words: list[str]) -> dict[str, Any]:
     """Parse `--name value ...`. A first word FILE.yaml or FILE.json is read, as ms-swift does."""
     arguments: dict[str, Any] = {}
     if words and words[0].endswith((".yaml", ".yml", ".json")):
-        file = Path(words.pop(0))
+        config_file = Path(words.pop(0))
         config_path = path.parent / (
-            file if (path.parent / file).is_file() else file.name
+            config_file if (path.parent / config_file).is_file() else config_file.name
         )  # such as "$HERE/args.yaml"
         arguments = _read_mapping(config_path)
     name = ""
     for word in words:
         if word in ("|", "&", "&&", "||", ";", ">", ">>", "2>&1", "<"):
             break
-        if match := NAME_VALUE.fullmatch(word):
+        if match := ARGUMENT_PATTERN.fullmatch(word):
             name = match[1].replace("-", "_")
             arguments[name] = True if match[2] is None else match[2]
         elif name and arguments[name] is True:
             arguments[name] = word
         elif name:  # one more value
-            previous = arguments[name]
-            arguments[name] = [*(previous if isinstance(previous, list) else [previous]), word]
+            old_value = arguments[name]
+            arguments[name] = [*(old_value if isinstance(old_value, list) else [old_value]), word]
     return arguments
 
 

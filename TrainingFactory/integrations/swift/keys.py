@@ -38,13 +38,13 @@ OLD_NAMES = {
     "sft_type": "tuner_type",
     "model_id_or_path": "model",
 }  # of ms-swift 3
-FOR_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "use_rslora", "target_modules")
-FOR_GRPO = (
+LORA_ARGUMENTS = ("lora_rank", "lora_alpha", "lora_dropout", "use_dora", "use_rslora", "target_modules")
+GRPO_ARGUMENTS = (
     "num_generations", "max_completion_length", "temperature", "num_iterations", "epsilon", "epsilon_high", "delta",
     "importance_sampling_level", "scale_rewards", "advantage_estimator", "loss_type", "max_turns", "use_vllm",
     "overlong_filter",
 )  # fmt: skip
-WITH_BETA = ("grpo", "dpo", "kto")
+BETA_ALGORITHMS = ("grpo", "dpo", "kto")
 # Defaults of ms-swift that differ from ours; an import writes them into the config.
 DEFAULTS = {
     "num_train_epochs": 3,
@@ -91,7 +91,7 @@ REASONS: list[tuple[str | tuple[str, ...], str, str]] = [
 
 def find_reason(name: str) -> tuple[str, str]:
     """Return the reason why an argument is not translated, as (kind of reason, text)."""
-    for prefix, kind, text in REASONS:
+    for prefix, status, text in REASONS:
         if name.startswith(prefix):
-            return kind, text
+            return status, text
     return NO_COUNTERPART, "this translation does not know the argument"

@@ -9,7 +9,7 @@ from swift.rewards import ORM, orms  # pyright: ignore[reportMissingImports]
 from swift.rollout import MultiTurnScheduler, multi_turns  # pyright: ignore[reportMissingImports]
 
 from TrainingFactory.integrations.swift import NAME
-from TrainingFactory.integrations.swift.scheduler import EnvironmentScheduler, neutral_rewards
+from TrainingFactory.integrations.swift.scheduler import EnvironmentScheduler, fill_missing_rewards
 
 # ms-swift puts this folder on sys.path, where our file names would shadow modules of others.
 _HERE = Path(__file__).resolve().parent
@@ -24,7 +24,7 @@ class TrainingFactoryReward(ORM):
     """Reward of the config in TF_CONFIG, computed by the scheduler at the end of each episode."""
 
     def __call__(self, completions, rollout_infos=None, tf_task=None, **columns):
-        return neutral_rewards(rollout_infos, tf_task)
+        return fill_missing_rewards(rollout_infos, tf_task)
 
 
 multi_turns[NAME] = TrainingFactoryScheduler

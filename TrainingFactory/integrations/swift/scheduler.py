@@ -62,13 +62,13 @@ class SwiftRun:
         self._tools = RunTools(config, (), None)
         self._environment = swift_environment(config, self._tools)
         self._exit_stack = AsyncExitStack()
-        self._opening = asyncio.Lock()
+        self._open_lock = asyncio.Lock()
         self._rules: EpisodeSettings | None = None
         self.max_episodes: int | None = getattr(self._environment, "max_episodes", None)
 
     async def rules(self, chat: SwiftFormat) -> EpisodeSettings:
         """Return the settings that all episodes share; start the tools' servers on the first call."""
-        async with self._opening:
+        async with self._open_lock:
             if self._rules is None:
                 self._exit_stack.push_async_callback(self._tools.close)
                 environment = await self._tools.equip(self._environment)
@@ -92,8 +92,8 @@ class EnvironmentScheduler:
 
     def __init__(self, infer_engine: Any = None, max_turns: int | None = None, **options: Any) -> None:
         config = read_run_config()
-        limit = config.environment.max_turns
-        super().__init__(infer_engine, min(max_turns or limit, limit), **options)  # type: ignore[call-arg]
+        config_max_turns = config.environment.max_turns
+        super().__init__(infer_engine, min(max_turns or config_max_turns, config_max_turns), **options)  # type: ignore[call-arg]
         model = config.model
         self._chat = SwiftFormat(chat_format(self.tokenizer, model.family, thinking=model.thinking))
         self._control_texts = [*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()]
@@ -108,21 +108,21 @@ class EnvironmentScheduler:
 
     async def on_trajectory_start(self, requests: Sequence[Any]) -> None:
         """Start an episode for each request, and put the prompts of the environments into the requests."""
-        await self._loop.run(self._begin(requests))
+        await self._loop.run(self._begin_episodes(requests))
 
-    async def _begin(self, requests: Sequence[Any]) -> None:
+    async def _begin_episodes(self, requests: Sequence[Any]) -> None:
         rules = await self._run.rules(self._chat)
-        limit = self._run.max_episodes
+        max_episodes = self._run.max_episodes
         num_episodes = len(self._episodes) + len(requests)
-        if limit is not None and num_episodes > limit:
+        if max_episodes is not None and num_episodes > max_episodes:
             raise ValueError(
                 f"ms-swift plays {num_episodes} episodes at once, and the environment holds at most "
-                f"{limit}. Lower per_device_train_batch_size or steps_per_generation."
+                f"{max_episodes}. Lower per_device_train_batch_size or steps_per_generation."
             )
         for request in requests:
             if request.uuid in self._episodes:  # ms-swift starts the request again
                 await self._episodes.pop(request.uuid).abandon()
-            task = task_of(request.data_dict)
+            task = read_task(request.data_dict)
             self._counts["episodes"] += 1
             trajectory = Trajectory(task, group=task.id, member=self._counts["episodes"])
             self._episodes[request.uuid] = SwiftEpisode(rules, self._chat, trajectory)
@@ -140,8 +140,8 @@ class EnvironmentScheduler:
         token_ids, is_sampled = self.get_response_token_data(infer_request, response_choice)  # type: ignore[attr-defined]
         tokens = list(zip(token_ids, is_sampled, strict=True))
         turn = SampledTurn(
-            [token for token, sampled in tokens if not sampled],
-            [token for token, sampled in tokens if sampled],
+            [token for token, is_sampled_token in tokens if not is_sampled_token],
+            [token for token, is_sampled_token in tokens if is_sampled_token],
             response_choice.message.content or "",
             "length" if response_choice.finish_reason == "length" else "stop",
         )
@@ -151,7 +151,7 @@ class EnvironmentScheduler:
         if not episode.is_over:
             return {}
         del self._episodes[infer_request.uuid]
-        return {"done": True, "rollout_infos": self._rollout_infos(episode.trajectory)}
+        return {"done": True, "rollout_infos": self._make_rollout_infos(episode.trajectory)}
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
         """Append the replies of the environment to the conversation."""
@@ -163,7 +163,7 @@ class EnvironmentScheduler:
         """Return False, because `on_turn_end` ends episodes."""
         return False
 
-    def _rollout_infos(self, trajectory: Trajectory) -> dict[str, Any]:
+    def _make_rollout_infos(self, trajectory: Trajectory) -> dict[str, Any]:
         self._counts[trajectory.status] += 1
         reward = trajectory.reward
         if reward is None:
@@ -192,14 +192,14 @@ class EnvironmentScheduler:
             log.warning(
                 "A %s message contains %s. ms-swift encodes it as the control token, so a tool result or a document "
                 "can pretend to be another message. TrainingFactory's own trainer encodes it as ordinary text.",
-                message.role, text,
+                message.role, text
             )  # fmt: skip
         self._counts["control texts"] += 1
 
     def _close(self) -> None:
         if self._counts:
-            counts = ", ".join(f"{count} {name}" for name, count in self._counts.items())
-            print(f"TrainingFactory: {counts}", flush=True)
+            count_text = ", ".join(f"{count} {name}" for name, count in self._counts.items())
+            print(f"TrainingFactory: {count_text}", flush=True)
         self._loop.close(self._close_all())
 
     async def _close_all(self) -> None:
@@ -245,7 +245,7 @@ def swift_environment(config: TrainingConfig, tools: RunTools) -> Any:
     return environment
 
 
-def task_of(columns: dict[str, Any] | None) -> Task:
+def read_task(columns: dict[str, Any] | None) -> Task:
     """Return the task in the columns of a dataset row."""
     task_json = (columns or {}).get(TASK_COLUMN)
     if not isinstance(task_json, str):
@@ -263,7 +263,7 @@ def as_swift_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return to_swift_messages(map(message_to_dict, messages))
 
 
-def neutral_rewards(
+def fill_missing_rewards(
     rollout_infos: Sequence[dict[str, Any]] | None, tasks: Sequence[str] | None
 ) -> list[float]:
     """Return the rewards of episodes. An unscored episode gets the mean reward of its task's scored episodes, and thus
@@ -273,20 +273,20 @@ def neutral_rewards(
             "the reward training_factory needs --multi_turn_scheduler training_factory. Set both."
         )
     rewards = [infos["total_reward"] for infos in rollout_infos]
-    scored_by_task: dict[str, list[float]] = {}
+    rewards_by_task: dict[str, list[float]] = {}
     for task, reward in zip(tasks, rewards, strict=True):
         if reward is not None:
-            scored_by_task.setdefault(task, []).append(float(reward))
+            rewards_by_task.setdefault(task, []).append(float(reward))
     return [
-        fmean(scored_by_task.get(task, [0.0])) if reward is None else float(reward)
+        fmean(rewards_by_task.get(task, [0.0])) if reward is None else float(reward)
         for task, reward in zip(tasks, rewards, strict=True)
     ]
 
 
 def _check_tools(request: Any, trajectory: Trajectory) -> None:
     """Raise if the dataset row shows other tools than the environment has."""
-    specs = request.tools or []
-    tool_rows = json.loads(specs) if isinstance(specs, str) else specs
+    request_tools = request.tools or []
+    tool_rows = json.loads(request_tools) if isinstance(request_tools, str) else request_tools
     tool_rows = [json.loads(row) if isinstance(row, str) else row for row in tool_rows]
     shown_names = sorted(str(row.get("function", row).get("name")) for row in tool_rows)
     tool_names = sorted(tool.name for tool in trajectory.tools)

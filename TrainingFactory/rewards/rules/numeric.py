@@ -133,7 +133,7 @@ class MathRule(ReferenceRule):
         if len(answer) > MAX_FORMULA_CHARS:
             return False
         try:
-            are_equal = await self._worker.ask([reference, answer], seconds=10 * self.timeout)
+            are_equal = await self._worker.ask([reference, answer], timeout=10 * self.timeout)
         except WorkerTooSlow:  # math-verify's own timeouts cannot interrupt every operation
             return False
         if are_equal is None:

@@ -7,8 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from TrainingFactory.common.image_parts import image_of_base64
-from TrainingFactory.common.images import join_pieces, rejection_text
+from TrainingFactory.common.image_parts import decode_image
+from TrainingFactory.common.images import join_pieces, make_rejection_text
 from TrainingFactory.common.texts import redact
 from TrainingFactory.types import Image, ToolResult
 
@@ -54,10 +54,10 @@ def _to_text_or_image(block: dict[str, Any], attachments: list[dict[str, Any]]) 
     attachment = (block.get("resource") or {}) | {"type": block_type} if block_type == "resource" else block
     if (image_data := _get_image_data(block)) is not None:
         try:
-            return image_of_base64(image_data)
+            return decode_image(image_data)
         except ValueError as error:
             attachments.append(attachment)
-            return rejection_text(error)
+            return make_rejection_text(error)
     attachments.append(attachment)
     if "text" in attachment:
         return f"[{block_type} {attachment.get('uri', '')}]\n{attachment['text']}"

@@ -27,7 +27,7 @@ from TrainingFactory.common.options import (
     from_mapping,
     make_from,
 )
-from TrainingFactory.common.texts import SECRET_VARIABLES, redact, secrets_in
+from TrainingFactory.common.texts import SECRET_VARIABLES, iter_secrets, redact
 
 Transport = Literal["stdio", "http", "sse"]
 TransportName = Literal["stdio", "http", "streamable-http", "streamable_http", "streamableHttp", "sse"]
@@ -274,7 +274,7 @@ def find_secrets(
     """Return all headers, the values of variables and arguments (--api-key=x) with names of secrets, and the secret
     parts of URLs. The longest come first, because one may contain another."""
     variables, headers, texts = list(variables), list(headers), list(texts)
-    headers += [value for _, value in secrets_in(texts) if "://" not in value]
+    headers += [value for _, value in iter_secrets(texts) if "://" not in value]
     secrets = {value for name, value in variables if _SECRET_NAME.search(name)} | set(headers)
     secrets |= {value.split(" ", 1)[1] for value in headers if " " in value}  # Bearer x
     for text in (*texts, *(value for _, value in variables)):

@@ -20,7 +20,7 @@ from mcp.shared.message import SessionMessage
 from mcp.types import ErrorData, JSONRPCError, jsonrpc_message_adapter
 from pydantic import ValidationError
 
-from TrainingFactory.common.workers.groups import BYTES_KEPT, descendants, signal_group, stderr_text
+from TrainingFactory.common.workers.groups import MAX_STDERR_BYTES, descendants, quote_stderr, signal_group
 from TrainingFactory.tools.mcp.server_config import ServerConfig
 
 MAX_MESSAGE_BYTES = 8 * 2**20  # enough for a large image; parsing more JSON would block the event loop
@@ -177,7 +177,7 @@ class ServerOutput:
         details = ""
         if self._num_invalid:
             details = f"; {self._num_invalid} lines on stdout are not MCP messages, e.g. {self._example!r}"
-        return details + stderr_text(self._stderr)
+        return details + quote_stderr(self._stderr)
 
     @contextlib.contextmanager
     def open_stderr(self) -> Iterator[TextIO]:
@@ -189,7 +189,7 @@ class ServerOutput:
         def read_chunk() -> None:
             with contextlib.suppress(BlockingIOError):
                 chunk = os.read(reader, 65536)
-                self._stderr = (self._stderr + chunk)[-BYTES_KEPT:]
+                self._stderr = (self._stderr + chunk)[-MAX_STDERR_BYTES:]
                 if not chunk:
                     loop.remove_reader(reader)
 
